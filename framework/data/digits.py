@@ -1,0 +1,65 @@
+"""Digits: 1,797 scanned digits of 8 x 8 pixels, out of the installed scikit-learn wheel."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from framework.data.source import Arrays, Split, require_at_least
+from framework.data.splitmix import permutation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MEAN, STD = (0.306,), (0.376,)  # of the training split
+FIRST_VAL, FIRST_TEST = 1258, 1438  # 70 % train, 10 % val, 20 % test
+
+
+class Digits:
+    """The test set of the UCI optical digits; scikit-learn carries it as a file, and is never imported.
+
+    Grey values 0..16 are stretched to 0..255. The file is ordered by writer, so the splits are cut from one fixed
+    permutation of it, the same for every seed: runs that differ in their seed are compared on the same test set.
+    """
+
+    info: Mapping[str, int] = {"in_channels": 1, "image_size": 8, "num_classes": 10}
+
+    def __init__(self, *, augment: bool = False, num_workers: int = 0):
+        require_at_least(0, num_workers=num_workers)
+        self.augment = augment
+        self.num_workers = num_workers
+
+    def problems(self) -> list[str]:
+        path = _csv()
+        if path is None:
+            return ["dataset: digits is read from scikit-learn, which is not installed (pip install scikit-learn)"]
+        if not path.is_file():
+            return [f"dataset: this scikit-learn has no {path} (pip install --force-reinstall scikit-learn)"]
+        return []
+
+    def load(self, split: Split) -> Arrays:
+        if problems := self.problems():
+            raise ValueError(problems[0])
+        rows = np.loadtxt(_csv(), delimiter=",", dtype=np.int64)  # 64 pixels and the label
+        order = permutation(len(rows))
+        parts = {"train": order[:FIRST_VAL], "val": order[FIRST_VAL:FIRST_TEST], "test": order[FIRST_TEST:]}
+        rows = rows[parts[split]]
+        images = np.rint(rows[:, :64] * (255 / 16)).astype(np.uint8)
+        return Arrays(images.reshape(-1, 1, 8, 8), rows[:, 64].copy())
+
+    def transform(
+        self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None
+    ) -> tuple["Tensor", "Tensor"]:
+        from framework.data.images import prepare
+
+        keys = keys if self.augment else None
+        return prepare(inputs, keys=keys, mean=MEAN, std=STD, padding=1, flip=False), targets
+
+
+def _csv() -> Path | None:
+    spec = importlib.util.find_spec("sklearn")  # finding a top-level package does not run it
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"

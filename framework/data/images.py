@@ -1,0 +1,52 @@
+"""Images, a batch at a time: from uint8 to normalised float32, and augmentation keyed by sample."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from framework.data.splitmix import random_integers
+
+
+def prepare(
+    images: Tensor,
+    *,
+    keys: np.ndarray | None,
+    mean: Sequence[float],
+    std: Sequence[float],
+    padding: int,
+    flip: bool,
+) -> Tensor:
+    """Augment uint8 images (B, C, H, W) unless `keys` is None, then normalise them."""
+    if keys is not None:
+        images = augment(images, keys, padding=padding, flip=flip)
+    return normalise(images, mean=mean, std=std)
+
+
+def normalise(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Return `(images / 255 - mean) / std` in float32, for uint8 images (B, C, H, W) and one mean and std per channel."""
+    mean_C, std_C = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
+    scale, shift = (
+        values.to(images.device, torch.float32).view(-1, 1, 1) for values in (1 / (255 * std_C), -mean_C / std_C)
+    )
+    # Two kernels, not a fused multiply-add: that may round differently in the last lanes of a batch, and a sample's
+    # bits must not depend on its place.
+    return images.float().mul_(scale).add_(shift)
+
+
+def augment(images: Tensor, keys: np.ndarray, *, padding: int, flip: bool) -> Tensor:
+    """Shift each image by up to `padding` pixels either way, zeros moving in, and mirror half of them if `flip`.
+
+    images: uint8 (B, C, H, W); keys: uint64 (B,). What happens to an image depends on its key only.
+    Source: He et al. 2016, section 4.2 (crop from the padded image, horizontal flip).
+    """
+    draws = [random_integers(keys, high=high, draw=draw) for draw, high in enumerate((2 * padding + 1,) * 2 + (2,))]
+    top, left, mirrored = (torch.from_numpy(draw).to(images.device) for draw in draws)
+    if flip:
+        images = torch.where(mirrored.bool().view(-1, 1, 1, 1), images.flip(3), images)
+    height, width = images.shape[2:]
+    padded = pad(images, (padding, padding, padding, padding))
+    crops = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view (B, C, top, left, H, W) of every possible crop
+    return crops[torch.arange(len(images), device=images.device), :, top, left]

@@ -1,0 +1,175 @@
+"""The seam of the data: what a dataset and one loaded split of it are, and the sources that hold or read samples."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:  # the preflight imports every dataset module and must not wait for torch
+    from torch import Tensor
+
+Split = Literal["train", "val", "test"]
+
+
+class Source(Protocol):
+    """One split, loaded."""
+
+    def __len__(self) -> int: ...
+
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the inputs and targets of these samples, batch dim first, in the dtype they are stored in."""
+        ...
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What the source holds in memory, by name, so that the processes of a node can share one copy; {} if nothing."""
+        ...
+
+    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Source":
+        """Return the same source over other (memory-mapped) arrays of the same names."""
+        ...
+
+
+class Dataset(Protocol):
+    """What a `conf/dataset/*.yaml` names. Its constructor stores and checks its arguments and reads no file."""
+
+    num_workers: int
+
+    @property
+    def info(self) -> Mapping[str, int]:
+        """What a model may take from the data: `in_channels`, `image_size`, `num_classes`, `vocab_size`, `seq_len`, ...
+
+        Costs a directory listing at most. What a problem makes unknowable is left out.
+        """
+        ...
+
+    def problems(self) -> list[str]:
+        """Say why the data cannot be loaded here, a line each: `key: what (remedy)`. Reads next to nothing."""
+        ...
+
+    def load(self, split: Split) -> Source:
+        """Load one split. Raises ValueError if a file is damaged or the split has no sample."""
+        ...
+
+    def transform(
+        self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None
+    ) -> tuple["Tensor", "Tensor"]:
+        """Turn a gathered batch into what the model takes.
+
+        keys: uint64 (B,), one per sample, from which all randomness of that sample's augmentation derives; None in
+        evaluation.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Samples that are rows of arrays, such as images uint8 (N, C, H, W) and targets int64 (N,)."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.inputs) == len(self.targets):
+            raise ValueError(
+                f"{len(self.inputs)} inputs and {len(self.targets)} targets: a split needs at least one sample, and "
+                f"a target for each"
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.inputs[indices], self.targets[indices]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {"inputs": self.inputs, "targets": self.targets}
+
+    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Arrays":
+        return replace(self, **arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """A stream of tokens (1-D, array or memmap) cut into windows; the targets are the inputs shifted by one.
+
+    Sample i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`: neighbours share one token, which is the last target of
+    the first and the first input of the second. What does not fill a window at the end is left out.
+    """
+
+    tokens: np.ndarray
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        if len(self) == 0:
+            raise ValueError(
+                f"{len(self.tokens)} tokens hold no sample of seq_len={self.seq_len}: it needs {self.seq_len + 1} "
+                f"(more data, or a smaller dataset.seq_len)"
+            )
+
+    def __len__(self) -> int:
+        return num_windows(len(self.tokens), seq_len=self.seq_len)
+
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # a view: only the windows asked for are read, also from a memory-mapped file
+        windows = np.lib.stride_tricks.sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
+        batch = windows[indices]
+        return batch[:, :-1], batch[:, 1:]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {} if isinstance(self.tokens, np.memmap) else {"tokens": self.tokens}
+
+    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Windows":
+        return replace(self, **arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """Samples that are files, decoded whenever they are asked for."""
+
+    paths: Sequence[Path]
+    targets: np.ndarray
+    decode: Callable[[Path], np.ndarray]  # of one file; a pickle of it must work, for loader processes
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.paths) == len(self.targets):
+            raise ValueError(
+                f"{len(self.paths)} files and {len(self.targets)} targets: a split needs at least one sample, and a "
+                f"target for each"
+            )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.stack([self.decode(self.paths[i]) for i in indices]), self.targets[indices]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Files":
+        return replace(self, **arrays)
+
+
+def num_windows(num_tokens: int, *, seq_len: int) -> int:
+    """Return how many samples a stream of `num_tokens` holds; the last token is a target only."""
+    return max(0, num_tokens - 1) // seq_len
+
+
+def contiguous_split(length: int, split: Split) -> slice:
+    """Return the part of a stream of this length that is the split: the first 90 %, the next 5 % or the last 5 %."""
+    bounds = [0, length * 90 // 100, length * 95 // 100, length]
+    part = ("train", "val", "test").index(split)
+    return slice(bounds[part], bounds[part + 1])
+
+
+def require_at_least(minimum: int, **arguments: int) -> None:
+    """Raise ValueError for the first of a dataset's arguments that is smaller than `minimum`."""
+    for name, value in arguments.items():
+        if value < minimum:
+            raise ValueError(f"dataset.{name}={value}: must be at least {minimum}")

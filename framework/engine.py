@@ -1,0 +1,211 @@
+"""The seam between the loop and the strategies: an Engine turns micro-batches into gradients, whatever runs where."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from framework.keys import key
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What goes through the model at once. `index` counts the micro-batches of the global batch; it keys randomness."""
+
+    index: int
+    inputs: Tensor
+    targets: Tensor
+    is_padding: bool = False  # runs with weight zero, so that every rank enters the same collectives
+
+
+@dataclass(frozen=True)
+class Step:
+    """This rank's part of one global batch."""
+
+    epoch: int
+    num_samples: int  # of the global batch, over all ranks
+    micro_batches: Sequence[MicroBatch]
+
+
+class Task(Protocol):
+    """What the numbers mean: the loss, the metrics, what counts as one sample. All are SUMS over samples, shape ()."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]: ...
+
+
+Sums = dict[str, Tensor]
+
+
+class Engine(Protocol):
+    """A model under a strategy. Methods are collective: every rank calls them, in the same order.
+
+    `module` holds this rank's parameters (plain tensors or DTensor shards) under the model's own names.
+    """
+
+    module: nn.Module
+    mesh: DeviceMesh | None
+    dp_rank: int
+    dp_size: int
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        """Leave in `.grad` the gradient of the global batch's mean loss, times `loss_scale`.
+
+        `index` is the number of the step. Returns this rank's sums over its samples: the loss, and with `measure`
+        the task's metrics.
+        """
+
+    def forward(self, micro_batch: MicroBatch) -> Sums:
+        """Evaluate: the same sums, without gradients; all zero for padding."""
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Scale the gradients so that their global L2 norm is at most `max_norm`; return the norm before, shape ()."""
+
+    def warm_up(self, step: Step) -> None:
+        """Run once, before the first step, what must not happen in it. Leaves no trace in the model."""
+
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers (running statistics) that followed micro-batch 0."""
+
+
+class Forward:
+    """One micro-batch through the model: random draws keyed, autocast on, sums over samples out."""
+
+    def __init__(self, task: Task, *, seed: int, device: torch.device, autocast: torch.dtype | None) -> None:
+        self.task = task
+        self.seed = seed
+        self.device = device
+        self.autocast = autocast
+
+    def seed_draws(self, *, step: int, micro_batch: int) -> None:
+        """Key what the model draws (dropout) by step and micro-batch: whichever rank runs it, it draws the same."""
+        value = key(self.seed, "forward", step, micro_batch)
+        torch.default_generator.manual_seed(value)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(value)
+
+    def __call__(self, model: Callable[[Tensor], Tensor], micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return (outputs, sum of the losses)."""
+        if self.autocast is None:
+            outputs = model(micro_batch.inputs)
+        else:
+            with torch.autocast(self.device.type, dtype=self.autocast):
+                outputs = model(micro_batch.inputs)
+            outputs = outputs.float()
+        return outputs, self.task.loss(outputs, micro_batch.targets)
+
+
+class DataParallelEngine:
+    """The Engine of every strategy in which a rank runs the whole model on its own samples.
+
+    `model` is what is called (a wrapper, or `module` itself); `set_sync(True)` is called before the last micro-batch,
+    whose backward pass completes the gradients of all ranks, `set_sync(False)` before the others. The wrapper
+    averages over `dp_size` ranks; since a loss here is a sum over the GLOBAL count, that average is undone first.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        model: nn.Module,
+        forward: Forward,
+        mesh: DeviceMesh | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        set_sync: Callable[[bool], None] | None = None,
+        broadcast: Callable[[Sequence[Tensor]], None] | None = None,
+        num_warm_ups: int = 0,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self._model = model
+        self._forward = forward
+        self._set_sync = set_sync
+        self._broadcast = broadcast
+        self._num_warm_ups = num_warm_ups
+        self._buffers = persistent_buffers(module)
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        scale = loss_scale * self.dp_size / step.num_samples
+        sums: Sums = {}
+        last = len(step.micro_batches) - 1
+        for position, micro_batch in enumerate(step.micro_batches):
+            if self._set_sync is not None:
+                self._set_sync(position == last)
+            self._forward.seed_draws(step=index, micro_batch=micro_batch.index)
+            with self._buffers_follow(micro_batch) as forward_done:
+                outputs, loss = self._forward(self._model, micro_batch)
+                forward_done()
+                (loss * (0.0 if micro_batch.is_padding else scale)).backward()
+            if not micro_batch.is_padding:
+                add(sums, self._measured(outputs, loss, micro_batch) if measure else {"loss": loss.detach()})
+        return sums
+
+    def _measured(self, outputs: Tensor, loss: Tensor, micro_batch: MicroBatch) -> Sums:
+        with torch.no_grad():
+            return {"loss": loss.detach()} | self._forward.task.metrics(outputs.detach(), micro_batch.targets)
+
+    @contextmanager
+    def _buffers_follow(self, micro_batch: MicroBatch) -> Iterator[Callable[[], None]]:
+        """Let micro-batch 0 alone change the buffers, and once: not again when checkpointing recomputes its forward."""
+        kept: list[Tensor] = []
+
+        def forward_done() -> None:
+            if self._buffers and micro_batch.index == 0 and not micro_batch.is_padding:
+                kept[:] = [buffer.clone() for buffer in self._buffers]
+
+        if self._buffers:
+            kept[:] = [buffer.clone() for buffer in self._buffers]
+        yield forward_done
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, kept)
+
+    def forward(self, micro_batch: MicroBatch) -> Sums:
+        with torch.no_grad():
+            outputs, loss = self._forward(self._model, micro_batch)
+            sums = {"loss": loss} | self._forward.task.metrics(outputs, micro_batch.targets)
+        return {name: torch.zeros_like(value) for name, value in sums.items()} if micro_batch.is_padding else sums
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        return norm
+
+    def warm_up(self, step: Step) -> None:
+        before = [buffer.clone() for buffer in self._buffers]
+        for _ in range(self._num_warm_ups):
+            if self._set_sync is not None:
+                self._set_sync(True)
+            _, loss = self._forward(self._model, step.micro_batches[0])
+            (loss * 0.0).backward()
+        if before:
+            torch._foreach_copy_(self._buffers, before)
+        self.module.zero_grad(set_to_none=True)
+
+    def sync_buffers(self) -> None:
+        if self._broadcast is not None and self._buffers:
+            self._broadcast(self._buffers)
+
+
+def add(sums: Sums, more: Sums) -> None:
+    """Add `more` to `sums`, in place."""
+    for name, value in more.items():
+        sums[name] = sums[name] + value if name in sums else value
+
+
+def persistent_buffers(module: nn.Module) -> list[Tensor]:
+    """Return the buffers that belong to the model's state: those that a state dict holds."""
+    state = module.state_dict(keep_vars=True)
+    return [buffer for name, buffer in module.named_buffers() if name in state]

@@ -1,0 +1,42 @@
+"""Logging: the standard library's, with the rank in every line, to the console and to the run's `train.log`."""
+
+import logging
+from pathlib import Path
+
+LOGGER = logging.getLogger("steadfast")
+
+
+def start_console(*, rank: int) -> None:
+    """Log to stderr: rank 0 everything, the others warnings. Safe to call again in a forked worker."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    # rank 0 speaks to a person: the level is worth a word only where something is wrong
+    handler.setFormatter(_Console(rank=rank))
+    LOGGER.handlers.clear()
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+
+
+def start_file(path: Path, *, rank: int) -> None:
+    """Log to `path` too. All ranks append to the one file: a line is one write, so lines never mix."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s"))
+    LOGGER.addHandler(handler)
+
+
+def stop_file() -> None:
+    """Close the log files, so that a process that goes on (a sweep) does not write into a finished run."""
+    for handler in [h for h in LOGGER.handlers if isinstance(h, logging.FileHandler)]:
+        LOGGER.removeHandler(handler)
+        handler.close()
+
+
+class _Console(logging.Formatter):
+    def __init__(self, *, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        return message if record.levelno < logging.WARNING else f"[rank {self.rank}] {record.levelname}: {message}"

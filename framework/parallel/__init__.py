@@ -1,0 +1,1 @@
+"""One strategy per file: (model, *, world, forward, options) -> Engine."""

@@ -1,0 +1,52 @@
+"""DistributedDataParallel: every process holds the whole model; gradients are summed over processes."""
+
+import torch._dynamo  # noqa: F401  # DDP's constructor imports it: here, workers inherit it from their warm parent
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from framework.engine import DataParallelEngine, Engine, Forward
+from framework.world import World
+
+
+def ddp(
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    replicate: int | None,
+    bucket_cap_mb: int,
+    gradient_as_bucket_view: bool,
+    static_graph: bool,
+    find_unused_parameters: bool,
+) -> Engine:
+    """Replicate the model. Collective."""
+    model.to(world.device)
+    mesh = world.mesh(replicate=replicate)
+    wrapper = DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        process_group=mesh.get_group(),
+        broadcast_buffers=False,  # the buffers follow micro-batch 0 (DataParallelEngine)
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        static_graph=static_graph,
+        find_unused_parameters=find_unused_parameters,
+    )
+
+    def set_sync(last: bool) -> None:
+        wrapper.require_backward_grad_sync = last  # what DDP.no_sync() sets, without a context for each micro-batch
+
+    return DataParallelEngine(
+        model,
+        model=wrapper,
+        forward=forward,
+        mesh=mesh,
+        dp_rank=mesh.get_local_rank(),
+        dp_size=mesh.size(),
+        set_sync=set_sync,
+        broadcast=world.broadcast,
+        # The reducer lays its buckets out anew after the first backward pass, and the layout decides in which order
+        # a ring sums: a run that is resumed would take its first step in another order than one that was not.
+        num_warm_ups=2,
+    )
+

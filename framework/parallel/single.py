@@ -1,0 +1,12 @@
+"""One process, one device."""
+
+from torch import nn
+
+from framework.engine import DataParallelEngine, Engine, Forward
+from framework.world import World
+
+
+def single(model: nn.Module, *, world: World, forward: Forward) -> Engine:
+    """Run the model as it is."""
+    model.to(world.device)
+    return DataParallelEngine(model, model=model, forward=forward)

@@ -1,0 +1,43 @@
+"""Preemption: a signal sets a flag, and that is all that happens in a handler. The loop asks at its step boundaries."""
+
+import multiprocessing
+import os
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Preemption:
+    """The flag. One a process; a forked worker inherits its parent's, with any signal that came before the fork."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._times = 0
+
+    @property
+    def requested(self) -> bool:
+        return self.signum is not None
+
+    def watch(self) -> None:
+        """Install the handlers. Main thread only."""
+        for signum in SIGNALS:
+            signal.signal(signum, self._note)
+
+    def reset(self) -> None:
+        self.signum = None
+        self._times = 0
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = self.signum or signum
+        self._times += signum == signal.SIGINT
+        children = multiprocessing.active_children()
+        if self._times >= 2:  # the person at the terminal means it: as safe as kill -9, and as quick
+            for child in children:
+                os.kill(child.pid, signal.SIGKILL)
+            os._exit(128 + signal.SIGINT)
+        for child in children:
+            os.kill(child.pid, signal.SIGTERM)  # TERM for whatever came: Ctrl-C has reached the children already
+
+
+PREEMPTION = Preemption()

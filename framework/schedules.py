@@ -1,0 +1,35 @@
+"""Learning-rate schedules: pure functions of the step, so that there is nothing to save. They return the share of `lr`."""
+
+import math
+
+
+def _warm_up(step: int, warmup_steps: int) -> float:
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def constant(step: int, total_steps: int, *, warmup_steps: int) -> float:
+    """Linear warm-up, then constant. `step` counts from 0 to `total_steps` - 1 in every schedule."""
+    return _warm_up(step, warmup_steps)
+
+
+def cosine(step: int, total_steps: int, *, warmup_steps: int, min_lr_ratio: float) -> float:
+    """Linear warm-up, then half a cosine from 1 to `min_lr_ratio` (Loshchilov & Hutter 2017, without restarts)."""
+    if step < warmup_steps:
+        return _warm_up(step, warmup_steps)
+    progress = (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps)
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def step(step: int, total_steps: int, *, warmup_steps: int, milestones: list[int], gamma: float) -> float:
+    """Linear warm-up, then multiplied by `gamma` at each milestone."""
+    return _warm_up(step, warmup_steps) * gamma ** sum(step >= milestone for milestone in milestones)
+
+
+def wsd(step: int, total_steps: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float) -> float:
+    """Warm-up, stable, decay: linear up, flat, linear down to `min_lr_ratio` over the last `decay_steps`.
+
+    Source: Hu et al. 2024, "MiniCPM".
+    """
+    remaining = total_steps - 1 - step
+    down = min_lr_ratio + (1 - min_lr_ratio) * min(1.0, remaining / decay_steps) if decay_steps else 1.0
+    return min(_warm_up(step, warmup_steps), down)

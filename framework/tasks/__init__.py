@@ -1,0 +1,1 @@
+"""Tasks: the loss, the metrics, and what counts as one sample."""

@@ -1,0 +1,156 @@
+"""The world: which process this is, on which device, and the collectives that all of them take part in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from framework.environment import Environment, set_default
+
+
+@dataclass
+class World:
+    """One process's view of the run. Built by `start`; every method marked collective is called by every rank.
+
+    Training collectives use the default process group. What the framework itself agrees on (stop flags, checkpoint
+    plans, metric sums) goes over `control`, a gloo group of its own, so that it never pairs with a gradient.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    attempt: int
+    device: torch.device
+    backend: str
+    timeout: timedelta
+    control: dist.ProcessGroup | None = None
+    _flags: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, environment: Environment, *, backend: str, timeout_s: float, scratch: Path | None) -> "World":
+        """Join the run's process groups. Collective. `scratch`: a folder for the file store of a run on one machine."""
+        use_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
+        world = cls(
+            rank=environment.rank,
+            local_rank=environment.local_rank,
+            world_size=environment.world_size,
+            local_world_size=environment.local_world_size,
+            attempt=environment.attempt,
+            device=torch.device("cuda", environment.local_rank) if use_cuda else torch.device("cpu"),
+            backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+        )
+        if use_cuda:
+            torch.cuda.set_device(world.device)
+        if world.world_size > 1:
+            if world.world_size == world.local_world_size:
+                set_default("GLOO_SOCKET_IFNAME", "lo")  # one machine: nobody else needs to reach us
+            world._join(_store(environment, scratch=scratch, timeout=world.timeout))
+        return world
+
+    def _join(self, store: dist.Store) -> None:
+        dist.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout
+        )
+        if self.world_size > 1:
+            self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+
+    def mesh(self, **axes: int | None) -> DeviceMesh:
+        """Return the device mesh with these axes, outermost first; at most one None takes what is left. Collective."""
+        if not dist.is_initialized():  # a strategy that needs groups, in a world of one
+            self._join(dist.HashStore())
+        sizes = resolve_axes(axes, world_size=self.world_size)
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def stop(self) -> None:
+        """Leave the process groups. The model's wrapper and the optimizer must be gone: exit can hang otherwise (pytorch#56297)."""
+        for work, _ in self._flags:
+            work.wait()
+        self._flags.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite every rank's tensors by rank 0's. Collective."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum a CPU tensor over all ranks, in place. Collective."""
+        if self.control is not None:
+            dist.all_reduce(values, group=self.control)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in rank order, on every rank. Collective."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank. Collective."""
+        return self.gather(value)[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+    def any_flag(self, flag: bool) -> bool:
+        """Return whether any rank had raised its flag at the PREVIOUS call: the answer is the same on all. Collective.
+
+        The reduction of one call runs beside the step that follows it, so agreeing costs no waiting.
+        """
+        if self.control is None:
+            return flag
+        before = False
+        if self._flags:
+            work, seen = self._flags.pop()
+            work.wait()
+            before = bool(seen.item())
+        mine = torch.tensor([int(flag)])
+        self._flags.append((dist.all_reduce(mine, group=self.control, async_op=True), mine))
+        return before
+
+
+def resolve_axes(axes: dict[str, int | None], *, world_size: int) -> dict[str, int]:
+    """Fill the one axis that is None with what is left of `world_size`. ValueError if the sizes do not multiply to it."""
+    known = 1
+    for size in axes.values():
+        known *= size or 1
+    open_axes = [name for name, size in axes.items() if size is None]
+    sizes = {name: size or world_size // known for name, size in axes.items()}
+    product = known if not open_axes else known * (world_size // known)
+    if product != world_size or len(open_axes) > 1:
+        arithmetic = " x ".join(f"{name}={size}" for name, size in axes.items())
+        raise ValueError(f"mesh {arithmetic} does not make {world_size} processes")
+    return sizes
+
+
+def _store(environment: Environment, *, scratch: Path | None, timeout: timedelta) -> dist.Store:
+    """Return this attempt's store. Keys of a failed attempt must not be seen by the next: gloo would hang on them."""
+    if scratch is not None:
+        return dist.FileStore(str(scratch / f"store_{environment.attempt}"), environment.world_size)
+    return dist.PrefixStore(f"attempt_{environment.attempt}", launcher_store(environment, timeout=timeout))
+
+
+def launcher_store(environment: Environment, *, timeout: timedelta) -> dist.Store:
+    """Return the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none."""
+    return dist.TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        environment.world_size,
+        is_master=environment.rank == 0 and not environment.uses_agent_store,
+        timeout=timeout,
+        multi_tenant=True,
+    )

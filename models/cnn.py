@@ -1,0 +1,77 @@
+"""A small convolutional network without residual connections, for images of 8 x 8 to 64 x 64 pixels.
+
+Shapes: B samples, C channels (they differ from block to block), H height, W width, K classes.
+"""
+
+import math
+from typing import Literal
+
+from torch import Tensor, nn
+
+# Below this size a pixel already sees the whole image through two 3 x 3 convolutions; halving again only loses detail.
+SMALLEST_SIZE_TO_KEEP = 4
+MAX_GROUPS = 8
+
+
+class CNN(nn.Module):
+    """Classify an image by blocks of two convolutions, one block per entry of `channels`, then global average pooling.
+
+    A block halves the image as long as it is larger than 4 x 4, so that one setting serves 8 x 8 digits and 28 x 28
+    photographs.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        in_channels: int,
+        image_size: int,
+        channels: list[int],
+        norm: Literal["group", "batch", "none"] = "group",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not channels:
+            raise ValueError("channels=[]: a CNN needs at least one block; give one width per block, e.g. [32, 64]")
+        self.layers = nn.ModuleList()
+        size, width_in = image_size, in_channels
+        for width_out in channels:
+            halve = size > SMALLEST_SIZE_TO_KEEP
+            self.layers.append(
+                nn.Sequential(
+                    *_convolution(width_in, width_out=width_out, norm=norm),
+                    *_convolution(width_out, width_out=width_out, norm=norm),
+                    nn.MaxPool2d(2) if halve else nn.Identity(),
+                )
+            )
+            size, width_in = size // 2 if halve else size, width_out
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width_in, num_classes)
+
+    def blocks(self) -> list[nn.Module]:
+        """List the convolutional blocks, first to last."""
+        return list(self.layers)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return the logits, shape (B, K)."""
+        for layer in self.layers:
+            x_BCHW = layer(x_BCHW)
+        x_BC = x_BCHW.mean(dim=(2, 3))
+        return self.head(self.dropout(x_BC))
+
+
+def _convolution(width_in: int, *, width_out: int, norm: str) -> list[nn.Module]:
+    """Return convolution, normalisation and ReLU; the size of the image stays."""
+    # The shift of a normalisation takes the place of the convolution's bias, whose gradient would be zero.
+    convolution = nn.Conv2d(width_in, width_out, kernel_size=3, padding=1, bias=norm == "none")
+    return [convolution, _normalisation(norm, num_channels=width_out), nn.ReLU()]
+
+
+def _normalisation(norm: str, *, num_channels: int) -> nn.Module:
+    if norm == "group":
+        return nn.GroupNorm(math.gcd(MAX_GROUPS, num_channels), num_channels)  # any number of channels is allowed
+    if norm == "batch":
+        return nn.BatchNorm2d(num_channels)
+    if norm == "none":
+        return nn.Identity()
+    raise ValueError(f"norm={norm!r} is not one of: group, batch, none")

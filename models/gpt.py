@@ -1,0 +1,157 @@
+"""A causal language model: a transformer with pre-normalisation and rotary positions.
+
+Shapes: B samples, T tokens, D dim, N heads, E dim of a head, V vocabulary.
+Source: Radford et al. 2019 (GPT-2) for the blocks and their initialisation; Su et al. 2021 for rotary positions.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+INIT_STD = 0.02
+ROTARY_BASE = 10_000.0
+
+
+class GPT(nn.Module):
+    """Predict the next token at each of up to `seq_len` positions."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        dim: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        dropout: float = 0.0,
+        tie_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"num_layers={num_layers}: a GPT needs at least one block; set num_layers >= 1")
+        if dim % (2 * num_heads):
+            raise ValueError(
+                f"dim={dim} is not a multiple of 2 * num_heads={2 * num_heads}: every head gets an equal share, and "
+                f"rotary positions turn its dims in pairs; set dim to a multiple of {2 * num_heads}"
+            )
+        self.seq_len = seq_len
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Block(dim=dim, num_heads=num_heads, dropout=dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """Draw every matrix from N(0, 0.02^2); what is added to the residual stream from less.
+
+        The stream is a sum of 2 * num_layers terms: the factor keeps its variance independent of the depth.
+        """
+        residual_std = INIT_STD / math.sqrt(2 * len(self.layers))
+        for name, parameter in self.named_parameters():
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                nn.init.normal_(parameter, std=residual_std)
+            elif parameter.ndim == 2:
+                nn.init.normal_(parameter, std=INIT_STD)
+
+    def blocks(self) -> list[nn.Module]:
+        """List the transformer blocks, first to last; each maps (B, T, D) to (B, T, D)."""
+        return list(self.layers)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return the logits of the next token, shape (B, T, V), for token ids (int64)."""
+        if tokens_BT.shape[1] > self.seq_len:
+            raise ValueError(
+                f"a sample has {tokens_BT.shape[1]} tokens, but seq_len={self.seq_len} is the most this model takes; "
+                f"cut the sample or raise seq_len"
+            )
+        x_BTD = self.dropout(self.embedding(tokens_BT))
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return self.head(self.norm(x_BTD))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each added to its input."""
+
+    def __init__(self, *, dim: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim=dim, num_heads=num_heads, dropout=dropout)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp = MLP(dim=dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+
+
+class Attention(nn.Module):
+    """Let every token read itself and the tokens before it."""
+
+    def __init__(self, *, dim: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head_dim = dim // num_heads
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.value = nn.Linear(dim, dim, bias=False)
+        self.mix = CausalMix(dropout=dropout)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q_BNTE, k_BNTE, v_BNTE = (
+            projection(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        y_BNTE = self.mix(q_BNTE, k_BNTE, v_BNTE)
+        return self.out(y_BNTE.transpose(1, 2).flatten(start_dim=2))
+
+
+class CausalMix(nn.Module):
+    """Give queries and keys their positions, then average the values.
+
+    It has no parameters, and it is the only place where tokens meet: the rest of the model treats each on its own.
+    """
+
+    def __init__(self, *, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_BNTE: Tensor, k_BNTE: Tensor, v_BNTE: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(
+            rotate(q_BNTE), rotate(k_BNTE), v_BNTE, dropout_p=dropout, is_causal=True
+        )
+
+
+class MLP(nn.Module):
+    """Widen each token to four times `dim` and back."""
+
+    def __init__(self, *, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD)))
+
+
+def rotate(x_BNTE: Tensor) -> Tensor:
+    """Turn each pair (i, i + E/2) of a head by an angle proportional to the token's position.
+
+    The product of a turned query and a turned key then depends on the distance of the two tokens only. The angles are
+    computed in float64 on each call: a buffer would be rounded by `.to(dtype)`, and never recover.
+    """
+    num_tokens, head_dim = x_BNTE.shape[-2:]
+    positions = torch.arange(num_tokens, dtype=torch.float64, device=x_BNTE.device)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=x_BNTE.device)
+    angles = torch.outer(positions, ROTARY_BASE ** (-2 * pairs / head_dim))  # (T, E/2)
+    dtype = torch.promote_types(x_BNTE.dtype, torch.float32)  # a 16-bit cosine would blur far positions
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    first, second = x_BNTE.to(dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BNTE.dtype)

@@ -1,0 +1,43 @@
+"""A multi-layer perceptron over flattened images.
+
+Shapes: B samples, C channels, H height, W width, D hidden units, K classes.
+"""
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """Classify an image by `num_layers` hidden layers of `dim` units over its pixels."""
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        in_channels: int,
+        image_size: int,
+        dim: int = 128,
+        num_layers: int = 2,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"num_layers={num_layers}: an MLP needs at least one hidden layer; set num_layers >= 1")
+        widths = [in_channels * image_size**2] + [dim] * num_layers
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width_in, width_out), nn.GELU(), nn.Dropout(dropout))
+            for width_in, width_out in pairwise(widths)
+        )
+        self.head = nn.Linear(dim, num_classes)
+
+    def blocks(self) -> list[nn.Module]:
+        """List the hidden layers, first to last."""
+        return list(self.layers)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return the logits, shape (B, K)."""
+        x_BD = x_BCHW.flatten(start_dim=1)
+        for layer in self.layers:
+            x_BD = layer(x_BD)
+        return self.head(x_BD)

@@ -1,0 +1,47 @@
+"""`import torchvision` works after `make_torchvision_importable`; each case in a fresh process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def printed_by(code: str) -> str:
+    """Run `code` in a fresh Python whose warnings are errors, and return what it printed."""
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_torchvision_builds_a_model_after_two_calls() -> None:
+    code = """
+from framework.torchvision_import import make_torchvision_importable
+make_torchvision_importable()
+make_torchvision_importable()
+import torch, torchvision
+model = torchvision.models.resnet18(weights=None, num_classes=10)
+print(tuple(model(torch.zeros(2, 3, 32, 32)).shape))
+"""
+    assert printed_by(code) == "(2, 10)\n"
+
+
+def test_call_does_not_import_torchvision() -> None:
+    code = """
+import sys
+from framework.torchvision_import import make_torchvision_importable
+make_torchvision_importable()
+print("torchvision" in sys.modules)
+"""
+    assert printed_by(code) == "False\n"
+
+
+def test_call_does_nothing_when_torchvision_is_missing() -> None:
+    code = """
+import importlib.util
+import torch
+importlib.util.find_spec = lambda name: None
+from framework.torchvision_import import make_torchvision_importable
+make_torchvision_importable()
+print(hasattr(torch.ops.torchvision, "nms"))
+"""
+    assert printed_by(code) == "False\n"
