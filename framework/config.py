@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from framework.files import write_atomically
 from framework.schema import Problem, did_you_mean, known_keys
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -184,13 +184,3 @@ def thaw(frozen: Frozen) -> dict[str, Any]:
         raise ValueError(f"{frozen.path} has changed since this run was started (hash {actual[:12]}, frozen as "
                          f"{frozen.digest[:12]}); start the command again")
     return config
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part: beside, flushed, renamed."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(beside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)

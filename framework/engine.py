@@ -146,8 +146,7 @@ class DataParallelEngine:
                 outputs, loss = self._forward(self._model, micro_batch)
                 forward_done()
                 (loss * (0.0 if micro_batch.is_padding else scale)).backward()
-            if not micro_batch.is_padding:
-                add(sums, self._measured(outputs, loss, micro_batch) if measure else {"loss": loss.detach()})
+            add(sums, self._measured(outputs, loss, micro_batch) if measure else {"loss": loss.detach()})
         return sums
 
     def _measured(self, outputs: Tensor, loss: Tensor, micro_batch: MicroBatch) -> Sums:

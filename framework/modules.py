@@ -1,6 +1,10 @@
 """Questions about a model that its module tree can answer."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -16,3 +20,25 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         inner = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         blocks += [unit for unit in inner if any(True for _ in unit.parameters())]
     return blocks
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Keep only the inputs of the model's blocks and run their forward again in the backward pass: memory for time.
+
+    Wraps the blocks' `forward`, not the blocks: parameter names stay the model's own.
+    """
+    for block in blocks_of(model):
+        block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]  # that is the purpose
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the model's blocks (or the whole, if it has none) in place: names stay, and equal blocks compile once."""
+    for block in blocks_of(model) or [model]:
+        block.compile()

@@ -176,10 +176,15 @@ class LossScale:
         if self.value != 1.0:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self.value)
 
-    def accepts(self, grad_norm: Tensor) -> bool:
+    @property
+    def is_dynamic(self) -> bool:
+        return self.growth_interval > 0
+
+    def accepts(self, grad_norm: Tensor | None) -> bool:
         """Return whether to take the step, and adapt. `grad_norm` is the global one, so that all ranks agree."""
-        if not self.growth_interval:
+        if not self.is_dynamic:
             return True
+        assert grad_norm is not None
         if not torch.isfinite(grad_norm):
             self.value = max(self.value / 2, 1.0)
             self.num_quiet_steps = 0
@@ -190,6 +195,13 @@ class LossScale:
             self.value *= 2
             self.num_quiet_steps = 0
         return True
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "num_quiet_steps": self.num_quiet_steps, "num_skipped": self.num_skipped}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+        self.num_quiet_steps, self.num_skipped = int(state["num_quiet_steps"]), int(state["num_skipped"])
 
 
 class AveragedWeights:

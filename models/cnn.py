@@ -8,16 +8,16 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-# Below this size a pixel already sees the whole image through two 3 x 3 convolutions; halving again only loses detail.
-SMALLEST_SIZE_TO_KEEP = 4
+# An image of this size is not halved: of what a 3 x 3 kernel sees in 2 x 2 pixels, more than half is padding.
+LARGEST_SIZE_TO_KEEP = 4
 MAX_GROUPS = 8
 
 
 class CNN(nn.Module):
     """Classify an image by blocks of two convolutions, one block per entry of `channels`, then global average pooling.
 
-    A block halves the image as long as it is larger than 4 x 4, so that one setting serves 8 x 8 digits and 28 x 28
-    photographs.
+    Between its convolutions a block halves an image larger than 4 x 4, so that one setting serves 8 x 8 digits and
+    28 x 28 photographs.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class CNN(nn.Module):
         self.layers = nn.ModuleList()
         size, width_in = image_size, in_channels
         for width_out in channels:
-            halve = size > SMALLEST_SIZE_TO_KEEP
+            halve = size > LARGEST_SIZE_TO_KEEP
             self.layers.append(
                 nn.Sequential(
                     *_convolution(width_in, width_out=width_out, norm=norm),
-                    *_convolution(width_out, width_out=width_out, norm=norm),
                     nn.MaxPool2d(2) if halve else nn.Identity(),
+                    *_convolution(width_out, width_out=width_out, norm=norm),
                 )
             )
             size, width_in = size // 2 if halve else size, width_out

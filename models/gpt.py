@@ -124,9 +124,7 @@ class CausalMix(nn.Module):
 
     def forward(self, q_BNTE: Tensor, k_BNTE: Tensor, v_BNTE: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(
-            rotate(q_BNTE), rotate(k_BNTE), v_BNTE, dropout_p=dropout, is_causal=True
-        )
+        return F.scaled_dot_product_attention(rotate(q_BNTE), rotate(k_BNTE), v_BNTE, dropout_p=dropout, is_causal=True)
 
 
 class MLP(nn.Module):

@@ -60,7 +60,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, ResidualBlock) and zero_init_last_norm:
                 # Each block begins as the identity. Source: Goyal et al. 2017, section 5.1.
-                nn.init.zeros_(module.residual[-1].weight)
+                nn.init.zeros_(module.residual[-1].get_parameter("weight"))
 
     def blocks(self) -> list[nn.Module]:
         """List the residual blocks, first to last."""

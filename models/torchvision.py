@@ -20,7 +20,8 @@ class TorchvisionClassifier(nn.Module):
 
     def __init__(self, *, num_classes: int, in_channels: int, name: str = "resnet18") -> None:
         super().__init__()
-        import torchvision  # takes as long as torch itself, so only where it is needed
+        # Its import takes as long as torch's own, so only where it is needed.
+        import torchvision  # type: ignore[import-untyped]  # it has no type information
 
         if in_channels not in (1, 3):
             raise ValueError(f"in_channels={in_channels}: torchvision's models take 3 channels, or 1 that is repeated")

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -35,11 +37,18 @@ print("torchvision" in sys.modules)
     assert printed_by(code) == "False\n"
 
 
-def test_call_does_nothing_when_torchvision_is_missing() -> None:
-    code = """
+@pytest.mark.parametrize(
+    "situation",
+    [
+        pytest.param("importlib.util.find_spec = lambda name: None", id="torchvision-is-missing"),
+        pytest.param("torch.ops.load_library = lambda path: None", id="extension-loads"),
+    ],
+)
+def test_call_declares_nothing_where_there_is_nothing_to_cure(situation: str) -> None:
+    code = f"""
 import importlib.util
 import torch
-importlib.util.find_spec = lambda name: None
+{situation}
 from framework.torchvision_import import make_torchvision_importable
 make_torchvision_importable()
 print(hasattr(torch.ops.torchvision, "nms"))

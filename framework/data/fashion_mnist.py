@@ -46,19 +46,15 @@ class FashionMNIST:
     def problems(self) -> list[str]:
         if self.download or idx.find_folder(self.folders):
             return []
-        remedies = ["dataset.download=true fetches them", "apt-get install dataset-fashion-mnist"]
-        return [idx.missing("dataset.root", folders=self.folders, remedies=remedies)]
+        remedy = "dataset.download=true or apt-get install dataset-fashion-mnist"
+        return [f"dataset.root: {idx.missing(self.folders)} ({remedy})"]
 
     def load(self, split: Split) -> Arrays:
-        if problems := self.problems():
-            raise ValueError(problems[0])
-        if idx.find_folder(self.folders) is None:
+        if self.download and not idx.find_folder(self.folders):
             idx.download("FashionMNIST", root=self.root)
-        return idx.load_split(idx.find_folder(self.folders) or self.folders[0], split, num_val=self.num_val)
+        return idx.load_split(self.folders, split, num_val=self.num_val)
 
-    def transform(
-        self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None
-    ) -> tuple["Tensor", "Tensor"]:
+    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         from framework.data.images import prepare
 
         keys = keys if self.augment else None

@@ -19,14 +19,17 @@ UINT8 = 0x08  # the one element type in use
 def find_folder(folders: Sequence[Path]) -> Path | None:
     """Return the first folder that holds all four files, each plain or as .gz."""
     for folder in folders:
-        if all(_file(folder, name) for name in TRAIN + TEST):
+        if all(_file(folder, name).is_file() for name in TRAIN + TEST):
             return folder
     return None
 
 
-def load_split(folder: Path, split: Split, *, num_val: int) -> Arrays:
+def load_split(folders: Sequence[Path], split: Split, *, num_val: int) -> Arrays:
     """Load a split as images uint8 (N, 1, H, W) and labels int64; val is the last `num_val` of the training files."""
-    images, labels = (read_idx(_require_file(folder, name)) for name in (TEST if split == "test" else TRAIN))
+    folder = find_folder(folders)
+    if folder is None:
+        raise ValueError(missing(folders))
+    images, labels = (read_idx(_file(folder, name)) for name in (TEST if split == "test" else TRAIN))
     if split != "test":
         if num_val >= len(images):
             raise ValueError(f"dataset.num_val={num_val}: must be below the {len(images)} images of {folder}")
@@ -57,10 +60,10 @@ def read_idx(path: Path) -> np.ndarray:
     return elements.reshape(shape)
 
 
-def missing(key: str, *, folders: Sequence[Path], remedies: Sequence[str]) -> str:
+def missing(folders: Sequence[Path]) -> str:
     """Word the problem that none of the folders holds the files."""
     looked = ", ".join(str(folder) for folder in folders)
-    return f"{key}: {TRAIN[0]} and its three companions, plain or .gz, are not in {looked} ({'; or '.join(remedies)})"
+    return f"{TRAIN[0]} and its three companions, plain or .gz, are not in {looked}"
 
 
 def download(name: Literal["MNIST", "FashionMNIST"], *, root: str) -> None:
@@ -68,17 +71,11 @@ def download(name: Literal["MNIST", "FashionMNIST"], *, root: str) -> None:
     from framework.torchvision_import import make_torchvision_importable
 
     make_torchvision_importable()
-    import torchvision.datasets
+    import torchvision.datasets  # type: ignore[import-untyped]  # it ships no annotations
 
     getattr(torchvision.datasets, name)(root, download=True)
 
 
-def _file(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
-
-
-def _require_file(folder: Path, name: str) -> Path:
-    path = _file(folder, name)
-    if path is None:
-        raise ValueError(f"{folder / name} is missing, plain and as .gz")
-    return path
+def _file(folder: Path, name: str) -> Path:
+    plain = folder / name
+    return plain if plain.is_file() else folder / f"{name}.gz"

@@ -26,7 +26,7 @@ def prepare(
 
 
 def normalise(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return `(images / 255 - mean) / std` in float32, for uint8 images (B, C, H, W) and one mean and std per channel."""
+    """Return `(images / 255 - mean) / std` in float32; images: uint8 (B, C, H, W), a mean and std for each channel."""
     mean_C, std_C = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
     scale, shift = (
         values.to(images.device, torch.float32).view(-1, 1, 1) for values in (1 / (255 * std_C), -mean_C / std_C)

@@ -45,18 +45,14 @@ class MNIST:
     def problems(self) -> list[str]:
         if self.download or idx.find_folder(self.folders):
             return []
-        return [idx.missing("dataset.root", folders=self.folders, remedies=["dataset.download=true fetches them"])]
+        return [f"dataset.root: {idx.missing(self.folders)} (dataset.download=true)"]
 
     def load(self, split: Split) -> Arrays:
-        if problems := self.problems():
-            raise ValueError(problems[0])
-        if idx.find_folder(self.folders) is None:
+        if self.download and not idx.find_folder(self.folders):
             idx.download("MNIST", root=self.root)
-        return idx.load_split(idx.find_folder(self.folders) or self.folders[0], split, num_val=self.num_val)
+        return idx.load_split(self.folders, split, num_val=self.num_val)
 
-    def transform(
-        self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None
-    ) -> tuple["Tensor", "Tensor"]:
+    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         from framework.data.images import prepare
 
         keys = keys if self.augment else None

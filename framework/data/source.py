@@ -1,13 +1,12 @@
 """The seam of the data: what a dataset and one loaded split of it are, and the sources that hold or read samples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:  # the preflight imports every dataset module and must not wait for torch
+if TYPE_CHECKING:
     from torch import Tensor
 
 Split = Literal["train", "val", "test"]
@@ -24,7 +23,7 @@ class Source(Protocol):
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """What the source holds in memory, by name, so that the processes of a node can share one copy; {} if nothing."""
+        """What the source holds in memory, by name, for the processes of a node to share one copy; {} if nothing."""
         ...
 
     def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Source":
@@ -33,7 +32,11 @@ class Source(Protocol):
 
 
 class Dataset(Protocol):
-    """What a `conf/dataset/*.yaml` names. Its constructor stores and checks its arguments and reads no file."""
+    """What a `conf/dataset/*.yaml` names. Its constructor stores and checks its arguments and reads no file.
+
+    At the top its module imports the standard library and numpy alone (torch and the like inside functions): the
+    preflight imports it to ask for `problems()` and must not take seconds.
+    """
 
     num_workers: int
 
@@ -53,9 +56,7 @@ class Dataset(Protocol):
         """Load one split. Raises ValueError if a file is damaged or the split has no sample."""
         ...
 
-    def transform(
-        self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None
-    ) -> tuple["Tensor", "Tensor"]:
+    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         """Turn a gathered batch into what the model takes.
 
         keys: uint64 (B,), one per sample, from which all randomness of that sample's augmentation derives; None in
@@ -89,7 +90,7 @@ class Arrays:
         return {"inputs": self.inputs, "targets": self.targets}
 
     def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Arrays":
-        return replace(self, **arrays)
+        return Arrays(arrays["inputs"], arrays["targets"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,16 +125,16 @@ class Windows:
         return {} if isinstance(self.tokens, np.memmap) else {"tokens": self.tokens}
 
     def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Windows":
-        return replace(self, **arrays)
+        return Windows(arrays["tokens"], self.seq_len) if arrays else self
 
 
 @dataclass(frozen=True, eq=False)
 class Files:
     """Samples that are files, decoded whenever they are asked for."""
 
-    paths: Sequence[Path]
+    paths: Sequence[str]  # a million of these take half the memory of Path objects
     targets: np.ndarray
-    decode: Callable[[Path], np.ndarray]  # of one file; a pickle of it must work, for loader processes
+    decode: Callable[[str], np.ndarray]  # of one file; a pickle of it must work, for loader processes
 
     def __post_init__(self) -> None:
         if not 0 < len(self.paths) == len(self.targets):
@@ -153,7 +154,7 @@ class Files:
         return {}
 
     def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Files":
-        return replace(self, **arrays)
+        return self
 
 
 def num_windows(num_tokens: int, *, seq_len: int) -> int:

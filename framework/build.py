@@ -1,0 +1,163 @@
+"""The composition root: the one place that turns the configuration's nodes into objects."""
+
+from typing import TYPE_CHECKING, Any
+
+from hydra.utils import instantiate
+
+from framework.data.source import Dataset
+from framework.schema import Problem, arguments_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from framework.engine import Engine, Forward, Task
+    from framework.run_directory import RunDirectory
+    from framework.trainer import Trainer
+    from framework.world import World
+
+Config = dict[str, Any]
+
+
+def component(node: Config, **given: Any) -> Any:
+    """Return the node's target, with the node's values bound; `given` overrides them. Call it with what is not data."""
+    return instantiate(node | given, _partial_=True, _convert_="all")
+
+
+def dataset(config: Config) -> Dataset:
+    """Build the dataset. It reads no file yet; torch is not imported. ValueError for bad arguments."""
+    return component(config["dataset"])()
+
+
+def complete_model(config: Config, info: dict[str, int]) -> tuple[Config, list[Problem]]:
+    """Take what follows from the data (`num_classes`, ...) into the model's node, where the user gave no value."""
+    node, problems = dict(config["model"]), []
+    for name, argument in (arguments_of(str(node.get("_target_"))) or {}).items():
+        if node.get(name) is None and name in info:
+            node[name] = info[name]
+        elif node.get(name, "") is None and argument.annotation in (int, float, str, bool):
+            problems.append(Problem(f"model.{name}", "needs a value, and the dataset does not give one",
+                                    f"it gives {', '.join(info) or 'nothing'}; set it, or choose another model or dataset"))  # fmt: skip
+    return config | {"model": node}, problems
+
+
+def task(config: Config) -> "Task":
+    return component(config["task"])()
+
+
+def model(config: Config) -> "nn.Module":
+    """Build the model, its weights drawn from the run's seed: the same on every rank, under every strategy."""
+    import torch
+
+    from framework.keys import key
+    from framework.torchvision_import import make_torchvision_importable
+
+    make_torchvision_importable()
+    torch.manual_seed(key(config["seed"], "weights"))
+    return component(config["model"])()
+
+
+def engine(config: Config, *, world: "World") -> "Engine":
+    """Build the model under the chosen precision and strategy. Collective."""
+    import torch
+
+    from framework.engine import Forward
+    from framework.modules import compile_blocks, recompute_activations
+    from framework.precision import PRECISIONS
+
+    precision = PRECISIONS[config["precision"]["name"]]
+    torch.set_float32_matmul_precision(precision.matmul)
+    module = model(config).to(precision.parameters)
+    if config["trainer"]["activation_checkpointing"]:
+        recompute_activations(module)
+    if config["trainer"]["compile"]:
+        compile_blocks(module)
+    forward = Forward(task(config), seed=config["seed"], device=world.device, autocast=precision.autocast)
+    return component(config["parallel"])(module, world=world, forward=forward)
+
+
+def sinks(config: Config) -> list[Any]:
+    from framework.loggers.console import Console
+
+    return [Console(), *(component(node)() for node in config["logger"].values())]
+
+
+class Loaders(dict):  # type: ignore[type-arg]  # str -> Loader
+    """A run's loaders by split, each loaded when it is first asked for. Asking is collective."""
+
+    def __init__(self, config: Config, *, world: "World", engine: "Engine") -> None:
+        super().__init__()
+        self.config = config
+        self.world = world
+        self.engine = engine
+        self.dataset = dataset(config)
+
+    def __missing__(self, split: Any) -> Any:
+        from framework.data.loader import Loader
+        from framework.data.order import Order
+        from framework.data.sharing import load_shared
+        from framework.precision import PRECISIONS
+
+        config = self.config
+        source = load_shared(self.dataset, split, world=self.world)
+        order = Order(
+            num_samples=len(source),
+            global_batch_size=config["global_batch_size"],
+            seed=config["seed"],
+            drop_last=config["drop_last"] and split == "train",
+        )
+        self[split] = Loader(
+            self.dataset,
+            source,
+            order=order,
+            micro_batch_size=config["micro_batch_size"],
+            dp_rank=self.engine.dp_rank,
+            dp_size=self.engine.dp_size,
+            device=self.world.device,
+            dtype=PRECISIONS[config["precision"]["name"]].parameters,
+        )
+        return self[split]
+
+
+def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Trainer":
+    """Build a run's trainer, at step 0. Collective."""
+    from framework.checkpoint.store import CheckpointStore
+    from framework.metrics import Patience, Tracker
+    from framework.optim import AveragedWeights, trainable
+    from framework.precision import PRECISIONS
+    from framework.recorder import Recorder
+    from framework.trainer import Plan, Trainer
+
+    settings, saving = config["trainer"], config["checkpoint"]
+    built = engine(config, world=world)
+    loaders = Loaders(config, world=world, engine=built)
+    named = trainable(built.module)
+    order = loaders["train"].order
+    steps = [settings["max_steps"], settings["max_epochs"] and settings["max_epochs"] * order.steps_per_epoch]
+    return Trainer(
+        world=world,
+        engine=built,
+        optimizer=component(config["optimizer"])(named),
+        schedule=component(config["scheduler"]),
+        loaders=loaders,
+        store=CheckpointStore(
+            directory.checkpoints,
+            world=world,
+            keep_last=saving["keep_last"],
+            keep_best=saving["keep_best"],
+            mode=saving["mode"],
+        ),
+        recorder=Recorder(directory, rank=world.rank, sinks=sinks(config) if world.rank == 0 else []),
+        plan=Plan(
+            total_steps=min(count for count in steps if count is not None),
+            log_every=settings["log_every"],
+            eval_every=settings["eval_every"],
+            checkpoint_every=saving["every"],
+            clip_grad_norm=settings["clip_grad_norm"],
+            saves_best=saving["keep_best"] > 0,
+        ),
+        tracker=Tracker(monitor=saving["monitor"], mode=saving["mode"]),
+        patience=Patience(**settings["early_stopping"]),
+        loss_scale=PRECISIONS[config["precision"]["name"]].loss_scale(),
+        average=AveragedWeights(named, decay=settings["ema_decay"]) if settings["ema_decay"] else None,
+        facts={"num_samples": order.num_samples, "optimizer": config["optimizer"]["_target_"]},
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints: one dialect of state, one commit protocol, retention."""

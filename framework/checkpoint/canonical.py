@@ -1,0 +1,100 @@
+"""The one dialect of state: tensors under the model's own names, whatever the strategy. Nothing on disk knows the world size."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from framework.optim import AveragedWeights
+from framework.world import World
+
+
+def state_tensors(
+    module: nn.Module, optimizer: torch.optim.Optimizer, average: AveragedWeights | None
+) -> dict[str, Tensor]:
+    """Return `model/NAME`, `optimizer/NAME/KEY` and `average/NAME`, as they are on this rank (plain or DTensor).
+
+    The optimizer's state is read by parameter name here, not through torch's get_state_dict, which takes fake
+    optimizer steps when there is no state yet and so changes training (pytorch#164929).
+    """
+    tensors = {f"model/{name}": value for name, value in module.state_dict().items()}
+    for name, parameter in module.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                tensors[f"optimizer/{name}/{key}"] = value
+    if average is not None:
+        tensors |= {f"average/{name}": value for name, value in average.tensors.items()}
+    return tensors
+
+
+def restore(
+    path: Path,
+    *,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: AveragedWeights | None,
+    world: World,
+) -> None:
+    """Load a verified checkpoint into the run's objects, resharding as needed. Collective.
+
+    ValueError, before anything has changed, if names, shapes or dtypes are not the model's.
+    """
+    reader = HuggingFaceStorageReader(str(path))
+    inventory: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    targets = {f"model/{name}": value for name, value in module.state_dict().items()}
+    if average is not None:
+        targets |= {f"average/{name}": value for name, value in average.tensors.items()}
+    _check(inventory, targets)
+    states = _optimizer_targets(inventory, module)
+    targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
+    load(targets, storage_reader=reader, process_group=world.control, no_dist=world.control is None)
+    _load_optimizer(optimizer, module, states)
+
+
+def _check(inventory: Mapping[str, TensorStorageMetadata], targets: dict[str, Tensor]) -> None:
+    kinds = {name.split("/")[0] for name in targets}
+    stored = {name for name in inventory if name.split("/")[0] in kinds}
+    faults = [f"{name} is not in the checkpoint" for name in sorted(targets.keys() - stored)]
+    faults += [f"{name} is not in this run" for name in sorted(stored - targets.keys())]
+    for name in sorted(stored & targets.keys()):
+        entry, target = inventory[name], targets[name]
+        if entry.size != target.shape or entry.properties.dtype != target.dtype:
+            faults.append(f"{name} is {entry.properties.dtype} {list(entry.size)} in the checkpoint, "
+                          f"{target.dtype} {list(target.shape)} in this run")  # fmt: skip
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ValueError("; ".join(faults[:5]) + more)
+
+
+def _optimizer_targets(inventory: Mapping[str, TensorStorageMetadata], module: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return empty tensors for every stored state: like the parameter where the shape is its own, plain otherwise."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        prefix = f"optimizer/{name}/"
+        for stored, entry in inventory.items():
+            key = stored.removeprefix(prefix)
+            if stored.startswith(prefix) and "/" not in key:
+                like = parameter if entry.size == parameter.shape else torch.empty(entry.size)
+                states.setdefault(name, {})[key] = torch.empty_like(like.detach(), dtype=entry.properties.dtype)
+    return states
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, states: dict[str, dict[str, Tensor]]) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {i: states[names[id(p)]] for i, p in enumerate(listed) if names[id(p)] in states}
+    # through load_state_dict, which puts each value on the device and into the dtype that this optimizer wants
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def full_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the whole model on the CPU, one tensor of its own for every name. Collective: shards are gathered one by one."""
+    weights = {}
+    for name, value in module.state_dict().items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        weights[name] = whole.detach().to("cpu", copy=True).contiguous()  # a copy: tied weights may not share memory
+    return weights

@@ -1,0 +1,145 @@
+"""A run's checkpoints: saved by all ranks, committed by one, verified on load, deleted only after their successor."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from framework.checkpoint import manifest
+from framework.checkpoint.manifest import Invalid
+from framework.files import flush_directory, write_atomically
+from framework.log import LOGGER
+from framework.outcome import DiskFailed, NoValidCheckpoint
+from framework.world import World
+
+
+class CheckpointStore:
+    """The folder `checkpoints/` of a run. Every method is collective unless it says otherwise."""
+
+    def __init__(self, directory: Path, *, world: World, keep_last: int, keep_best: int, mode: str) -> None:
+        self.directory = directory
+        self.world = world
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.mode = mode
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
+        """Write and commit the checkpoint of `step`. DiskFailed on every rank if any of them could not write.
+
+        `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that "best" compares, or None.
+        """
+        target = self.directory / manifest.directory_name(step)
+        beside = self.directory / f".tmp_{target.name}"
+        self._together(lambda: self._clear(beside), rank_0_only=True)
+        files = self._together(lambda: self._write(beside, tensors))
+        self._together(lambda: self._commit(beside, target, files, state), rank_0_only=True)
+        return target
+
+    def _together(self, action: Any, *, rank_0_only: bool = False) -> list[Any]:
+        """Run `action`, and fail on all ranks if it fails on one: no rank is left waiting. Returns all results."""
+        result, error = None, None
+        if not rank_0_only or self.world.rank == 0:
+            try:
+                result = action()
+            except OSError as caught:
+                error = f"{caught.strerror or caught}: {caught.filename or self.directory}"
+        outcomes = self.world.gather((result, error))
+        for rank, (_, problem) in enumerate(outcomes):
+            if problem is not None:
+                raise DiskFailed(f"checkpoint not written: rank {rank}: {problem}; the last valid one is intact")
+        return [value for value, _ in outcomes]
+
+    def _clear(self, beside: Path) -> None:
+        self.directory.mkdir(exist_ok=True)
+        manifest.sweep(self.directory)
+        beside.mkdir()
+
+    def _write(self, beside: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save  # a second, not spent before it is needed
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors
+        writer = HuggingFaceStorageWriter(str(beside), save_distributed=True, thread_count=1)
+        try:
+            save(tensors, storage_writer=writer, process_group=self.world.control, no_dist=self.world.control is None)
+        except CheckpointException as error:
+            failure = next(iter(error.failures.values()))[0]
+            raise OSError(str(failure)) from error
+        return {path.name: manifest.digest(path) for path in beside.glob(f"shard-{self.world.rank + 1:05d}-*")}
+
+    def _commit(self, beside: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
+        merged = {name: entry for part in files for name, entry in part.items()}
+        write_atomically(beside / manifest.STATE, json.dumps(state, indent=1) + "\n")
+        merged[manifest.STATE] = manifest.digest(beside / manifest.STATE)
+        manifest.commit(beside, target=target, files=merged)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Delete what is neither among the last nor among the best. Runs after a commit, so a valid one always remains."""
+        found = manifest.candidates(self.directory)
+        kept = set(found[: self.keep_last]) | set(self._best(found)[: self.keep_best])
+        for path in found:
+            if path not in kept:
+                manifest.discard(path)
+        flush_directory(self.directory)
+
+    def _best(self, found: list[Path]) -> list[Path]:
+        values = {path: value for path in found if (value := _monitor(path)) is not None}
+        return sorted(values, key=lambda path: values[path], reverse=self.mode == "max")
+
+    def newest_valid(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest valid checkpoint and its state; None if there is no checkpoint at all.
+
+        Falls back past damaged ones, saying so; NoValidCheckpoint, with a line for each, if all are.
+        """
+        return self._first_valid(self.world.from_rank_0(manifest.candidates(self.directory)))
+
+    def named(self, path: Path) -> tuple[Path, dict[str, Any]]:
+        """Return the one checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
+        found = self._first_valid([path])
+        assert found is not None
+        return found
+
+    def _first_valid(self, paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
+        reasons = []
+        for path in paths:
+            reason = self._fault(path)
+            if reason is None:
+                return path, load_state(path)
+            reasons.append(f"{path}: {reason}")
+            if self.world.rank == 0:
+                LOGGER.warning("checkpoint passed over: %s", reasons[-1])
+        if reasons:
+            raise NoValidCheckpoint("\n".join([*reasons, "no valid checkpoint is left; run.resume=never starts over"]))
+        return None
+
+    def _fault(self, path: Path) -> str | None:
+        """Return why a checkpoint is not valid, or None. The ranks share the work of reading it."""
+        fault = None
+        try:
+            files = manifest.read_manifest(path)
+            for name in sorted(files)[self.world.rank :: self.world.world_size]:
+                manifest.verify_file(path / name, files[name])
+        except Invalid as error:
+            fault = str(error)
+        except OSError as error:
+            fault = f"cannot be read ({error.strerror})"
+        return next((f for f in self.world.gather(fault) if f is not None), None)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's plain state."""
+    return json.loads((path / manifest.STATE).read_text())
+
+
+def _monitor(path: Path) -> float | None:
+    try:
+        return load_state(path)["monitor"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Return the folder of checkpoints that `path`, a run or one of its checkpoints, names."""
+    return path.parent if manifest.step_of(path) is not None else path / "checkpoints"

@@ -1,0 +1,123 @@
+"""Image folder: your own pictures, root/{train,val,test}/<class>/*.png (or .jpg, ...)."""
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from framework.data.source import Arrays, Files, Source, Split, require_at_least
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0.226,))}  # of ImageNet
+CARVED: dict[str, range] = {"val": range(0, 10), "test": range(10, 20)}  # per cent of train, where there is no folder
+
+
+class ImageFolder:
+    """Classes are the folders in root/train, numbered in the order of their names.
+
+    A missing root/val or root/test is carved out of train: a file belongs there if a checksum of its name
+    (`class/file`) says so, 10 % each. So no file ever changes sides when others come or go.
+
+    A split of up to `decode_once_gib` decoded is decoded when it is loaded and stays in memory; a larger one is
+    decoded sample by sample whenever it is used, and wants `num_workers`.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: str = "data",
+        image_size: int = 64,
+        in_channels: Literal[1, 3] = 3,
+        decode_once_gib: float = 1.0,
+        augment: bool = False,
+        num_workers: int = 0,
+    ):
+        require_at_least(1, image_size=image_size)
+        require_at_least(0, num_workers=num_workers)
+        if in_channels not in STATISTICS:
+            raise ValueError(f"dataset.in_channels={in_channels}: must be 1 (grey) or 3 (RGB)")
+        if decode_once_gib < 0:
+            raise ValueError(f"dataset.decode_once_gib={decode_once_gib}: must be at least 0 (0 = never)")
+        self.root = root
+        self.image_size = image_size
+        self.in_channels = in_channels
+        self.decode_once_gib = decode_once_gib
+        self.augment = augment
+        self.num_workers = num_workers
+
+    @property
+    def info(self) -> Mapping[str, int]:
+        known = {"in_channels": self.in_channels, "image_size": self.image_size}
+        classes = _folders(Path(self.root) / "train")
+        return known | ({"num_classes": len(classes)} if classes else {})
+
+    def problems(self) -> list[str]:
+        root = Path(self.root)
+        classes = _folders(root / "train")
+        if not classes:
+            return [f"dataset.root: {root / 'train'} has no class folders (expected {root}/train/<class>/*.png)"]
+        problems = []
+        splits: tuple[Split, ...] = ("train", "val", "test")
+        for split in splits:
+            unknown = set(_folders(root / split)) - set(classes)
+            if unknown:
+                problems.append(f"dataset.root: no {root / 'train' / min(unknown)} as in {split} (the same classes)")
+            elif next(self._samples(split), None) is None:
+                problems.append(f"dataset.root: no {split} image in {root} (more images, or a folder {root / split})")
+        return problems
+
+    def load(self, split: Split) -> Source:
+        if problems := self.problems():
+            raise ValueError(problems[0])
+        samples = list(self._samples(split))
+        decode = partial(decode_image, image_size=self.image_size, in_channels=self.in_channels)
+        files = Files([path for path, _ in samples], np.array([label for _, label in samples], dtype=np.int64), decode)
+        if len(files) * self.in_channels * self.image_size**2 > self.decode_once_gib * 2**30:
+            return files
+        with ThreadPoolExecutor() as pool:  # PIL decodes outside the interpreter's lock
+            return Arrays(np.stack(list(pool.map(decode, files.paths))), files.targets)
+
+    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
+        from framework.data.images import prepare
+
+        keys = keys if self.augment else None
+        mean, std = STATISTICS[self.in_channels]
+        return prepare(inputs, keys=keys, mean=mean, std=std, padding=self.image_size // 8, flip=True), targets
+
+    def _samples(self, split: Split) -> Iterator[tuple[str, int]]:
+        """List the split's files and class numbers in order of class and name, a class at a time."""
+        root = Path(self.root)
+        carved = {name: part for name, part in CARVED.items() if not (root / name).is_dir()}
+        folder = root / ("train" if split in carved else split)
+        for label, name in enumerate(_folders(root / "train")):
+            files = sorted(os.listdir(folder / name)) if (folder / name).is_dir() else []
+            for file in files:
+                percent = zlib.crc32(f"{name}/{file}".encode()) % 100
+                taken_by = next((other for other, part in carved.items() if percent in part), "train")
+                if file.lower().endswith(SUFFIXES) and (folder.name != "train" or taken_by == split):
+                    yield f"{folder}/{name}/{file}", label
+
+
+def decode_image(path: str | Path, *, image_size: int, in_channels: int) -> np.ndarray:
+    """Read a picture as uint8 (C, image_size, image_size): its centre square, resized bilinearly."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as file:
+            image = file.convert("L" if in_channels == 1 else "RGB")
+    except OSError as error:  # PIL's errors about content are among these, and do not all name the file
+        raise ValueError(f"{path} cannot be read as an image: {error} (remove or replace it)") from error
+    pixels = np.asarray(ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR))
+    return pixels[None] if in_channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _folders(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []

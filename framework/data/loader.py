@@ -1,0 +1,136 @@
+"""From the order of samples to this rank's micro-batches, as tensors on its device."""
+
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from framework.data.order import Order, Part, parts
+from framework.data.source import Dataset, Source
+from framework.engine import MicroBatch, Step
+from framework.keys import keys
+from framework.preemption import SIGNALS
+
+
+class Loader:
+    """One rank's view of one split. What a batch holds is a function of its position alone, so a run can start anywhere."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        source: Source,
+        *,
+        order: Order,
+        micro_batch_size: int | None,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.dataset = dataset
+        self.source = source
+        self.order = order
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.device = device
+        self.dtype = dtype
+        self.num_workers = int(getattr(dataset, "num_workers", 0))
+        self.is_augmented = bool(getattr(dataset, "augment", False))
+
+    def train(self, samples_seen: int) -> Iterator[Step]:
+        """Yield the steps after `samples_seen` samples, for ever."""
+        return self._run(self._positions(samples_seen), self._train_step)
+
+    def evaluate(self) -> Iterator[MicroBatch]:
+        """Yield micro-batches that hold, over all ranks, each sample of the split once, in its stored order."""
+        starts = range(0, len(self.source), self.order.global_batch_size)
+        for step in self._run(starts, self._evaluation_step):
+            yield from step.micro_batches
+
+    def _positions(self, samples_seen: int) -> Iterator[int]:
+        while True:
+            yield samples_seen
+            samples_seen += len(self.order.batch(samples_seen)[1])
+
+    def _train_step(self, samples_seen: int) -> Step:
+        epoch, samples = self.order.batch(samples_seen)
+        augment_keys = keys(self.order.seed, "augment", epoch, samples) if self.is_augmented else None
+        return self._step(epoch, samples, augment_keys)
+
+    def _evaluation_step(self, start: int) -> Step:
+        return self._step(0, np.arange(start, min(start + self.order.global_batch_size, len(self.source))), None)
+
+    def _step(self, epoch: int, samples: np.ndarray, augment_keys: np.ndarray | None) -> Step:
+        mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        first, last = min(part.start for part in mine), max(part.stop for part in mine)
+        # contiguous, so all of this rank's samples are fetched, decoded and augmented at once
+        inputs, targets = self._fetch(samples[first:last], None if augment_keys is None else augment_keys[first:last])
+        return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, first) for part in mine])
+
+    def _fetch(self, samples: np.ndarray, augment_keys: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.source.gather(samples)
+        inputs, targets = self.dataset.transform(torch.from_numpy(inputs), torch.from_numpy(targets), keys=augment_keys)
+        return self._cast(inputs), self._cast(targets)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _run(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
+        if self.num_workers == 0:
+            steps: Iterator[Step] = map(fetch, positions)
+        else:
+            loader = DataLoader(
+                _AtPosition(fetch),
+                batch_size=None,
+                sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not asked
+                num_workers=self.num_workers,
+                collate_fn=_as_it_is,
+                multiprocessing_context="fork",
+            )
+            steps = _start_unsignalled(loader)
+        return steps if self.device.type == "cpu" else map(self._to_device, steps)
+
+    def _to_device(self, step: Step) -> Step:
+        moved = [
+            MicroBatch(
+                micro_batch.index,
+                micro_batch.inputs.to(self.device, non_blocking=True),
+                micro_batch.targets.to(self.device, non_blocking=True),
+                micro_batch.is_padding,
+            )
+            for micro_batch in step.micro_batches
+        ]
+        return Step(step.epoch, step.num_samples, moved)
+
+
+def _micro_batch(part: Part, inputs: Tensor, targets: Tensor, first: int) -> MicroBatch:
+    at = slice(part.start - first, part.stop - first)
+    return MicroBatch(part.index, inputs[at], targets[at], part.is_padding)
+
+
+class _AtPosition(torch.utils.data.Dataset[Step]):
+    """A map-style dataset whose items are whole steps."""
+
+    def __init__(self, fetch: Callable[[int], Step]) -> None:
+        self.fetch = fetch
+
+    def __getitem__(self, position: int) -> Step:
+        return self.fetch(position)
+
+
+def _as_it_is(step: Any) -> Any:
+    return step
+
+
+def _start_unsignalled(loader: DataLoader[Step]) -> Iterator[Step]:
+    """Start the loader's processes with our signals blocked: one sent to the whole group must not kill the data."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

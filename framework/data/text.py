@@ -1,0 +1,90 @@
+"""Text: the bytes of any text files; by default the Python standard library's own sources."""
+
+import os
+import sysconfig
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from framework.data.source import Split, Windows, contiguous_split, num_windows, require_at_least
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Of the standard library: what is not its own, not meant to be read, or not installed everywhere.
+SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class Text:
+    """One token is one byte. The files are joined in the order of their names; the stream is cut 90 % / 5 % / 5 %.
+
+    With `root: null` the text is that of the running Python, and another version of Python is another text.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: str | None = None,
+        pattern: str | list[str] = "*.py",
+        max_bytes: int | None = None,
+        seq_len: int = 128,
+        num_workers: int = 0,
+    ):
+        require_at_least(1, seq_len=seq_len, max_bytes=1 if max_bytes is None else max_bytes)
+        require_at_least(0, num_workers=num_workers)
+        self.root = root
+        self.patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+        self.max_bytes = max_bytes
+        self.seq_len = seq_len
+        self.num_workers = num_workers
+
+    @property
+    def info(self) -> Mapping[str, int]:
+        return {"vocab_size": 256, "seq_len": self.seq_len}
+
+    def problems(self) -> list[str]:
+        folder = self._folder()
+        if not folder.is_dir():
+            return [f"dataset.root: {folder} is no folder (give one with text files)"]
+        size = sum(path.stat().st_size for path in self._files())
+        if size == 0:
+            return [f"dataset.root: no text in {folder} in files {self.patterns} (see dataset.pattern)"]
+        size = min(size, self.max_bytes or size)
+        test = contiguous_split(size, "test")
+        if not num_windows(test.stop - test.start, seq_len=self.seq_len):
+            return [
+                f"dataset.root: 5 % of {size} bytes hold no sample of seq_len={self.seq_len} "
+                f"(more text, a smaller dataset.seq_len or a larger dataset.max_bytes)"
+            ]
+        return []
+
+    def load(self, split: Split) -> Windows:
+        if problems := self.problems():
+            raise ValueError(problems[0])
+        content = bytearray()
+        for path in self._files():
+            content += path.read_bytes()
+            if self.max_bytes is not None and len(content) >= self.max_bytes:
+                del content[self.max_bytes :]
+                break
+        # copied, so that the rest of the text is not kept for its sake
+        part = np.frombuffer(content, dtype=np.uint8)[contiguous_split(len(content), split)].copy()
+        return Windows(part, self.seq_len)
+
+    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
+        return inputs.long(), targets.long()
+
+    def _folder(self) -> Path:
+        return Path(sysconfig.get_path("stdlib") if self.root is None else self.root)
+
+    def _files(self) -> list[Path]:
+        """List the matching files below the folder, sorted by their path parts whatever the file system's order."""
+        skipped = SKIPPED if self.root is None else set()
+        found = []
+        for folder, folders, names in os.walk(self._folder()):
+            folders[:] = [name for name in folders if name not in skipped]  # os.walk goes into what is left
+            found += [Path(folder, name) for name in names if any(fnmatch(name, p) for p in self.patterns)]
+        return sorted(found)

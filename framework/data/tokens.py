@@ -1,0 +1,137 @@
+"""Tokens: memory-mapped token ids, as a tokenizer wrote them into a flat binary file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from framework.data.source import Split, Windows, contiguous_split, num_windows, require_at_least
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+NUM_CHECKED = 2**20  # tokens at either end of each file that the preflight looks at: some milliseconds
+
+
+class Tokens:
+    """`root` is a folder with train.bin, val.bin and maybe test.bin, or one file, which is cut 90 % / 5 % / 5 %.
+
+    Without test.bin, val is the first half of val.bin and test the second. Ids are unsigned integers in the machine's
+    byte order, without a header. Whether they are below `vocab_size` is checked before the start for the first and
+    last million of each file, and for every batch when it is read.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: str = "data",
+        dtype: Literal["uint16", "uint32"] = "uint16",
+        vocab_size: int | None = None,
+        seq_len: int = 128,
+        num_workers: int = 0,
+    ):
+        require_at_least(1, seq_len=seq_len, vocab_size=1 if vocab_size is None else vocab_size)
+        require_at_least(0, num_workers=num_workers)
+        if dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dataset.dtype={dtype}: must be uint16 or uint32")
+        self.root = root
+        self.dtype = np.dtype(dtype)
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.num_workers = num_workers
+
+    @property
+    def info(self) -> Mapping[str, int]:
+        return {"seq_len": self.seq_len} | ({} if self.vocab_size is None else {"vocab_size": self.vocab_size})
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.vocab_size is None:
+            problems.append("dataset.vocab_size: is null (how many tokens the tokenizer has)")
+        paths = sorted({self._part(split)[0] for split in SPLITS})
+        if missing := [str(path) for path in paths if not path.is_file()]:
+            problems.append(f"dataset.root: {', '.join(missing)} not there (train.bin and val.bin, or one file)")
+            return problems
+        for path in paths:
+            problems += self._file_problems(path)
+        for split in SPLITS:
+            _, start, stop = self._part(split)
+            if not num_windows(stop - start, seq_len=self.seq_len):
+                problems.append(
+                    f"dataset.root: the {stop - start} tokens of {split} hold no sample of seq_len={self.seq_len} "
+                    f"(more tokens, or a smaller dataset.seq_len)"
+                )
+        return problems
+
+    def load(self, split: Split) -> "MappedWindows":
+        if problems := self.problems():
+            raise ValueError(problems[0])
+        assert self.vocab_size is not None  # else there is a problem
+        path, start, stop = self._part(split)
+        return MappedWindows(path, self.dtype, start, stop, seq_len=self.seq_len, vocab_size=self.vocab_size)
+
+    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
+        return inputs.long(), targets.long()
+
+    def _part(self, split: Split) -> tuple[Path, int, int]:
+        """Return the file that holds the split, and the split's first token and the one after its last in it."""
+        root = Path(self.root)
+        if root.is_file():
+            part = contiguous_split(self._num_tokens(root), split)
+            return root, part.start, part.stop
+        if split == "train" or (root / "test.bin").is_file():
+            return root / f"{split}.bin", 0, self._num_tokens(root / f"{split}.bin")
+        num_tokens = self._num_tokens(root / "val.bin")
+        bounds = (0, num_tokens // 2) if split == "val" else (num_tokens // 2, num_tokens)
+        return root / "val.bin", *bounds
+
+    def _num_tokens(self, path: Path) -> int:
+        return path.stat().st_size // self.dtype.itemsize if path.is_file() else 0
+
+    def _file_problems(self, path: Path) -> list[str]:
+        size = path.stat().st_size
+        if size == 0 or size % self.dtype.itemsize:
+            return [f"dataset.dtype: {path} has {size} bytes, no whole number of {self.dtype} (another dtype?)"]
+        tokens = np.memmap(path, self.dtype, mode="r")
+        largest = max(tokens[:NUM_CHECKED].max(), tokens[-NUM_CHECKED:].max())
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            return [f"dataset.vocab_size: {self.vocab_size}, but {path} has id {largest} (or another dataset.dtype)"]
+        return []
+
+
+@dataclass(frozen=True)
+class MappedWindows:
+    """`Windows` over a part of a file, mapped anew for each batch.
+
+    It holds the path and never a memmap: a memmap is pickled, and so sent to a loader process, as a copy of the data,
+    and the pages that it has touched count as this process's memory for as long as it lives.
+    """
+
+    path: Path
+    dtype: np.dtype
+    start: int
+    stop: int
+    seq_len: int
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return num_windows(self.stop - self.start, seq_len=self.seq_len)
+
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.memmap(self.path, self.dtype, mode="r")[self.start : self.stop]
+        inputs, targets = Windows(tokens, self.seq_len).gather(indices)
+        if (largest := max(inputs.max(initial=0), targets.max(initial=0))) >= self.vocab_size:
+            raise ValueError(
+                f"{self.path} has token id {largest}: dataset.vocab_size={self.vocab_size} must be above it"
+            )
+        return inputs, targets
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "MappedWindows":
+        return self

@@ -1,0 +1,67 @@
+"""The console: a progress line on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from framework.log import LOGGER
+from framework.loggers.sink import RunInfo
+
+
+class Console:
+    """Always on. Validation and test rows are lines of their own in either form."""
+
+    def open(self, run: RunInfo) -> None:
+        self._total_steps = run.total_steps
+        self._first_step = run.step
+        self._start = time.monotonic()
+        self._progress = _progress_line(run) if sys.stderr.isatty() else None
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["split"] != "train":
+            LOGGER.info("%s", f"step {row['step']}/{self._total_steps}  {row['split']}  " + _numbers(row))
+        elif self._progress is not None:
+            progress, task = self._progress
+            progress.update(task, completed=row["step"], numbers=_numbers(row))
+        else:
+            LOGGER.info("%s", f"step {row['step']}/{self._total_steps}  {_numbers(row)}  eta {self._eta(row['step'])}")
+
+    def _eta(self, step: int) -> str:
+        done = max(1, step - self._first_step)
+        seconds = (time.monotonic() - self._start) / done * (self._total_steps - step)
+        return str(timedelta(seconds=round(seconds)))
+
+    def close(self, summary: dict[str, Any]) -> None:
+        if self._progress is not None:
+            self._progress[0].stop()
+
+
+def _progress_line(run: RunInfo) -> Any:
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    progress = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[numbers]}"),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        console=RichConsole(stderr=True),
+    )
+    task = progress.add_task("train", total=run.total_steps, completed=run.step, numbers="")
+    progress.start()
+    return progress, task
+
+
+def _numbers(row: dict[str, Any]) -> str:
+    shown = []
+    for name, value in row.items():
+        if name == "samples_per_s":
+            shown.append(f"{value:,.0f} samples/s")
+        elif name == "lr":
+            shown.append(f"lr {value:.2e}")
+        elif name not in ("step", "split", "epoch", "grad_norm"):
+            shown.append(f"{name} {value:.4f}")
+    return "  ".join(shown)

@@ -1,0 +1,104 @@
+"""What a run measured: the rows of `metrics.jsonl`, and the last and best of them."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from framework.files import write_atomically
+
+Row = dict[str, Any]
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one row a line, each step once. Rank 0 only."""
+
+    def __init__(self, path: Path, *, step: int) -> None:
+        """Open for appending, having cut back what was written after `step`, where the run continues."""
+        self.path = path
+        if path.exists():
+            write_rows(path, [row for row in read_rows(path) if row["step"] <= step])
+        self._file = open(path, "a")
+
+    def log(self, row: Row) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def flush(self) -> None:
+        """Put the rows on the disk: before a checkpoint that counts on them is committed."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a `metrics.jsonl`, in order; a line that a crash cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Replace a `metrics.jsonl` by these rows."""
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+class Tracker:
+    """The last and the best row of each split. `monitor` is SPLIT/METRIC; other splits are compared by their loss."""
+
+    def __init__(self, *, monitor: str, mode: str) -> None:
+        self.monitor_split, _, self.monitor_metric = monitor.partition("/")
+        self.mode = mode
+        self.splits: dict[str, dict[str, Row]] = {}
+
+    def note(self, row: Row) -> bool:
+        """Take a row in. Returns whether it is the best so far of its split."""
+        split = self.splits.setdefault(row["split"], {})
+        metric = self.monitor_metric if row["split"] == self.monitor_split else "loss"
+        sign = -1 if metric == self.monitor_metric and self.mode == "max" else 1
+        is_best = "best" not in split or sign * row[metric] < sign * split["best"][metric]
+        split["last"] = row
+        if is_best:
+            split["best"] = row
+        return is_best
+
+    def monitored(self, *, step: int) -> float | None:
+        """Return the monitored value, if it was measured at `step`."""
+        row = self.splits.get(self.monitor_split, {}).get("last")
+        return row[self.monitor_metric] if row is not None and row["step"] == step else None
+
+
+class Patience:
+    """Early stopping: how many evaluations in a row brought no improvement."""
+
+    def __init__(self, *, patience: int | None, monitor: str, mode: str, min_delta: float) -> None:
+        self.patience = patience
+        self.split, _, self.metric = monitor.partition("/")
+        self.sign = -1.0 if mode == "max" else 1.0
+        self.min_delta = min_delta
+        self.best: float | None = None
+        self.num_bad = 0
+
+    def note(self, row: Row) -> None:
+        if row["split"] != self.split:
+            return
+        value = self.sign * row[self.metric]
+        if self.best is None or value < self.best - self.min_delta:
+            self.best, self.num_bad = value, 0
+        else:
+            self.num_bad += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "num_bad": self.num_bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.num_bad = state["best"], state["num_bad"]
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.patience is not None and self.num_bad >= self.patience

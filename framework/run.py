@@ -1,0 +1,116 @@
+"""One run in one worker: build, continue from where it stands, train, leave the results."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+from framework import build
+from framework.checkpoint.canonical import full_weights, restore
+from framework.checkpoint.manifest import step_of
+from framework.checkpoint.store import CheckpointStore, checkpoints_of
+from framework.curves import draw_curves
+from framework.files import flush_directory
+from framework.log import LOGGER
+from framework.loggers.sink import RunInfo
+from framework.metrics import read_rows, write_rows
+from framework.outcome import Exit, NoValidCheckpoint, RunEnded
+from framework.run_directory import RunDirectory
+from framework.trainer import Trainer
+from framework.world import World
+
+
+def execute(config: dict[str, Any], *, world: World) -> Exit:
+    """Train the run of this frozen configuration. Collective. Returns how it ended; an unexpected error is raised."""
+    directory = RunDirectory(Path(config["run"]["dir"]))
+    trainer = build.trainer(config, world=world, directory=directory)
+    try:
+        _continue(trainer, config, directory=directory, world=world)
+        _open_record(trainer, config, directory=directory, world=world)
+        is_finished = trainer.fit()
+        if is_finished:
+            _leave_results(trainer, config, directory=directory)
+        _close_record(trainer, "finished" if is_finished else "preempted")
+        return Exit.FINISHED if is_finished else Exit.PREEMPTED
+    except RunEnded as end:
+        if world.rank == 0:
+            LOGGER.error("%s", end)
+        _close_record(trainer, "failed", error=str(end))
+        return end.code
+    finally:
+        # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
+        del trainer
+        gc.collect()
+
+
+def _continue(trainer: Trainer, config: dict[str, Any], *, directory: RunDirectory, world: World) -> None:
+    """Load the newest valid checkpoint of this run; failing that, the one that `run.resume` names. Collective."""
+    found = trainer.store.newest_valid()
+    resume = config["run"]["resume"]
+    if found is None and resume not in ("auto", "never", "must"):
+        found = _from_elsewhere(Path(resume), directory=directory, world=world)
+    if found is None:
+        return
+    path, state = found
+    if state["facts"] != trainer.facts:
+        raise NoValidCheckpoint(f"{path} does not fit this run: it has {state['facts']}, this run {trainer.facts}")
+    try:
+        restore(path, module=trainer.engine.module, optimizer=trainer.optimizer, average=trainer.average, world=world)
+    except ValueError as error:
+        raise NoValidCheckpoint(f"{path} does not fit this run: {error}") from None
+    trainer.load_state_dict(state)
+    if world.rank == 0:
+        LOGGER.info("continuing from %s", path)
+
+
+def _from_elsewhere(path: Path, *, directory: RunDirectory, world: World) -> tuple[Path, dict[str, Any]]:
+    """Find the valid checkpoint that `path`, a run or a checkpoint, names, and take over its rows. Collective."""
+    store = CheckpointStore(checkpoints_of(path), world=world, keep_last=1, keep_best=0, mode="min")
+    found = store.named(path) if step_of(path) is not None else store.newest_valid()
+    if found is None:
+        raise NoValidCheckpoint(f"{path} has no checkpoint")
+    rows = RunDirectory(store.directory.parent).metrics
+    if world.rank == 0 and rows.exists():
+        write_rows(directory.metrics, read_rows(rows))
+    return found
+
+
+def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDirectory, world: World) -> None:
+    info = RunInfo(
+        directory=directory.path,
+        run_id=config["run"]["id"],
+        name=config["name"],
+        step=trainer.progress.step,
+        total_steps=trainer.plan.total_steps,
+        config=config,
+    )
+    num_parameters = sum(parameter.numel() for parameter in trainer.engine.module.parameters())
+    if world.rank == 0:
+        LOGGER.info("%s", f"training {num_parameters:,} parameters for {info.total_steps} steps on {world.world_size} x "
+                          f"{world.device.type}, in {directory.path}")  # fmt: skip
+    trainer.recorder.open(
+        info,
+        world_size=world.world_size,
+        parallel=config["parallel"]["_target_"].rpartition(".")[2],
+        parameters=num_parameters,
+        **trainer.summary(),
+    )
+
+
+def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDirectory) -> None:
+    """Write the weights and the curves. Collective: the weights are gathered."""
+    if trainer.average is not None:
+        trainer.average.swap()  # what was evaluated is what is kept
+    weights = full_weights(trainer.engine.module)
+    if trainer.world.rank == 0:
+        from safetensors.torch import save_file
+
+        beside = directory.weights.with_name(".model.safetensors")
+        save_file(weights, beside, metadata={"format": "pt", "run_id": config["run"]["id"]})
+        beside.replace(directory.weights)
+        flush_directory(directory.path)
+        draw_curves(directory.metrics, directory.curves, title=f"{config['name']}/{config['run']['id']}")
+
+
+def _close_record(trainer: Trainer, status: str, **values: Any) -> None:
+    trainer.tick()
+    trainer.recorder.close(status=status, **trainer.summary(), **values)

@@ -1,0 +1,112 @@
+"""A run's directory: who may write there, and the files by which a run is known."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from framework.files import write_atomically
+from framework.outcome import Exit, RunEnded
+
+
+class Busy(RunEnded):
+    """Another process works in this directory."""
+
+    code = Exit.FAILED
+
+
+class RunDirectory:
+    """The paths of a run. Creating the object touches nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.weights = path / "model.safetensors"
+        self.log = path / "train.log"
+        self.curves = path / "curves.png"
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the summary, or an empty one if there is none yet."""
+        try:
+            return json.loads(self.summary.read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def update_summary(self, **values: Any) -> None:
+        """Change some of the summary's values. Rank 0, or the parent when the workers are gone."""
+        write_atomically(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n")
+
+    @property
+    def is_finished(self) -> bool:
+        return self.read_summary().get("status") == "finished" and self.weights.exists()
+
+    def move_aside(self) -> Path:
+        """Rename the whole directory to the next free `NAME.old-N`, so that a fresh one can take its place."""
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        os.rename(self.path, aside)
+        return aside
+
+
+class Lock:
+    """The right to write in a run's directory, held by the process that launched it and by its forked workers.
+
+    A lock of the kernel's (flock): it ends with the last of these processes, however they die, so a stale one cannot
+    stand in the way. The file says who holds it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "lock"
+        self._descriptor: int | None = None
+
+    def take(self, *, patience_s: float = 10.0) -> None:
+        """Take the lock, making the directory. Busy, at once, if a living process holds it.
+
+        Where the holder itself is dead and its workers are just being taken down, waits `patience_s` for them.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = self._holder()
+                if _is_alive(holder) or time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise Busy(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
+                               f"{holder.get('host', 'an unknown host')}; wait for it, or stop it") from None  # fmt: skip
+                time.sleep(0.05)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _holder(self) -> dict[str, Any]:
+        try:
+            return json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+
+
+def _is_alive(holder: dict[str, Any]) -> bool:
+    if holder.get("host") != socket.gethostname():
+        return bool(holder)  # on another host: believe the lock
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,220 @@
+"""The loop. It does not know which strategy, launcher or logger it runs under."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.checkpoint.canonical import state_tensors
+from framework.checkpoint.store import CheckpointStore
+from framework.data.loader import Loader
+from framework.engine import Engine, Step, Sums, add
+from framework.metrics import Patience, Row, Tracker
+from framework.optim import AveragedWeights, LossScale
+from framework.outcome import Diverged
+from framework.preemption import PREEMPTION
+from framework.recorder import Recorder
+from framework.world import World
+
+
+@dataclass
+class Progress:
+    """Where a run stands. All counters are global; none belongs to a rank."""
+
+    step: int = 0
+    samples_seen: int = 0
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When things are due, in optimizer steps; None is "only at the end"."""
+
+    total_steps: int
+    log_every: int
+    eval_every: int | None
+    checkpoint_every: int | None
+    clip_grad_norm: float | None
+    saves_best: bool
+
+
+class Trainer:
+    """Trains an engine's model to the plan's last step from wherever `progress` stands. Every method is collective."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        schedule: Callable[[int, int], float],
+        loaders: dict[str, Loader],
+        store: CheckpointStore,
+        recorder: Recorder,
+        plan: Plan,
+        tracker: Tracker,
+        patience: Patience,
+        loss_scale: LossScale,
+        average: AveragedWeights | None,
+        facts: dict[str, Any],
+    ) -> None:
+        self.world = world
+        self.engine = engine
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.loaders = loaders
+        self.store = store
+        self.recorder = recorder
+        self.plan = plan
+        self.tracker = tracker
+        self.patience = patience
+        self.loss_scale = loss_scale
+        self.average = average
+        self.facts = facts  # what a checkpoint must have in common with the run that loads it
+        self.progress = Progress()
+        self.peak_lrs = [group["lr"] for group in optimizer.param_groups]
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.loss_watch = torch.zeros((), device=world.device)  # adding up losses, it stays non-finite once one was
+        self.last_log = (time.monotonic(), 0)
+        self.last_tick = time.monotonic()
+
+    def fit(self) -> bool:
+        """Train. Returns True when the run is finished, False when it was preempted, after a committed checkpoint."""
+        if self.is_over:
+            return True
+        plan, progress = self.plan, self.progress
+        steps = self.loaders["train"].train(progress.samples_seen)
+        step = next(steps)
+        self.engine.warm_up(step)
+        self.last_log = (time.monotonic(), progress.samples_seen)
+        while True:
+            is_logged = self.is_due(plan.log_every, at=progress.step + 1)
+            sums, grad_norm = self.train_step(step, measure=is_logged)
+            if is_logged:
+                self.log_step(step, sums, grad_norm)
+            is_best = self.is_due(plan.eval_every, at=progress.step) and self.evaluate("val")
+            preempted = self.world.any_flag(PREEMPTION.requested)
+            if self.is_over:
+                self.evaluate("test")
+            if self.is_over or preempted or is_best or self.is_due(plan.checkpoint_every, at=progress.step):
+                self.save()
+            if self.is_over or preempted:
+                return self.is_over
+            step = next(steps)
+
+    @property
+    def is_over(self) -> bool:
+        return self.progress.step >= self.plan.total_steps or self.patience.is_exhausted
+
+    def is_due(self, every: int | None, *, at: int) -> bool:
+        return at >= self.plan.total_steps or (every is not None and at % every == 0)
+
+    def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
+        """Take one optimizer step. Returns this rank's sums and, if it was measured, the global gradient norm."""
+        progress, plan, scale = self.progress, self.plan, self.loss_scale
+        self.optimizer.zero_grad()
+        sums = self.engine.forward_backward(step, index=progress.step, loss_scale=scale.value, measure=measure)
+        scale.unscale(self.parameters)
+        grad_norm = None
+        if measure or plan.clip_grad_norm is not None or scale.is_dynamic:
+            grad_norm = self.engine.clip_grad_norm(plan.clip_grad_norm)
+        if measure and not scale.is_dynamic and not torch.isfinite(grad_norm):
+            raise Diverged(f"the gradient of step {progress.step + 1} is not finite (norm {grad_norm.item()})")
+        if scale.accepts(grad_norm):
+            factor = self.schedule(progress.step, plan.total_steps)
+            for group, peak in zip(self.optimizer.param_groups, self.peak_lrs):
+                group["lr"] = peak * factor
+            self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
+        self.loss_watch += sums["loss"]
+        progress.step += 1
+        progress.samples_seen += step.num_samples
+        return sums, grad_norm
+
+    def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
+        assert grad_norm is not None
+        means = self.means(sums, num_samples=step.num_samples)
+        now, (then, seen) = time.monotonic(), self.last_log
+        self.last_log = (now, self.progress.samples_seen)
+        self.record({
+            "step": self.progress.step,
+            "split": "train",
+            **means,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": grad_norm.item(),
+            "samples_per_s": (self.progress.samples_seen - seen) / max(now - then, 1e-9),
+            "epoch": step.epoch,
+        })  # fmt: skip
+
+    def means(self, sums: Sums, *, num_samples: int) -> dict[str, float]:
+        """Return means over all ranks' samples. Diverged if any loss since the last call, on any rank, was not finite."""
+        local = torch.stack([*(value.double() for value in sums.values()), self.loss_watch.double()])
+        *totals, watch = self.world.sum(local.cpu()).tolist()
+        if not math.isfinite(watch):
+            raise Diverged(f"the loss is not finite by step {self.progress.step} (it was still finite at the last "
+                           "checkpoint or row); lower optimizer.lr, or clip with trainer.clip_grad_norm")  # fmt: skip
+        return {name: total / num_samples for name, total in zip(sums, totals)}
+
+    def record(self, row: Row) -> bool:
+        self.patience.note(row)
+        self.recorder.log(row)
+        return self.tracker.note(row)
+
+    def evaluate(self, split: str) -> bool:
+        """Measure every sample of a split once. Returns whether this was the best so far and is to be kept as such."""
+        self.engine.sync_buffers()
+        self.engine.module.eval()
+        if self.average is not None:
+            self.average.swap()
+        sums: Sums = {}
+        for micro_batch in self.loaders[split].evaluate():
+            add(sums, self.engine.forward(micro_batch))
+        if self.average is not None:
+            self.average.swap()
+        self.engine.module.train()
+        means = self.means(sums, num_samples=len(self.loaders[split].source))
+        is_best = self.record({"step": self.progress.step, "split": split, **means})
+        return is_best and self.plan.saves_best
+
+    def save(self) -> None:
+        """Commit a checkpoint. Diverged instead, if what it would hold is not finite."""
+        self.means({}, num_samples=1)
+        grad_norm = self.engine.clip_grad_norm(None)  # the gradients of the step just taken are still there
+        if not self.loss_scale.is_dynamic and not torch.isfinite(grad_norm):
+            raise Diverged(f"the gradient of step {self.progress.step} is not finite (norm {grad_norm.item()})")
+        self.engine.sync_buffers()
+        self.tick()
+        self.recorder.flush(**self.summary())
+        tensors = state_tensors(self.engine.module, self.optimizer, self.average)
+        self.store.save(self.progress.step, tensors, self.state_dict())
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        self.progress.wall_s += now - self.last_tick
+        self.last_tick = now
+
+    def summary(self) -> dict[str, Any]:
+        return asdict(self.progress) | {"metrics": self.tracker.splits}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain part of a checkpoint: everything but tensors."""
+        return {
+            "progress": asdict(self.progress),
+            "metrics": self.tracker.splits,
+            "monitor": self.tracker.monitored(step=self.progress.step),
+            "patience": self.patience.state_dict(),
+            "loss_scale": self.loss_scale.state_dict(),
+            "facts": self.facts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's plain part. The tensors are `checkpoint.canonical.restore`'s."""
+        self.progress = Progress(**state["progress"])
+        self.tracker.splits = state["metrics"]
+        self.patience.load_state_dict(state["patience"])
+        self.loss_scale.load_state_dict(state["loss_scale"])

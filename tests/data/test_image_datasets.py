@@ -1,0 +1,243 @@
+"""Datasets of image files: MNIST and Fashion-MNIST, CIFAR, image folders."""
+
+import gzip
+import pickle
+import struct
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from framework.data import fashion_mnist, idx
+from framework.data.cifar import CIFAR10, CIFAR100
+from framework.data.fashion_mnist import FashionMNIST
+from framework.data.image_folder import ImageFolder, decode_image
+from framework.data.mnist import MNIST
+from framework.data.source import Arrays, Files, Source
+
+SPLITS = ("train", "val", "test")
+
+
+def everything(source: Source) -> tuple[np.ndarray, np.ndarray]:
+    return source.gather(np.arange(len(source)))
+
+
+# MNIST and Fashion-MNIST
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    content = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_mnist(folder: Path, *, suffix: str = "") -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    arrays = {
+        "train-images-idx3-ubyte": generator.integers(0, 256, (20, 28, 28), dtype=np.uint8),
+        "train-labels-idx1-ubyte": generator.integers(0, 10, 20, dtype=np.uint8),
+        "t10k-images-idx3-ubyte": generator.integers(0, 256, (10, 28, 28), dtype=np.uint8),
+        "t10k-labels-idx1-ubyte": generator.integers(0, 10, 10, dtype=np.uint8),
+    }
+    for name, array in arrays.items():
+        write_idx(folder / f"{name}{suffix}", array)
+    return arrays
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_mnist_reads_what_was_written(tmp_path: Path, suffix: str):
+    arrays = write_mnist(tmp_path / "MNIST" / "raw", suffix=suffix)
+    dataset = MNIST(root=str(tmp_path), num_val=5)
+    assert dataset.problems() == []
+    for split, name, part in (
+        ("train", "train", slice(15)),
+        ("val", "train", slice(15, 20)),
+        ("test", "t10k", slice(10)),
+    ):
+        inputs, targets = everything(dataset.load(split))
+        assert np.array_equal(inputs[:, 0], arrays[f"{name}-images-idx3-ubyte"][part])
+        assert np.array_equal(targets, arrays[f"{name}-labels-idx1-ubyte"][part])
+        assert (inputs.dtype, targets.dtype) == (np.uint8, np.int64)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[:-1], lambda c: c + b"\0", lambda c: c[:3], lambda c: b"\0\0\x0d" + c[3:]]
+)
+def test_damaged_idx_file_is_named(tmp_path: Path, damage):
+    path = tmp_path / "x-ubyte"
+    write_idx(path, np.zeros((2, 3), dtype=np.uint8))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match="x-ubyte is damaged"):
+        idx.read_idx(path)
+
+
+def test_truncated_gzip_is_named(tmp_path: Path):
+    path = tmp_path / "x.gz"
+    write_idx(path, np.zeros((2, 3), dtype=np.uint8))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"x\.gz is damaged"):
+        idx.read_idx(path)
+
+
+def test_missing_mnist_names_the_folders_and_the_remedies(tmp_path: Path, monkeypatch):
+    (problem,) = MNIST(root=str(tmp_path)).problems()
+    assert problem.startswith("dataset.root: ") and problem.endswith("(dataset.download=true)")
+    assert str(tmp_path / "MNIST" / "raw") in problem
+    monkeypatch.setattr(fashion_mnist, "DEBIAN", tmp_path / "debian")
+    (problem,) = FashionMNIST(root=str(tmp_path)).problems()
+    assert str(tmp_path / "FashionMNIST" / "raw") in problem and str(tmp_path / "debian") in problem
+    assert problem.endswith("(dataset.download=true or apt-get install dataset-fashion-mnist)")
+    assert FashionMNIST(root=str(tmp_path), download=True).problems() == []
+    with pytest.raises(ValueError, match="are not in"):
+        MNIST(root=str(tmp_path)).load("train")
+
+
+def test_num_val_leaves_something_to_train_on(tmp_path: Path):
+    write_mnist(tmp_path / "MNIST" / "raw")
+    with pytest.raises(ValueError, match=r"dataset\.num_val=20: must be below the 20 images"):
+        MNIST(root=str(tmp_path), num_val=20).load("train")
+    with pytest.raises(ValueError, match=r"dataset\.num_val=0"):
+        MNIST(num_val=0)
+
+
+def test_download_fetches_mnist_into_root(tmp_path: Path, monkeypatch):
+    from framework.torchvision_import import make_torchvision_importable
+
+    make_torchvision_importable()
+    import torchvision.datasets
+
+    arrays = write_mnist(tmp_path / "server", suffix=".gz")
+    monkeypatch.setattr(torchvision.datasets.MNIST, "resources", [(f"{name}.gz", None) for name in arrays])
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "server"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+        source = MNIST(root=str(tmp_path / "data"), num_val=5, download=True).load("test")
+        server.shutdown()
+    assert np.array_equal(source.inputs[:, 0], arrays["t10k-images-idx3-ubyte"])
+
+
+@pytest.mark.skipif(not fashion_mnist.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_fashion_mnist_of_debian_has_6000_of_each_class(tmp_path: Path):
+    dataset = FashionMNIST(root=str(tmp_path))
+    assert dataset.problems() == []
+    train, val, test = (dataset.load(split) for split in SPLITS)
+    assert (len(train), len(val), len(test)) == (55_000, 5_000, 10_000)
+    assert np.array_equal(np.bincount(train.targets) + np.bincount(val.targets), [6000] * 10)
+    assert np.array_equal(np.bincount(test.targets), [1000] * 10)
+    mean, std = train.inputs.mean() / 255, train.inputs.std() / 255
+    assert (mean, std) == (pytest.approx(*fashion_mnist.MEAN, abs=1e-3), pytest.approx(*fashion_mnist.STD, abs=1e-3))
+
+
+# CIFAR
+
+
+@pytest.mark.parametrize(("dataset_class", "label"), [(CIFAR10, "labels"), (CIFAR100, "fine_labels")])
+def test_cifar_reads_what_was_written(dataset_class: type, label: str, tmp_path: Path, monkeypatch):
+    from framework.torchvision_import import make_torchvision_importable
+
+    make_torchvision_importable()
+    import torchvision.datasets
+
+    reader = getattr(torchvision.datasets, dataset_class.__name__)
+    # the checksums are those of the real files
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: Path(path).is_file())
+    generator = np.random.default_rng(0)
+    folder = tmp_path / reader.base_folder
+    folder.mkdir()
+    (folder / reader.meta["filename"]).write_bytes(pickle.dumps({reader.meta["key"]: []}))
+    written = {}
+    for name, _ in reader.train_list + reader.test_list:
+        written[name] = generator.integers(0, 256, (4, 3072), dtype=np.uint8), [1, 2, 3, 4]
+        (folder / name).write_bytes(pickle.dumps({"data": written[name][0], label: written[name][1]}))
+    dataset = dataset_class(root=str(tmp_path), num_val=2)
+    assert dataset.problems() == []
+    inputs, targets = everything(dataset.load("val"))
+    pixels, labels = written[reader.train_list[-1][0]]
+    assert np.array_equal(inputs, pixels[-2:].reshape(-1, 3, 32, 32))
+    assert targets.tolist() == labels[-2:]
+    assert len(dataset.load("train")) == 4 * len(reader.train_list) - 2
+    assert len(dataset.load("test")) == 4
+
+
+def test_missing_or_damaged_cifar_is_a_problem(tmp_path: Path):
+    (problem,) = CIFAR100(root=str(tmp_path)).problems()
+    assert problem == f"dataset.root: train, test, meta not in {tmp_path}/cifar-100-python (dataset.download=true)"
+    assert CIFAR100(root=str(tmp_path), download=True).problems() == []
+    with pytest.raises(ValueError, match="not found or corrupted"):
+        CIFAR10(root=str(tmp_path)).load("train")
+
+
+# Image folder
+
+
+def write_images(root: Path, *, num: int, split: str = "train", size: tuple[int, int] = (12, 8)) -> None:
+    """Write `num` images of one colour for each of two classes, the colour telling them apart."""
+    for label, name in enumerate(("ant", "bee")):
+        folder = root / split / name
+        folder.mkdir(parents=True)
+        for i in range(num):
+            Image.new("RGB", size, (i, 100 * label, 7)).save(folder / f"{i:03}.png")
+
+
+def test_image_folder_reads_what_was_written(tmp_path: Path):
+    for split, num in (("train", 5), ("val", 2), ("test", 1)):
+        write_images(tmp_path, split=split, num=num)
+    dataset = ImageFolder(root=str(tmp_path), image_size=4)
+    assert dataset.problems() == []
+    assert dataset.info == {"in_channels": 3, "image_size": 4, "num_classes": 2}
+    for split, num in (("train", 5), ("val", 2), ("test", 1)):
+        inputs, targets = everything(dataset.load(split))
+        assert targets.tolist() == [0] * num + [1] * num
+        colours = [(i, 100 * label, 7) for label in (0, 1) for i in range(num)]
+        assert np.array_equal(inputs, np.broadcast_to(np.array(colours)[:, :, None, None], (2 * num, 3, 4, 4)))
+
+
+def test_image_folder_carves_missing_splits_by_file_name(tmp_path: Path):
+    write_images(tmp_path, num=200)
+    dataset = ImageFolder(root=str(tmp_path), image_size=1)
+    before = {split: {tuple(row) for row in everything(dataset.load(split))[0].reshape(-1, 3)} for split in SPLITS}
+    assert [len(rows) for rows in before.values()] == [pytest.approx(n, abs=20) for n in (320, 40, 40)]
+    assert len(set.union(*before.values())) == sum(map(len, before.values())) == 400
+    for path in sorted((tmp_path / "train").glob("*/*1.png")):
+        path.unlink()
+    for split in SPLITS:
+        assert {tuple(row) for row in everything(dataset.load(split))[0].reshape(-1, 3)} < before[split]
+
+
+def test_image_folder_decodes_on_demand_what_is_large(tmp_path: Path):
+    write_images(tmp_path, num=50)
+    once, on_demand = (
+        ImageFolder(root=str(tmp_path), decode_once_gib=gib, image_size=8).load("train") for gib in (1, 0)
+    )
+    assert isinstance(once, Arrays) and isinstance(on_demand, Files)
+    assert on_demand.arrays == {}
+    for array, decoded in zip(everything(once), everything(pickle.loads(pickle.dumps(on_demand))), strict=True):
+        assert np.array_equal(array, decoded)
+
+
+def test_decoding_takes_the_centre_square(tmp_path: Path):
+    pixels = np.zeros((6, 10), dtype=np.uint8)
+    pixels[:, 2:8] = np.arange(36).reshape(6, 6)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    assert np.array_equal(decode_image(tmp_path / "x.png", image_size=6, in_channels=1)[0], pixels[:, 2:8])
+    assert decode_image(tmp_path / "x.png", image_size=3, in_channels=3).shape == (3, 3, 3)
+
+
+def test_image_folder_problems_name_the_folder(tmp_path: Path):
+    dataset = ImageFolder(root=str(tmp_path))
+    assert dataset.problems() == [
+        f"dataset.root: {tmp_path}/train has no class folders (expected {tmp_path}/train/<class>/*.png)"
+    ]
+    assert dataset.info == {"in_channels": 3, "image_size": 64}
+    write_images(tmp_path, num=1)
+    assert all("image in" in problem for problem in dataset.problems()) and dataset.problems()
+    (tmp_path / "val" / "wasp").mkdir(parents=True)
+    assert any("no" in problem and "wasp as in val" in problem for problem in dataset.problems())
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"bad\.png cannot be read"):
+        decode_image(tmp_path / "bad.png", image_size=4, in_channels=3)
