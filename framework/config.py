@@ -184,3 +184,21 @@ def thaw(frozen: Frozen) -> dict[str, Any]:
         raise ValueError(f"{frozen.path} has changed since this run was started (hash {actual[:12]}, frozen as "
                          f"{frozen.digest[:12]}); start the command again")
     return config
+
+
+def frozen_run_id(directory: Path) -> str | None:
+    """Return the id of the run whose directory this is, or None if no run has been frozen there."""
+    try:
+        return yaml.safe_load((directory / "config.yaml").read_text())["run"]["id"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
+
+
+def force_values(arguments: list[str]) -> list[str]:
+    """Return the arguments with every value override forced (`++key=value`): unknown keys are ours to report, all at once."""
+    forced = []
+    for argument in arguments:
+        key = argument.partition("=")[0]
+        is_value = "=" in argument and not argument.startswith(("-", "+", "~", "hydra")) and not (CONF / key).is_dir()
+        forced.append(f"++{argument}" if is_value else argument)
+    return forced

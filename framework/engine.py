@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from framework.keys import key
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Engine(Protocol):
     """
 
     module: nn.Module
-    mesh: DeviceMesh | None
+    mesh: "DeviceMesh | None"
     dp_rank: int
     dp_size: int
 
@@ -115,7 +116,7 @@ class DataParallelEngine:
         *,
         model: nn.Module,
         forward: Forward,
-        mesh: DeviceMesh | None = None,
+        mesh: "DeviceMesh | None" = None,
         dp_rank: int = 0,
         dp_size: int = 1,
         set_sync: Callable[[bool], None] | None = None,
@@ -176,7 +177,7 @@ class DataParallelEngine:
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        if isinstance(norm, DTensor):
+        if hasattr(norm, "full_tensor"):  # a DTensor, whose module takes a while to import
             norm = norm.full_tensor()
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)

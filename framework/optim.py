@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -147,12 +146,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _like(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
+    if not hasattr(parameter, "device_mesh"):
         return whole
+    from torch.distributed.tensor import DTensor
+
     replicated = DTensor.from_local(whole, parameter.device_mesh, run_check=False)
     return replicated.redistribute(parameter.device_mesh, parameter.placements)
 

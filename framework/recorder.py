@@ -19,12 +19,12 @@ class Recorder:
         self._metrics: MetricsFile | None = None
 
     def open(self, run: RunInfo, **facts: Any) -> None:
-        """Start or continue the record at `run.step`; `facts` go into the summary."""
+        """Start or continue the record at `run.step`; `facts`, the counters among them, go into the summary."""
         if not self.is_writer:
             return
         before = self.directory.read_summary()
-        restarts = before["restarts"] + 1 if before else 0
-        self.directory.update_summary(status="running", step=run.step, restarts=restarts, error=None, **facts)
+        restarts = before.get("restarts", -1) + 1
+        self.directory.update_summary(status="running", restarts=restarts, error=None, **facts)
         self._metrics = MetricsFile(self.directory.metrics, step=run.step)
         self._sinks = [sink for sink in self._sinks if self._survives(sink, sink.open, run)]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from framework import build
 from framework.checkpoint.canonical import full_weights, restore
-from framework.checkpoint.manifest import step_of
-from framework.checkpoint.store import CheckpointStore, checkpoints_of
+from framework.checkpoint.manifest import checkpoints_of, step_of
+from framework.checkpoint.store import CheckpointStore
 from framework.curves import draw_curves
 from framework.files import flush_directory
 from framework.log import LOGGER

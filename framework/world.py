@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from framework.environment import Environment, set_default
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
@@ -62,8 +64,10 @@ class World:
         if self.world_size > 1:
             self.control = dist.new_group(backend="gloo", timeout=self.timeout)
 
-    def mesh(self, **axes: int | None) -> DeviceMesh:
+    def mesh(self, **axes: int | None) -> "DeviceMesh":
         """Return the device mesh with these axes, outermost first; at most one None takes what is left. Collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
         if not dist.is_initialized():  # a strategy that needs groups, in a world of one
             self._join(dist.HashStore())
         sizes = resolve_axes(axes, world_size=self.world_size)

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from framework.optim import AveragedWeights
 from framework.world import World
@@ -43,6 +41,8 @@ def restore(
 
     ValueError, before anything has changed, if names, shapes or dtypes are not the model's.
     """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load  # a second, not spent unless needed
+
     reader = HuggingFaceStorageReader(str(path))
     inventory: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     targets = {f"model/{name}": value for name, value in module.state_dict().items()}
@@ -55,7 +55,7 @@ def restore(
     _load_optimizer(optimizer, module, states)
 
 
-def _check(inventory: Mapping[str, TensorStorageMetadata], targets: dict[str, Tensor]) -> None:
+def _check(inventory: Mapping[str, Any], targets: dict[str, Tensor]) -> None:
     kinds = {name.split("/")[0] for name in targets}
     stored = {name for name in inventory if name.split("/")[0] in kinds}
     faults = [f"{name} is not in the checkpoint" for name in sorted(targets.keys() - stored)]
@@ -70,7 +70,7 @@ def _check(inventory: Mapping[str, TensorStorageMetadata], targets: dict[str, Te
         raise ValueError("; ".join(faults[:5]) + more)
 
 
-def _optimizer_targets(inventory: Mapping[str, TensorStorageMetadata], module: nn.Module) -> dict[str, dict[str, Tensor]]:
+def _optimizer_targets(inventory: Mapping[str, Any], module: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return empty tensors for every stored state: like the parameter where the shape is its own, plain otherwise."""
     states: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():

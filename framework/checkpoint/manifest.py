@@ -112,3 +112,8 @@ def sweep(directory: Path) -> None:
     """Remove what crashed saves and deletions left behind. Only for the holder of the run's lock."""
     for leftover in [*directory.glob(".tmp_*"), *directory.glob(".trash_*")]:
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Return the folder of checkpoints that `path`, a run or one of its checkpoints, names."""
+    return path.parent if step_of(path) is not None else path / "checkpoints"

@@ -138,8 +138,3 @@ def _monitor(path: Path) -> float | None:
         return load_state(path)["monitor"]
     except (OSError, ValueError, KeyError):
         return None
-
-
-def checkpoints_of(path: Path) -> Path:
-    """Return the folder of checkpoints that `path`, a run or one of its checkpoints, names."""
-    return path.parent if manifest.step_of(path) is not None else path / "checkpoints"

@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -49,7 +50,7 @@ def read_idx(path: Path) -> np.ndarray:
         content = gzip.decompress(content) if path.suffix == ".gz" else content
         zero, element_type, num_dims = struct.unpack_from(">HBB", content)
         shape = struct.unpack_from(f">{num_dims}I", content, offset=4)
-    except (OSError, EOFError, struct.error) as error:
+    except (OSError, EOFError, zlib.error, struct.error) as error:
         raise ValueError(f"{path} is damaged: {error} (delete it and get it again)") from error
     elements = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * num_dims)
     if (zero, element_type) != (0, UINT8) or elements.size != np.prod(shape, dtype=np.int64):

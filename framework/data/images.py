@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from framework.data.splitmix import random_integers
+from framework.splitmix import random_integers
 
 
 def prepare(

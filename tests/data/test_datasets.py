@@ -1,4 +1,4 @@
-"""All datasets: their YAML, what importing them costs, the sources; and the two that need no file, digits and synthetic."""
+"""All datasets: YAML files, import costs and sources; and the two that need no file, digits and synthetic."""
 
 import inspect
 import subprocess

@@ -65,7 +65,7 @@ def test_mnist_reads_what_was_written(tmp_path: Path, suffix: str):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda c: c[:-1], lambda c: c + b"\0", lambda c: c[:3], lambda c: b"\0\0\x0d" + c[3:]]
+    "damage", [lambda c: c[:-1], lambda c: c + b"\0", lambda c: c[:3], lambda c: c[:12], lambda c: b"\0\0\x0d" + c[3:]]
 )
 def test_damaged_idx_file_is_named(tmp_path: Path, damage):
     path = tmp_path / "x-ubyte"
@@ -75,10 +75,11 @@ def test_damaged_idx_file_is_named(tmp_path: Path, damage):
         idx.read_idx(path)
 
 
-def test_truncated_gzip_is_named(tmp_path: Path):
+@pytest.mark.parametrize("damage", [lambda c: c[:-9], lambda c: c[:10] + b"\xff" + c[11:], lambda c: b"x" + c])
+def test_damaged_gzip_is_named(tmp_path: Path, damage):
     path = tmp_path / "x.gz"
     write_idx(path, np.zeros((2, 3), dtype=np.uint8))
-    path.write_bytes(path.read_bytes()[:-9])
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=r"x\.gz is damaged"):
         idx.read_idx(path)
 

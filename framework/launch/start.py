@@ -1,0 +1,92 @@
+"""From a command line to a run: compose, check, claim the directory, freeze, and hand over to the workers."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework import log, preflight
+from framework.config import Frozen, compose, freeze
+from framework.environment import Environment
+from framework.log import LOGGER
+from framework.outcome import Exit
+from framework.preemption import PREEMPTION
+from framework.run_directory import Busy, Lock, RunDirectory
+from framework.schema import Problem
+
+
+def start(overrides: list[str]) -> int:
+    """Run one command line to its end. Returns the exit code."""
+    environment = Environment.read()
+    log.start_console(rank=environment.rank)
+    PREEMPTION.reset()
+    PREEMPTION.watch()
+    if environment.is_launched:
+        from framework.launch.torchrun import join
+
+        return join(overrides, environment=environment)
+    begun = begin(overrides, world_size=None)
+    if not isinstance(begun, Begun):
+        return begun
+    from framework.launch.local import launch
+
+    try:
+        return launch(begun.config, frozen=begun.frozen)
+    finally:
+        begun.lock.release()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run that may go: its directory is ours, its configuration frozen."""
+
+    config: dict[str, Any]
+    frozen: Frozen
+    lock: Lock
+
+
+def begin(overrides: list[str], *, world_size: int | None) -> Begun | Exit:
+    """Compose and check; claim the run's directory and freeze. One process does this, for all.
+
+    An exit code instead, if the configuration is wrong, the directory in use, or the run finished already.
+    """
+    config, problems = check(overrides, world_size=world_size)
+    if problems:
+        return report(problems)
+    directory = RunDirectory(Path(config["run"]["dir"]))
+    starts_over = config["run"]["resume"] == "never"
+    if directory.is_finished and not starts_over:
+        _tell_result(directory)
+        return Exit.FINISHED
+    lock = Lock(directory.path)
+    try:
+        lock.take()
+        if starts_over and (directory.path / "config.yaml").exists():
+            LOGGER.info("the earlier run is now in %s", directory.move_aside())
+            lock.release()
+            lock.take()
+    except Busy as busy:
+        LOGGER.error("%s", busy)
+        return Exit.FAILED
+    return Begun(config, freeze(config, directory.path), lock)
+
+
+def check(overrides: list[str], *, world_size: int | None) -> tuple[dict[str, Any], list[Problem]]:
+    """Compose a command line and return the complete configuration, with every problem that it has."""
+    config, problems = compose(overrides)
+    return preflight.check(config, problems, world_size=world_size)
+
+
+def report(problems: list[Problem]) -> Exit:
+    """Print the problems, a line each."""
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return Exit.CONFIGURATION
+
+
+def _tell_result(directory: RunDirectory) -> None:
+    summary = directory.read_summary()
+    LOGGER.info("finished already, at step %s: %s", summary["step"], directory.path)
+    for split, rows in summary["metrics"].items():
+        numbers = "  ".join(f"{name} {value:.4f}" for name, value in rows["last"].items() if isinstance(value, float))
+        LOGGER.info("%s", f"  {split:5}  {numbers}")

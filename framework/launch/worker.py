@@ -1,0 +1,93 @@
+"""What a worker process does, however it was started: read the frozen configuration, join the others, run."""
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from framework import log
+from framework.config import Frozen, thaw
+from framework.environment import Environment
+from framework.log import LOGGER
+from framework.run import execute
+from framework.run_directory import RunDirectory
+from framework.world import World
+
+_PR_SET_PDEATHSIG = 1
+
+
+def work(frozen: Frozen, scratch: Path | None) -> int:
+    """Run this process's part of the run. Returns the exit code that all ranks agree on; raises what goes wrong."""
+    environment = Environment.read()
+    log.start_console(rank=environment.rank)
+    config = thaw(frozen)
+    log.start_file(RunDirectory(Path(config["run"]["dir"])).log, rank=environment.rank)
+    if environment.local_world_size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
+    world = World.start(
+        environment, backend=config["backend"]["name"], timeout_s=config["launch"]["timeout_s"], scratch=scratch
+    )
+    try:
+        _check_configuration(world, frozen)
+        return execute(config, world=world)
+    except Exception as error:
+        _record_failure(error, rank=environment.rank, scratch=scratch)
+        raise
+    finally:
+        world.stop()
+        log.stop_file()
+
+
+def work_in_child(frozen: Frozen, scratch: Path | None) -> int:
+    """`work`, in a process of its own that does not outlive the one that started it."""
+    die_with_parent()
+    return work(frozen, scratch)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, however it dies (Linux; elsewhere nothing happens)."""
+    parent = os.getppid()
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except AttributeError:
+        return
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _check_configuration(world: World, frozen: Frozen) -> None:
+    digests = world.gather(frozen.digest)
+    if len(set(digests)) > 1:
+        odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
+
+
+def _record_failure(error: Exception, *, rank: int, scratch: Path | None) -> None:
+    """Keep the whole story in train.log, and the headline where the parent finds it."""
+    for handler in LOGGER.handlers:
+        if isinstance(handler, logging.FileHandler):
+            record = LOGGER.makeRecord(LOGGER.name, logging.ERROR, "", 0, "%s", (traceback.format_exc(),), None)
+            handler.handle(record)
+    if scratch is not None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        headline = {
+            "rank": rank,
+            "time": time.time(),
+            "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "where": f"{where.filename}:{where.lineno} in {where.name}",
+            "lost_peer": _is_lost_peer(error),
+        }
+        (scratch / f"failure_{rank}.json").write_text(json.dumps(headline))
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Return whether an error only says that another rank is gone."""
+    return any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+
+
