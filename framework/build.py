@@ -1,8 +1,9 @@
 """The composition root: the one place that turns the configuration's nodes into objects."""
 
+import functools
 from typing import TYPE_CHECKING, Any
 
-from hydra.utils import instantiate
+from hydra.utils import get_object
 
 from framework.data.source import Dataset
 from framework.schema import Problem, arguments_of
@@ -19,8 +20,12 @@ Config = dict[str, Any]
 
 
 def component(node: Config, **given: Any) -> Any:
-    """Return the node's target, with the node's values bound; `given` overrides them. Call it with what is not data."""
-    return instantiate(node | given, _partial_=True, _convert_="all")
+    """Return the node's target, with the node's values bound; `given` overrides them. Call it with what is not data.
+
+    Not `hydra.utils.instantiate`: its partials look their target up anew at every call, 0.1 ms in every step.
+    """
+    values = {key: value for key, value in (node | given).items() if key != "_target_"}
+    return functools.partial(get_object(node["_target_"]), **values)
 
 
 def dataset(config: Config) -> Dataset:

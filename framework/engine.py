@@ -1,9 +1,7 @@
 """The seam between the loop and the strategies: an Engine turns micro-batches into gradients, whatever runs where."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What goes through the model at once. `index` counts the micro-batches of the global batch; it keys randomness."""
 
     index: int
@@ -24,8 +21,7 @@ class MicroBatch:
     is_padding: bool = False  # runs with weight zero, so that every rank enters the same collectives
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """This rank's part of one global batch."""
 
     epoch: int
@@ -132,6 +128,7 @@ class DataParallelEngine:
         self._set_sync = set_sync
         self._broadcast = broadcast
         self._num_warm_ups = num_warm_ups
+        self._seeds: dict[float, Tensor] = {}
         self._buffers = persistent_buffers(module)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
 
@@ -143,37 +140,39 @@ class DataParallelEngine:
             if self._set_sync is not None:
                 self._set_sync(position == last)
             self._forward.seed_draws(step=index, micro_batch=micro_batch.index)
-            with self._buffers_follow(micro_batch) as forward_done:
-                outputs, loss = self._forward(self._model, micro_batch)
-                forward_done()
-                (loss * (0.0 if micro_batch.is_padding else scale)).backward()
-            add(sums, self._measured(outputs, loss, micro_batch) if measure else {"loss": loss.detach()})
+            # micro-batch 0 alone changes the buffers, and once: not again when checkpointing recomputes its forward
+            buffers = self._snapshot()
+            outputs, loss = self._forward(self._model, micro_batch)
+            if micro_batch.index == 0 and not micro_batch.is_padding:
+                buffers = self._snapshot()
+            loss.backward(self._seed(0.0 if micro_batch.is_padding else scale, like=loss))
+            self._put_back(buffers)
+            add(sums, self._measured(outputs, loss.detach(), micro_batch, with_metrics=measure))
         return sums
 
-    def _measured(self, outputs: Tensor, loss: Tensor, micro_batch: MicroBatch) -> Sums:
-        with torch.no_grad():
-            return {"loss": loss.detach()} | self._forward.task.metrics(outputs.detach(), micro_batch.targets)
+    def _seed(self, scale: float, *, like: Tensor) -> Tensor:
+        """Return the gradient that starts a backward pass: the scale itself, cheaper than scaling the loss."""
+        if scale not in self._seeds:
+            self._seeds[scale] = torch.full((), scale, dtype=like.dtype, device=like.device)
+        return self._seeds[scale]
 
-    @contextmanager
-    def _buffers_follow(self, micro_batch: MicroBatch) -> Iterator[Callable[[], None]]:
-        """Let micro-batch 0 alone change the buffers, and once: not again when checkpointing recomputes its forward."""
-        kept: list[Tensor] = []
+    def _measured(self, outputs: Tensor, loss: Tensor, micro_batch: MicroBatch, *, with_metrics: bool) -> Sums:
+        sums = {"loss": loss}
+        if with_metrics:
+            sums |= self._forward.task.metrics(outputs.detach(), micro_batch.targets)
+        return {name: torch.zeros_like(value) for name, value in sums.items()} if micro_batch.is_padding else sums
 
-        def forward_done() -> None:
-            if self._buffers and micro_batch.index == 0 and not micro_batch.is_padding:
-                kept[:] = [buffer.clone() for buffer in self._buffers]
+    def _snapshot(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self._buffers]
 
-        if self._buffers:
-            kept[:] = [buffer.clone() for buffer in self._buffers]
-        yield forward_done
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, kept)
+    def _put_back(self, buffers: list[Tensor]) -> None:
+        if buffers:
+            torch._foreach_copy_(self._buffers, buffers)
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
         with torch.no_grad():
             outputs, loss = self._forward(self._model, micro_batch)
-            sums = {"loss": loss} | self._forward.task.metrics(outputs, micro_batch.targets)
-        return {name: torch.zeros_like(value) for name, value in sums.items()} if micro_batch.is_padding else sums
+            return self._measured(outputs, loss, micro_batch, with_metrics=True)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
@@ -184,14 +183,13 @@ class DataParallelEngine:
         return norm
 
     def warm_up(self, step: Step) -> None:
-        before = [buffer.clone() for buffer in self._buffers]
+        before = self._snapshot()
         for _ in range(self._num_warm_ups):
             if self._set_sync is not None:
                 self._set_sync(True)
             _, loss = self._forward(self._model, step.micro_batches[0])
-            (loss * 0.0).backward()
-        if before:
-            torch._foreach_copy_(self._buffers, before)
+            loss.backward(self._seed(0.0, like=loss))
+        self._put_back(before)
         self.module.zero_grad(set_to_none=True)
 
     def sync_buffers(self) -> None:

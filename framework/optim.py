@@ -14,7 +14,9 @@ def trainable(module: nn.Module) -> Named:
 
 
 def _by_decay(named: Named, weight_decay: float) -> list[dict[str, object]]:
-    """Decay matrices and kernels, not vectors (biases, norms): the usual two groups, empty ones left out."""
+    """Decay matrices and kernels, not vectors (biases, norms): the usual two groups, or one where there is no decay."""
+    if weight_decay == 0:
+        return [{"params": [parameter for _, parameter in named], "weight_decay": 0.0}]
     matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
     vectors = [parameter for _, parameter in named if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -37,8 +39,8 @@ def sgd(
     named: Named, *, lr: float, momentum: float, nesterov: bool, weight_decay: float
 ) -> torch.optim.Optimizer:
     """Stochastic gradient descent with momentum."""
-    # foreach, not fused: fused SGD fails on FSDP2's shards
-    return torch.optim.SGD(_by_decay(named, weight_decay), lr=lr, momentum=momentum, nesterov=nesterov, foreach=True)
+    # not fused: fused SGD fails on FSDP2's shards
+    return torch.optim.SGD(_by_decay(named, weight_decay), lr=lr, momentum=momentum, nesterov=nesterov)
 
 
 def muon(

@@ -20,7 +20,7 @@ def check(config: Config, problems: list[Problem], *, world_size: int | None) ->
     """Return the configuration completed by what follows from the data and the machine, and every problem with it.
 
     `problems` are those found in composing it; `world_size` is what a launcher has fixed, None where the choice is
-    ours. torch is imported only once everything that can be judged without it is right.
+    ours. torch is not imported: this takes a second.
     """
     problems = problems + schema_problems(config)
     if not _has_sections(config):
@@ -34,7 +34,7 @@ def check(config: Config, problems: list[Problem], *, world_size: int | None) ->
     for problem in problems:
         seen.setdefault(problem.key, problem)
     problems = list(seen.values())
-    return config, problems or _check_objects(config)
+    return config, problems
 
 
 def _has_sections(config: Config) -> bool:
@@ -219,8 +219,8 @@ def _check_resume(resume: str, directory: RunDirectory) -> list[Problem]:
     return []
 
 
-def _check_objects(config: Config) -> list[Problem]:
-    """Build the model (without storage), the task and the optimizer: what only their constructors know."""
+def check_objects(config: Config) -> list[Problem]:
+    """Build the model (without storage) and the optimizer, for what only their constructors know. Imports torch."""
     import torch
 
     problems = []

@@ -106,6 +106,7 @@ def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDi
 
         beside = directory.weights.with_name(".model.safetensors")
         save_file(weights, beside, metadata={"format": "pt", "run_id": config["run"]["id"]})
+        beside.chmod(0o644)  # safetensors writes for the owner alone
         beside.replace(directory.weights)
         flush_directory(directory.path)
         draw_curves(directory.metrics, directory.curves, title=f"{config['name']}/{config['run']['id']}")

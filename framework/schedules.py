@@ -13,10 +13,10 @@ def constant(step: int, total_steps: int, *, warmup_steps: int) -> float:
 
 
 def cosine(step: int, total_steps: int, *, warmup_steps: int, min_lr_ratio: float) -> float:
-    """Linear warm-up, then half a cosine from 1 to `min_lr_ratio` (Loshchilov & Hutter 2017, without restarts)."""
+    """Linear warm-up, then half a cosine from 1 towards `min_lr_ratio` (Loshchilov & Hutter 2017, without restarts)."""
     if step < warmup_steps:
         return _warm_up(step, warmup_steps)
-    progress = (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps)
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
@@ -30,6 +30,6 @@ def wsd(step: int, total_steps: int, *, warmup_steps: int, decay_steps: int, min
 
     Source: Hu et al. 2024, "MiniCPM".
     """
-    remaining = total_steps - 1 - step
+    remaining = total_steps - step
     down = min_lr_ratio + (1 - min_lr_ratio) * min(1.0, remaining / decay_steps) if decay_steps else 1.0
     return min(_warm_up(step, warmup_steps), down)

@@ -116,7 +116,8 @@ class Trainer:
     def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
         """Take one optimizer step. Returns this rank's sums and, if it was measured, the global gradient norm."""
         progress, plan, scale = self.progress, self.plan, self.loss_scale
-        self.optimizer.zero_grad()
+        for parameter in self.parameters:
+            parameter.grad = None
         sums = self.engine.forward_backward(step, index=progress.step, loss_scale=scale.value, measure=measure)
         scale.unscale(self.parameters)
         grad_norm = None

@@ -1,6 +1,8 @@
 """The world: which process this is, on which device, and the collectives that all of them take part in."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -109,6 +111,14 @@ class World:
         """Wait for every rank. Collective."""
         if self.control is not None:
             dist.barrier(group=self.control)
+
+    @contextmanager
+    def checkpointing(self) -> Iterator[dict[str, Any]]:
+        """Yield the arguments by which torch.distributed.checkpoint works among these ranks, or in one process alone."""
+        with warnings.catch_warnings():
+            # it warns that it will do what `no_dist` asks for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            yield {"process_group": self.control, "no_dist": self.control is None}
 
     def any_flag(self, flag: bool) -> bool:
         """Return whether any rank had raised its flag at the PREVIOUS call: the answer is the same on all. Collective.

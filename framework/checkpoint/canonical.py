@@ -51,7 +51,8 @@ def restore(
     _check(inventory, targets)
     states = _optimizer_targets(inventory, module)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
-    load(targets, storage_reader=reader, process_group=world.control, no_dist=world.control is None)
+    with world.checkpointing() as among:
+        load(targets, storage_reader=reader, **among)
     _load_optimizer(optimizer, module, states)
 
 

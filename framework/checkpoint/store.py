@@ -62,7 +62,8 @@ class CheckpointStore:
         # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors
         writer = HuggingFaceStorageWriter(str(beside), save_distributed=True, thread_count=1)
         try:
-            save(tensors, storage_writer=writer, process_group=self.world.control, no_dist=self.world.control is None)
+            with self.world.checkpointing() as among:
+                save(tensors, storage_writer=writer, **among)
         except CheckpointException as error:
             failure = next(iter(error.failures.values()))[0]
             raise OSError(str(failure)) from error

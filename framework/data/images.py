@@ -1,5 +1,6 @@
 """Images, a batch at a time: from uint8 to normalised float32, and augmentation keyed by sample."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,13 +28,17 @@ def prepare(
 
 def normalise(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return `(images / 255 - mean) / std` in float32; images: uint8 (B, C, H, W), a mean and std for each channel."""
-    mean_C, std_C = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
-    scale, shift = (
-        values.to(images.device, torch.float32).view(-1, 1, 1) for values in (1 / (255 * std_C), -mean_C / std_C)
-    )
+    scale, shift = _scale_and_shift(tuple(mean), tuple(std), images.device)
     # Two kernels, not a fused multiply-add: that may round differently in the last lanes of a batch, and a sample's
     # bits must not depend on its place.
     return images.float().mul_(scale).add_(shift)
+
+
+@functools.cache
+def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    mean_C, std_C = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
+    scale, shift = (1 / (255 * std_C), -mean_C / std_C)
+    return scale.to(device, torch.float32).view(-1, 1, 1), shift.to(device, torch.float32).view(-1, 1, 1)
 
 
 def augment(images: Tensor, keys: np.ndarray, *, padding: int, flip: bool) -> Tensor:

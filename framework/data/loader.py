@@ -55,7 +55,7 @@ class Loader:
     def _positions(self, samples_seen: int) -> Iterator[int]:
         while True:
             yield samples_seen
-            samples_seen += len(self.order.batch(samples_seen)[1])
+            samples_seen += self.order.size(samples_seen)
 
     def _train_step(self, samples_seen: int) -> Step:
         epoch, samples = self.order.batch(samples_seen)
@@ -67,8 +67,8 @@ class Loader:
 
     def _step(self, epoch: int, samples: np.ndarray, augment_keys: np.ndarray | None) -> Step:
         mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        # a run of samples without gaps, so it is fetched, decoded and augmented at once
         first, last = min(part.start for part in mine), max(part.stop for part in mine)
-        # contiguous, so all of this rank's samples are fetched, decoded and augmented at once
         inputs, targets = self._fetch(samples[first:last], None if augment_keys is None else augment_keys[first:last])
         return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, first) for part in mine])
 
@@ -78,7 +78,7 @@ class Loader:
         return self._cast(inputs), self._cast(targets)
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self.dtype) if tensor.is_floating_point() and tensor.dtype != self.dtype else tensor
 
     def _run(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
         if self.num_workers == 0:
@@ -97,18 +97,18 @@ class Loader:
 
     def _to_device(self, step: Step) -> Step:
         moved = [
-            MicroBatch(
-                micro_batch.index,
-                micro_batch.inputs.to(self.device, non_blocking=True),
-                micro_batch.targets.to(self.device, non_blocking=True),
-                micro_batch.is_padding,
+            micro_batch._replace(
+                inputs=micro_batch.inputs.to(self.device, non_blocking=True),
+                targets=micro_batch.targets.to(self.device, non_blocking=True),
             )
             for micro_batch in step.micro_batches
         ]
-        return Step(step.epoch, step.num_samples, moved)
+        return step._replace(micro_batches=moved)
 
 
 def _micro_batch(part: Part, inputs: Tensor, targets: Tensor, first: int) -> MicroBatch:
+    if part.stop - part.start == len(targets):
+        return MicroBatch(part.index, inputs, targets, part.is_padding)
     at = slice(part.start - first, part.stop - first)
     return MicroBatch(part.index, inputs[at], targets[at], part.is_padding)
 

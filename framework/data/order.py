@@ -1,14 +1,13 @@
 """Which samples make step t, and which rank runs which of them: pure functions of the seed and of `samples_seen`."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from framework.keys import key
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A run of the global batch's samples, [start, stop), that goes through the model at once."""
 
     index: int  # among the global batch's micro-batches
@@ -36,6 +35,10 @@ class Order:
     def steps_per_epoch(self) -> int:
         return -(-self.epoch_size // self.global_batch_size)
 
+    def size(self, samples_seen: int) -> int:
+        """Return the number of samples in the global batch after `samples_seen` samples."""
+        return min(self.global_batch_size, self.epoch_size - samples_seen % self.epoch_size)
+
     def batch(self, samples_seen: int) -> tuple[int, np.ndarray]:
         """Return the epoch and the samples' numbers, shape (n,), of the global batch after `samples_seen` samples."""
         epoch, offset = divmod(samples_seen, self.epoch_size)
@@ -44,7 +47,7 @@ class Order:
             seed = key(self.seed, "order", epoch)
             self._permutation = np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).permutation(self.num_samples)
             self._epoch = epoch
-        return epoch, self._permutation[offset : min(offset + self.global_batch_size, self.epoch_size)]
+        return epoch, self._permutation[offset : offset + self.size(samples_seen)]
 
 
 def parts(num_samples: int, *, micro_batch_size: int | None, dp_rank: int, dp_size: int) -> list[Part]:
@@ -53,7 +56,7 @@ def parts(num_samples: int, *, micro_batch_size: int | None, dp_rank: int, dp_si
     With `micro_batch_size`, ranks take contiguous runs of whole micro-batches, so that these do not depend on
     `dp_size`; without, each takes one contiguous slice of samples. Counts differ by one at most; the low ranks have
     more, so that rank 0 always runs micro-batch 0. Every rank gets the same NUMBER of parts, since each may hold
-    collectives: the missing ones are padding, a repetition of micro-batch 0 with weight zero.
+    collectives: the missing ones are padding, a repetition with weight zero.
     """
     if micro_batch_size is None:
         bounds = [-(-rank * num_samples // dp_size) for rank in range(dp_size + 1)]
@@ -64,5 +67,5 @@ def parts(num_samples: int, *, micro_batch_size: int | None, dp_rank: int, dp_si
         mine = range(-(-dp_rank * count // dp_size), -(-(dp_rank + 1) * count // dp_size))
     real = [Part(index=i, start=bounds[i], stop=bounds[i + 1]) for i in mine if bounds[i] < bounds[i + 1]]
     num_parts = -(-(len(bounds) - 1) // dp_size)
-    padding = Part(index=0, start=0, stop=bounds[1], is_padding=True)
-    return real + [padding] * (num_parts - len(real))
+    repeated = real[0] if real else Part(index=0, start=0, stop=bounds[1])
+    return real + [repeated._replace(is_padding=True)] * (num_parts - len(real))

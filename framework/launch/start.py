@@ -58,6 +58,8 @@ def begin(overrides: list[str], *, world_size: int | None) -> Begun | Exit:
     if directory.is_finished and not starts_over:
         _tell_result(directory)
         return Exit.FINISHED
+    if problems := preflight.check_objects(config):
+        return report(problems)
     lock = Lock(directory.path)
     try:
         lock.take()

@@ -26,7 +26,7 @@ def ddp(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         process_group=mesh.get_group(),
-        broadcast_buffers=False,  # the buffers follow micro-batch 0 (DataParallelEngine)
+        forward_sync_buffers=False,  # the buffers follow micro-batch 0 (DataParallelEngine)
         bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=gradient_as_bucket_view,
         static_graph=static_graph,

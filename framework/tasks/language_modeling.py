@@ -14,5 +14,5 @@ class LanguageModeling:
         return total / targets_BT.shape[1]
 
     def metrics(self, logits_BTV: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
-        correct = (logits_BTV.argmax(dim=-1) == targets_BT).sum() / targets_BT.shape[1]
+        correct = (logits_BTV.argmax(dim=-1) == targets_BT).sum().double() / targets_BT.shape[1]
         return {"accuracy": correct, "bits_per_token": self.loss(logits_BTV, targets_BT) / math.log(2)}

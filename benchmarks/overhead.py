@@ -1,0 +1,123 @@
+"""What the framework costs over a bare PyTorch loop: per step, and from the command to the first step.
+
+    python benchmarks/overhead.py            both, on this machine
+    python benchmarks/overhead.py steps      only the cost of a step
+    python benchmarks/overhead.py start      only the cost of starting
+
+Both sides of each ratio are measured in this run, in turn, several times; the medians are compared.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+NUM_STEPS = {"cnn": 400, "almost nothing": 3000}
+OVERRIDES = {
+    "cnn": ["model=cnn"],
+    "almost nothing": ["model=mlp", "model.num_layers=1", "model.dim=1", "optimizer=sgd"],
+}
+NUM_ROUNDS = 3
+WARM_UP = 100
+
+
+class StepTimes:
+    """A sink that notes when rows come: the loop is timed as it is, from the outside."""
+
+    def __init__(self) -> None:
+        self.times: dict[int, float] = {}
+
+    def open(self, run: Any) -> None: ...
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["split"] == "train":
+            self.times[row["step"]] = time.perf_counter()
+
+    def close(self, summary: dict[str, Any]) -> None: ...
+
+
+def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
+    """Return the seconds a step takes in the framework's own loop: metrics.jsonl, rows every 10 steps and all."""
+    from framework import build
+    from framework.launch.start import check
+    from framework.loggers.sink import RunInfo
+    from framework.run_directory import RunDirectory
+    from framework.environment import Environment
+    from framework.world import World
+
+    with tempfile.TemporaryDirectory() as folder:
+        total = WARM_UP + num_steps
+        overrides = [*overrides, f"run.dir={folder}", f"trainer.max_steps={total}", "trainer.max_epochs=null"]
+        config, problems = check([*overrides, "trainer.eval_every=null", "checkpoint.every=null"], world_size=None)
+        assert not problems, problems
+        world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None)
+        trainer = build.trainer(config, world=world, directory=RunDirectory(Path(folder)))
+        sink = StepTimes()
+        trainer.recorder._sinks = [sink]
+        trainer.recorder.open(RunInfo(Path(folder), "id", "name", 0, total, config))
+        trainer.fit()
+        trainer.recorder.close()
+    return (sink.times[total - 10] - sink.times[WARM_UP]) / (total - 10 - WARM_UP)
+
+
+def bare_step_s(overrides: list[str], *, num_steps: int, fused: bool) -> float:
+    """Return the seconds a step takes in the loop that one writes by hand: the same model, data, optimizer and rate."""
+    import torch
+    import torch.nn.functional as F
+
+    from framework import build
+    from framework.launch.start import check
+
+    config, _ = check(overrides, world_size=None)
+    dataset = build.dataset(config)
+    source = dataset.load("train")
+    images, labels = dataset.transform(torch.from_numpy(source.inputs), torch.from_numpy(source.targets), keys=None)
+    model = build.model(config)
+    options = {key: value for key, value in config["optimizer"].items() if key != "_target_"}
+    kind = torch.optim.SGD if "momentum" in options else torch.optim.AdamW
+    optimizer = kind(model.parameters(), **options, **({"fused": True} if fused else {}))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, WARM_UP + num_steps)
+    step, start = 0, 0.0
+    while step < WARM_UP + num_steps:
+        order = torch.randperm(len(images))
+        for first in range(0, len(images), 64):
+            samples = order[first : first + 64]
+            loss = F.cross_entropy(model(images[samples]), labels[samples])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            step += 1
+            if step % 10 == 0:
+                loss.item()
+            if step == WARM_UP:
+                start = time.perf_counter()
+            if step == WARM_UP + num_steps:
+                break
+    return (time.perf_counter() - start) / num_steps
+
+
+def report_steps() -> None:
+    import torch
+
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; seconds are medians of {NUM_ROUNDS} rounds\n")
+    print(f"{'model':16} {'bare us':>9} {'bare, fused':>12} {'framework':>10} {'ratio':>7} {'extra us':>9}")
+    for name, overrides in OVERRIDES.items():
+        rounds: dict[str, list[float]] = {"bare": [], "fused": [], "framework": []}
+        for _ in range(NUM_ROUNDS):
+            rounds["bare"].append(bare_step_s(overrides, num_steps=NUM_STEPS[name], fused=False))
+            rounds["fused"].append(bare_step_s(overrides, num_steps=NUM_STEPS[name], fused=True))
+            rounds["framework"].append(framework_step_s(overrides, num_steps=NUM_STEPS[name]))
+        bare, fused, ours = (statistics.median(rounds[side]) * 1e6 for side in ("bare", "fused", "framework"))
+        print(f"{name:16} {bare:9.0f} {fused:12.0f} {ours:10.0f} {ours / bare:7.3f} {ours - bare:9.1f}")
+
+
+if __name__ == "__main__":
+    report_steps()

@@ -1,0 +1,122 @@
+"""Running the real command in tests: in a child forked from the warm test process, so that a run costs tenths of a second."""
+
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # noqa: F401  # what a run would import, so that every forked child has it
+import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401
+from safetensors.torch import load_file
+
+import framework.run  # noqa: F401
+from framework.launch.start import start
+
+torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the fork
+
+_FORK = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    output: str  # stdout and stderr
+    root: Path
+
+    @property
+    def directory(self) -> Path:
+        """The one run directory under the root."""
+        found = [path.parent for path in self.root.glob("**/config.yaml")]
+        assert len(found) == 1, f"{len(found)} run directories in {self.root}: {found}\n{self.output}"
+        return found[0]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.directory / "model.safetensors")
+
+
+def command(
+    *overrides: str, root: Path, before: Callable[[], None] | None = None, timeout_s: float = 120.0
+) -> Ended:
+    """Run `python train.py OVERRIDES run.root=ROOT` to its end. `before` runs in the child first: to plant a fault."""
+    root.mkdir(parents=True, exist_ok=True)
+    output = root.parent / f"{root.name}.output"
+    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], output, before))
+    process.start()
+    process.join(timeout_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"still running after {timeout_s} s: {overrides}\n{output.read_text()}")
+    return Ended(process.exitcode, output.read_text(), root)
+
+
+def _child(overrides: list[str], output: Path, before: Callable[[], None] | None) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    try:
+        if before is not None:
+            before()
+        code = start(overrides)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def finished(*overrides: str, root: Path, **options: Any) -> Ended:
+    """Run a command that must finish."""
+    ended = command(*overrides, root=root, **options)
+    assert ended.code == 0, f"exit {ended.code}: {overrides}\n{ended.output}"
+    return ended
+
+
+_WALL_CLOCK = ("samples_per_s",)
+
+
+def exact_rows(ended: Ended) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl without what a clock has measured."""
+    return [{key: value for key, value in row.items() if key not in _WALL_CLOCK} for row in ended.rows]
+
+
+def assert_same_bits(actual: Ended, expected: Ended) -> None:
+    """The same rows and bit-identical parameters."""
+    assert exact_rows(actual) == exact_rows(expected)
+    mine, theirs = actual.weights, expected.weights
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]), f"{name} differs by {(mine[name] - theirs[name]).abs().max()}"
+
+
+def assert_close(actual: Ended, expected: Ended, *, tolerance: float = 1e-10) -> None:
+    """The same rows and parameters, up to `tolerance` (relative to the larger of the value and 1)."""
+    mine, theirs = exact_rows(actual), exact_rows(expected)
+    assert [(row["step"], row["split"]) for row in mine] == [(row["step"], row["split"]) for row in theirs]
+    for one, other in zip(mine, theirs):
+        assert one.keys() == other.keys()
+        for key in one.keys() - {"split"}:
+            assert abs(one[key] - other[key]) <= tolerance * max(1.0, abs(other[key])), (key, one, other)
+    for name, tensor in expected.weights.items():
+        difference = (actual.weights[name] - tensor).abs() / tensor.abs().clamp(min=1.0)
+        assert difference.max() <= tolerance, f"{name} differs by {difference.max()}"
