@@ -3,40 +3,49 @@
 import sys
 from pathlib import Path
 
-from framework.launch.start import start
+from framework.config import force_values, register_resolvers, sweep_points
+from framework.help import help_text
+from framework.launch.start import check, report, start
+from framework.outcome import Exit
+from framework.syntax import split_flags
 
 CONF = str(Path(__file__).resolve().parent / "conf")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line and return the exit code. Anything with a flag (--help, --cfg, -m) is Hydra's to parse."""
-    if not any(argument.startswith("-") for argument in arguments):
-        return start(arguments)
-    return _through_hydra(arguments)
+    """Run the command line and return the exit code."""
+    flags, overrides, problems = split_flags(arguments)
+    if "--help" in flags and not problems:
+        print(help_text())
+        return Exit.FINISHED
+    if "--cfg" in flags or "--multirun" in flags or problems:  # every value of a sweep, before its first run
+        for point in sweep_points(overrides) if "--multirun" in flags else [overrides]:
+            problems += [problem for problem in check(point, world_size=None)[1] if problem not in problems]
+    if problems:
+        return report(problems)
+    return _through_hydra(arguments) if flags else start(overrides)
 
 
 def _through_hydra(arguments: list[str]) -> int:
     import hydra
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig
 
-    from framework.config import force_values, register_resolvers
-    from framework.launch.start import check, report
-
-    if "--cfg" in arguments or "-c" in arguments:  # Hydra would print a configuration that cannot run
-        _, problems = check([argument for argument in arguments if "=" in argument], world_size=None)
-        if problems:
-            return report(problems)
     codes = []
 
     @hydra.main(config_path=CONF, config_name="config", version_base="1.3")
     def run_job(config: DictConfig) -> None:
-        codes.append(start(list(HydraConfig.get().overrides.task)))
+        overrides = list(HydraConfig.get().overrides.task)
+        GlobalHydra.instance().clear()  # a run composes for itself
+        codes.append(start(overrides))
+        if codes[-1] == Exit.PREEMPTED:  # so is the sweep: the same command continues both
+            sys.exit(Exit.PREEMPTED)
 
     register_resolvers()
     sys.argv[1:] = force_values(arguments)
     run_job()
-    return max(codes, default=0)
+    return max(codes, default=Exit.FINISHED)
 
 
 if __name__ == "__main__":

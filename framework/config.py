@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.files import write_atomically
-from framework.schema import Problem, did_you_mean, known_keys
+from framework.problems import Problem, did_you_mean, shown
+from framework.syntax import syntax_problem
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -74,58 +76,60 @@ def compose(overrides: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     Hydra itself would stop at the first. With problems, the configuration is only good for finding more of them.
     """
     register_resolvers()
-    groups, values, problems = _sort_overrides(overrides)
+    choices, values, problems = _sort_overrides(overrides)
     try:
-        config = _compose(groups)
-    except HydraException as error:
-        problems.append(Problem("command line", _one_line(error)))
+        config = _compose(choices)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # a YAML file that is wrong
+        problems.append(Problem(" ".join(choices) or "conf", _one_line(error)))
         config = _compose([])
     OmegaConf.set_struct(config, False)
-    known = known_keys(_plain(config, resolve=False))
     for override in values:
-        problems += _apply(config, override, known=known)
-    try:
-        plain = _plain(config, resolve=True)
-    except OmegaConfBaseException as error:
-        problems.append(Problem(getattr(error, "full_key", None) or "command line", _one_line(error), "a value that resolves"))
-        return {}, problems
+        problems += _apply(config, override)
+    plain, unresolved = _resolve(config)
     plain.setdefault("logger", {})
+    problems += unresolved
+    if not unresolved and isinstance(plain["run"], dict) and plain["run"].get("id") != identity(plain):
+        problems.append(Problem("run.id", "cannot be chosen: it is a hash of what decides the result", "name and run.dir can"))
     return plain, problems
 
 
-def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
-    plain = OmegaConf.to_container(config, resolve=resolve)
-    assert isinstance(plain, dict)
-    return plain  # type: ignore[return-value]  # the keys of our YAML are strings
-
-
-def _compose(overrides: list[str]) -> DictConfig:
+def _compose(choices: list[str]) -> DictConfig:
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return hydra_compose("config", overrides=overrides)
+        return hydra_compose("config", overrides=choices)
 
 
 def _sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], list[Problem]]:
     """Split into the choices of group options (for Hydra), the values, and what is neither."""
-    groups: list[str] = []
+    choices: list[str] = []
     values: list[Override] = []
     problems: list[Problem] = []
-    parser = OverridesParser.create()
     for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
-            problems.append(Problem(text, "not understood", "key=value, or group=option; quote a value with special characters"))
-            continue
-        key = override.key_or_group
-        if override.is_sweep_override():
-            problems.append(Problem(key, "several values make a sweep", "add -m, or quote the value"))
-        elif (CONF / key).is_dir() and override.type != OverrideType.DEL and not isinstance(override.value(), dict):
-            missing = _missing_options(key, override.value())
-            problems += missing
-            groups += [] if missing else [text]
+        override = _parse(text)
+        if override is None or not override.key_or_group:
+            options_of = {group: options(group) for group in groups()}
+            problems.append(syntax_problem(text, parses=lambda t: _parse(t) is not None, options=options_of))
+        elif problem := _refusal(override, text):
+            problems.append(problem)
+        elif override.key_or_group in groups() and not isinstance(override.value(), dict):
+            found = _choice_problems(override.key_or_group, override.value())
+            problems += found
+            if override.value() is not None and not found:
+                choices.append(text.lstrip("+"))  # every group has a choice already: there is nothing to add
         else:
             values.append(override)
-    return groups, values, problems
+    return choices, values, problems
+
+
+def _parse(text: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError):  # ValueError: an integer of more digits than Python converts
+        return None
+
+
+def groups() -> list[str]:
+    """Return the names of the configuration's groups."""
+    return sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
 
 
 def options(group: str) -> list[str]:
@@ -133,29 +137,100 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def _missing_options(group: str, chosen: Any) -> list[Problem]:
+def _refusal(override: Override, text: str) -> Problem | None:
+    key = override.key_or_group
+    if key.split("/")[0].split(".")[0] == "hydra":
+        return Problem(key, "is Hydra's own and does nothing in a single run", "run.root and run.dir say where a run goes")
+    if override.type == OverrideType.DEL:
+        return Problem(text, "a key cannot be deleted", "null switches off what can be off")
+    if override.is_sweep_override():
+        return Problem(key, "several values make a sweep", "add -m; a list is written [1,2], a text with a comma \"'a,b'\"")
+    if override.package is not None or "/" in key:
+        word = text.partition("=")[0].lstrip("+")
+        return Problem(word, "unknown group", did_you_mean(key.split("/")[0], groups()) or f"one of {', '.join(groups())}")
+    return None
+
+
+def _choice_problems(group: str, chosen: Any) -> list[Problem]:
+    if isinstance(chosen, list) and group != "logger":
+        return [Problem(group, f"{shown(chosen)} is not valid", f"one option, as in {group}={options(group)[0]}")]
     problems = []
     for name in chosen if isinstance(chosen, list) else [chosen]:
-        if name is not None and not (CONF / group / f"{name}.yaml").is_file():
+        if str(name) not in options(group) and (group, name) != ("experiment", None):
+            expected = "one of " + ", ".join(options(group)) if options(group) else "there is none yet"
             close = did_you_mean(str(name), options(group))
-            expected = "one of " + ", ".join(options(group)) + (f"; {close}" if close else "")
-            problems.append(Problem(group, f"no option {name!r}", expected))
+            problems.append(Problem(group, f"no option {shown(name)}", expected + (f"; {close}" if close else "")))
     return problems
 
 
-def _apply(config: DictConfig, override: Override, *, known: list[str]) -> list[Problem]:
-    key = override.key_or_group
-    if override.type == OverrideType.DEL:
-        return [Problem(key, "cannot be deleted", "every key of the schema is needed; null switches a feature off")]
+def _apply(config: DictConfig, override: Override) -> list[Problem]:
+    key, value = override.key_or_group, override.value()
+    sections = key.split(".")
+    for depth in range(1, len(sections)):
+        above = ".".join(sections[:depth])
+        if _holds_value(config, above):
+            return [Problem(key, "unknown key", f"{above} holds a value, not keys")]
+    if OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False)) and not isinstance(value, dict):
+        return [Problem(key, f"{shown(value)} is not valid", f"a section, whose keys are set as in {key}.KEY=VALUE")]
     try:
-        OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
-    except (OmegaConfBaseException, AttributeError, TypeError, ValueError):
-        return [Problem(key, "unknown key", did_you_mean(key, known) or "its parent holds a value, not keys")]
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
+        return [Problem(key, f"{shown(value)} is not valid", _one_line(error))]
     return []
+
+
+def _holds_value(config: DictConfig, key: str) -> bool:
+    parent, _, last = key.rpartition(".")
+    node = OmegaConf.select(config, parent, throw_on_resolution_failure=False) if parent else config
+    if not OmegaConf.is_dict(node) or last not in node.keys():
+        return False
+    return not OmegaConf.is_config(node._get_node(last))
+
+
+def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
+    """Return `config` as plain data, with null for each value that does not resolve."""
+    problems: list[Problem] = []
+    for key in [key for key, value in _flat(OmegaConf.to_container(config)).items() if value == "???"]:
+        problems.append(Problem(key, "??? is not valid", "a value"))
+        config = _with_null(config, key)
+    while True:
+        try:
+            return OmegaConf.to_container(config, resolve=True), problems  # type: ignore[return-value]  # keys are strings
+        except (OmegaConfBaseException, RecursionError) as error:
+            key = getattr(error, "full_key", None)
+            if not key or any(problem.key == key for problem in problems):
+                return {}, [*problems, Problem(key or "command line", "an interpolation does not resolve", _one_line(error))]
+            problems.append(Problem(key, "its interpolation does not resolve", _one_line(error)))
+            config = _with_null(config, key)
+
+
+def _with_null(config: DictConfig, key: str) -> DictConfig:
+    plain = node = OmegaConf.to_container(config, resolve=False)
+    *above, last = key.replace("[", ".").replace("]", "").split(".")
+    for part in above:
+        node = node[int(part) if isinstance(node, list) else part]  # type: ignore[index,call-overload]
+    node[int(last) if isinstance(node, list) else last] = None  # type: ignore[index,call-overload]
+    return OmegaConf.create(plain)  # type: ignore[return-value]  # of a dict
 
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split("\n    full_key:")[0].split())
+
+
+def sweep_points(overrides: list[str]) -> list[list[str]]:
+    """Return command lines that together hold every value of a sweep: the first of each, then the others one at a time."""
+    first: list[str] = []
+    others: list[tuple[int, str]] = []
+    for text in overrides:
+        override = _parse(text)
+        if override is not None and override.is_discrete_sweep():
+            key = override.get_key_element()
+            values = [f"{key}={value}" for value in islice(override.sweep_string_iterator(), 1000)]
+            others += [(len(first), value) for value in values[1:]]
+            first.append(values[0])
+        elif not text.startswith("hydra"):
+            first.append(text)
+    return [first, *([*first[:place], value, *first[place + 1 :]] for place, value in others)]
 
 
 @dataclass(frozen=True)

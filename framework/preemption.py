@@ -13,6 +13,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self.speaks = True  # to the person who sent it: one process of a run does
         self._times = 0
 
     @property
@@ -29,6 +30,9 @@ class Preemption:
         self._times = 0
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum is None and self.speaks:
+            # not through logging, whose lock the interrupted code may hold
+            os.write(2, f"{signal.Signals(signum).name}: stopping after this step; Ctrl-C again stops at once\n".encode())
         self.signum = self.signum or signum
         self._times += signum == signal.SIGINT
         children = multiprocessing.active_children()

@@ -1,7 +1,9 @@
 """Preflight: every problem of a configuration, found before any process or directory exists."""
 
 import importlib.util
+import mmap
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from framework import build
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config import frozen_run_id
 from framework.run_directory import RunDirectory
-from framework.schema import COMPONENTS, MESH_AXES, Problem, schema_problems
+from framework.problems import Problem, did_you_mean, shown
+from framework.ranges import MESH_AXES
+from framework.schema import COMPONENTS, schema_problems
+from framework.signatures import metrics_of
 
 Config = dict[str, Any]
-_SPLITS = ("train", "val", "test")
 
 
 def check(config: Config, problems: list[Problem], *, world_size: int | None) -> tuple[Config, list[Problem]]:
@@ -22,7 +26,7 @@ def check(config: Config, problems: list[Problem], *, world_size: int | None) ->
     `problems` are those found in composing it; `world_size` is what a launcher has fixed, None where the choice is
     ours. torch is not imported: this takes a second.
     """
-    problems = problems + schema_problems(config)
+    problems = problems + (schema_problems(config) if config else [])  # empty: it could not be composed
     if not _has_sections(config):
         return config, problems
     if not any(problem.key.startswith("dataset") for problem in problems):
@@ -32,9 +36,8 @@ def check(config: Config, problems: list[Problem], *, world_size: int | None) ->
     problems += found + _check_backend(config) + _check_batch(config) + _check_run(config)
     seen: dict[str, Problem] = {}
     for problem in problems:
-        seen.setdefault(problem.key, problem)
-    problems = list(seen.values())
-    return config, problems
+        seen.setdefault(problem.key.partition("[")[0], problem)  # the first of a key is the cause of the others
+    return config, list(seen.values())
 
 
 def _has_sections(config: Config) -> bool:
@@ -57,11 +60,11 @@ def _from_line(line: str) -> Problem:
     return Problem(key, what)
 
 
-def _from_error(key: str, error: Exception) -> Problem:
-    """Tell a component's refusal under the key it names (`dataset.seq_len=0: ...`), else under its group's."""
-    cause = error.__cause__ or error  # Hydra wraps what a constructor raises
-    text = " ".join(str(cause).split("\n")[0].split()) or type(cause).__name__
-    return Problem(key, text)
+def _from_error(group: str, error: Exception) -> Problem:
+    """Tell a component's refusal under the key that it names (`seq_len=0: ...`), else under its group's."""
+    text = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+    named = re.match(rf"(?:{group}\.)?(\w+)=(.*)", text)
+    return Problem(f"{group}.{named[1]}", named[2]) if named else Problem(group, text)
 
 
 def _check_world(config: Config, *, world_size: int | None) -> tuple[Config, list[Problem]]:
@@ -104,12 +107,13 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, opti
         product *= size or 1
     open_axes = [name for name, size in axes.items() if size is None]
     if len(open_axes) > 1:
-        return [Problem(f"parallel.{open_axes[-1]}", "null, as is another axis", "at most one axis is left open")]
+        return [Problem(f"parallel.{open_axes[-1]}", "null, as is another axis", "at most one of them")]
     if product < 1 or (count % product if open_axes else count != product):
-        arithmetic = " x ".join(f"parallel.{name}={size}" for name, size in axes.items() if size is not None)
-        name = next(name for name, size in axes.items() if size is not None)
-        return [Problem(f"parallel.{name}", f"{arithmetic} = {product}, but {source} processes",
-                        f"launch.nproc_per_node={product}, or null for what is left")]  # fmt: skip
+        given = [f"parallel.{name}={size}" for name, size in axes.items() if size is not None]
+        needed = f"{' x '.join(given)} needs {product} processes: " if len(given) > 1 else ""
+        key, _, value = given[0].partition("=")
+        what = f"{value}, but {source} process{'es' * (count != 1)}"
+        return [Problem(key, what, f"{needed}launch.nproc_per_node={product}, or null for what is left")]
     return []
 
 
@@ -136,17 +140,20 @@ def torch_build(fact: str) -> Any:
 
 
 def _check_backend(config: Config) -> list[Problem]:
-    backend, precision = config["backend"].get("name"), config["precision"].get("name")
-    problems = []
-    if backend == "nccl" and torch_build("cuda") is None:
-        problems.append(Problem("backend", "nccl is not in this PyTorch build", "gloo or auto; nccl needs a CUDA build"))
-    if backend in ("mpi", "ucc"):
-        problems.append(Problem("backend", f"{backend} is not in this PyTorch build", "gloo, or auto"))
-    if backend not in ("auto", "gloo", "nccl", "mpi", "ucc"):
-        problems.append(Problem("backend.name", f"{backend!r} is not valid", "one of auto, gloo, nccl, mpi, ucc"))
-    if precision not in ("fp32", "bf16", "fp16", "tf32", "fp64"):
-        problems.append(Problem("precision.name", f"{precision!r} is not valid", "one of fp32, bf16, fp16, tf32, fp64"))
-    return problems
+    backend = config["backend"].get("name")
+    if backend not in ("nccl", "mpi", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
+        return []
+    return [Problem("backend", f"{backend} is not in this PyTorch build", "gloo, or auto for the best there is")]
+
+
+def _torch_has(name: str) -> bool:
+    """Return whether the class `c10d::NAME` is compiled into the installed torch, without importing that."""
+    spec = importlib.util.find_spec("torch")
+    library = Path(spec.origin).parent / "lib" / "libtorch_python.so" if spec and spec.origin else None
+    if library is None or not library.is_file():
+        return True  # a build of another kind: torch will say
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(f"c10d{len(name)}{name}".encode()) >= 0  # as C++ mangles it
 
 
 def _check_batch(config: Config) -> list[Problem]:
@@ -157,7 +164,7 @@ def _check_batch(config: Config) -> list[Problem]:
                                 f"at most {whole}"))  # fmt: skip
     trainer = config["trainer"]
     if trainer.get("max_steps", 0) is None and trainer.get("max_epochs", 0) is None:
-        problems.append(Problem("trainer.max_steps", "neither it nor trainer.max_epochs ends the run", "set one"))
+        problems.append(Problem("trainer.max_steps", "null, as is trainer.max_epochs: the run would never end", "a number for one of them"))
     for key in ("checkpoint.monitor", "trainer.early_stopping.monitor"):
         problems += _check_monitor(config, key)
     model = config["model"]
@@ -175,27 +182,45 @@ def _check_monitor(config: Config, key: str) -> list[Problem]:
     node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
-    split, slash, metric = str(node).partition("/")
-    if split not in _SPLITS[:2] or not slash or not metric:
-        return [Problem(key, f"{node!r} is not valid", "SPLIT/METRIC, as in val/loss or val/accuracy")]
-    return []
+    if not isinstance(node, str):
+        return []  # the schema has said so
+    metrics = metrics_of(str(config["task"].get("_target_")))
+    choices = [f"{split}/{metric}" for split in ("val", "train") for metric in ["loss", *(metrics or ["METRIC"])]]
+    if node in choices or (metrics is None and re.fullmatch("(val|train)/.+", node)):
+        return []
+    close = did_you_mean(node, choices)
+    return [Problem(key, f"{node!r} is not valid", "one of " + ", ".join(choices) + (f"; {close}" if close else ""))]
 
 
 def _check_run(config: Config) -> list[Problem]:
-    run = config["run"]
-    if not all(isinstance(run.get(key), str) for key in ("root", "dir", "resume")):
-        return []
+    run, name = config["run"], config.get("name")
+    if not all(isinstance(text, str) for text in (run.get("root"), run.get("dir"), run.get("resume"), name)):
+        return []  # the schema has said so
     problems = []
-    if "/" in str(config.get("name")) or str(config.get("name")) in ("", ".", ".."):
-        problems.append(Problem("name", f"{config.get('name')!r} is not valid", "a name for a directory"))
-    path = Path(run["dir"])
-    nearest = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
-    key = "run.root" if not path.exists() else "run.dir"
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        problems.append(Problem(key, f"{nearest} cannot be written", "a directory that can"))
-    elif shutil.disk_usage(nearest).free < 1 << 20:
-        problems.append(Problem(key, f"the disk of {nearest} is full", "a disk with room"))
-    return problems + _check_identity(config, RunDirectory(path)) + _check_resume(run["resume"], RunDirectory(path))
+    if "/" in name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
+        problems.append(Problem("name", f"{shown(name)} is not valid", "a directory's name: no slash, at most 200 bytes"))
+    for key in ("root", "dir"):
+        if not run[key] or run[key].startswith("~"):
+            return [*problems, Problem(f"run.{key}", f"{run[key]!r} is not valid", "a directory; ~ is not replaced: use $HOME")]
+    directory = RunDirectory(Path(run["dir"]))
+    if problems or (problems := _check_writable(directory.path)):
+        return problems
+    return _check_identity(config, directory) + _check_resume(run["resume"], directory)
+
+
+def _check_writable(path: Path) -> list[Problem]:
+    if max(map(len, map(os.fsencode, path.parts))) > 255 or len(os.fsencode(path.absolute())) > 3000:
+        return [Problem("run.dir", "is too long for a path", "255 bytes between slashes, 3000 in all")]
+    # os.path: a Path would raise where a directory above may not be entered
+    nearest = next(str(parent) for parent in [path, *path.absolute().parents] if os.path.lexists(parent))
+    key = "run.dir" if os.path.exists(path) else "run.root"
+    if not os.path.isdir(nearest):
+        return [Problem(key, f"{nearest} is not a directory", "a directory, or a path where one can be made")]
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return [Problem(key, f"{nearest} cannot be written", "a directory that can")]
+    if shutil.disk_usage(nearest).free < 1 << 20:
+        return [Problem(key, f"the disk of {nearest} is full", "a disk with room")]
+    return []
 
 
 def _check_identity(config: Config, directory: RunDirectory) -> list[Problem]:
@@ -212,10 +237,10 @@ def _check_resume(resume: str, directory: RunDirectory) -> list[Problem]:
     if resume in ("auto", "never", "must"):
         return []
     path = Path(resume)
-    if not path.is_dir():
+    if not resume or not os.path.isdir(path):
         return [Problem("run.resume", f"no run or checkpoint at {resume!r}", "auto, never, must, or a path")]
     if step_of(path) is None and not candidates(checkpoints_of(path)):
-        return [Problem("run.resume", f"{resume} has no checkpoint", "the path of a run or of a checkpoint")]
+        return [Problem("run.resume", f"{resume!r} has no checkpoint", "the path of a run or of a checkpoint")]
     return []
 
 

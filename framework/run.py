@@ -105,7 +105,7 @@ def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDi
         from safetensors.torch import save_file
 
         beside = directory.weights.with_name(".model.safetensors")
-        save_file(weights, beside, metadata={"format": "pt", "run_id": config["run"]["id"]})
+        save_file(weights, beside, metadata={"format": "pt"})  # one key: with more, their order varies
         beside.chmod(0o644)  # safetensors writes for the owner alone
         beside.replace(directory.weights)
         flush_directory(directory.path)

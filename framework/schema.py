@@ -1,26 +1,13 @@
 """The typed schema of the configuration: what a key may hold, checked without importing torch."""
 
-import ast
-import difflib
-import importlib.util
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with the configuration, in the one line that the user sees."""
-
-    key: str
-    what: str
-    expected: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.what}" + (f" ({self.expected})" if self.expected else "")
+from framework.problems import Problem, did_you_mean, nearest, shown
+from framework.ranges import range_problems
+from framework.signatures import arguments_of
 
 
 class Section(BaseModel):
@@ -70,15 +57,19 @@ class Launch(Section):
     timeout_s: float
 
 
-class Named(Section):
-    name: str
+class Backend(Section):
+    name: Literal["auto", "gloo", "nccl", "mpi", "ucc"]
+
+
+class Precision(Section):
+    name: Literal["fp32", "bf16", "fp16", "tf32", "fp64"]
 
 
 Component = dict[str, Any]
 
 
 class Config(Section):
-    """The root. The component groups are checked against their `_target_`'s signature (`component_problems`)."""
+    """The root. The component groups are checked against their `_target_`'s signature ."""
 
     name: str
     mode: Literal["train"]
@@ -91,227 +82,167 @@ class Config(Section):
     checkpoint: Checkpoint
     run: Run
     launch: Launch
-    backend: Named
-    precision: Named
+    backend: Backend
+    precision: Precision
     model: Component
     dataset: Component
     task: Component
     parallel: Component
     optimizer: Component
     scheduler: Component
-    logger: dict[str, Component]
+    logger: dict[str, Any]  # components by name, each checked like the others
 
 
 COMPONENTS = ("model", "dataset", "task", "parallel", "optimizer", "scheduler")
-MESH_AXES = ("replicate", "shard", "tensor", "pipeline", "context")
-
-# One idea, one word: so a word carries its range, in whichever group it stands. (name, least, most); the
-# bounds are included unless marked with a tilde. `num_*` and `*_size` are sizes wherever no row says otherwise.
-_AT_LEAST_ONE = (
-    "dim depth patch_size image_size in_channels channels vocab_size seq_len max_steps max_epochs eval_every "
-    "log_every every keep_last patience nproc_per_node hidden " + " ".join(MESH_AXES)
-).split()
-_AT_LEAST_ZERO = (
-    "seed num_workers num_val keep_best weight_decay adamw_weight_decay warmup_steps decay_steps min_delta "
-    "max_restarts milestones padding noise"
-).split()
-_ABOVE_ZERO = "lr adamw_lr eps adamw_eps clip_grad_norm timeout_s bucket_cap_mb rope_theta mlp_ratio max_bytes".split()
-_FRACTION = "min_lr_ratio gamma val_fraction test_fraction".split()
-_BELOW_ONE = "dropout momentum betas adamw_betas label_smoothing".split()
 
 
-@dataclass(frozen=True)
-class Range:
-    text: str
-    least: float
-    most: float = float("inf")
-    open_left: bool = False
-    open_right: bool = False
-
-    def holds(self, value: Any) -> bool:
-        if isinstance(value, (list, tuple)):
-            return all(self.holds(item) for item in value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return True  # the type is somebody else's business
-        above = value > self.least if self.open_left else value >= self.least
-        below = value < self.most if self.open_right else value <= self.most
-        return above and below and value not in (float("inf"), float("-inf"))
+def schema_problems(config: dict[str, Any]) -> list[Problem]:
+    """Return every unknown key, wrong type and value out of its range in the composed, resolved `config`."""
+    components = {group: config[group] for group in COMPONENTS if isinstance(config.get(group), dict)}
+    known = list(STATIC_KEYS)
+    for group, node in components.items():
+        known += [f"{group}.{name}" for name in arguments_of(str(node.get("_target_"))) or {}]
+    problems = _problems(Config, config, prefix="", known=known)
+    for group, node in components.items():
+        problems += _component_problems(group, node, known=known)
+    logger = config.get("logger")
+    for name, node in (logger if isinstance(logger, dict) else {}).items():
+        problems += _logger_problems(name, node)
+    wrong = {problem.key for problem in problems}
+    return problems + [problem for problem in range_problems(config) if problem.key not in wrong]
 
 
-def range_of(name: str) -> Range | None:
-    """Return the range of the word `name`, or None where any value will do."""
-    if name in _AT_LEAST_ZERO:
-        return Range("at least 0", 0)
-    if name in _ABOVE_ZERO:
-        return Range("above 0", 0, open_left=True)
-    if name in _FRACTION:
-        return Range("from 0 to 1", 0, 1)
-    if name in _BELOW_ONE:
-        return Range("at least 0 and below 1", 0, 1, open_right=True)
-    if name == "ema_decay":
-        return Range("above 0 and below 1", 0, 1, open_left=True, open_right=True)
-    if name in _AT_LEAST_ONE or name.startswith("num_") or name.endswith("_size"):
-        return Range("at least 1", 1)
-    return None
+def _logger_problems(name: str, node: Any) -> list[Problem]:
+    if not isinstance(node, dict):
+        return [Problem(f"logger.{name}", f"{shown(node)} is not valid", f"keys, as logger={name} has them")]
+    if "_target_" not in node:
+        return [Problem(f"logger.{name}.{key}", "unknown key", f"only with logger={name}") for key in node]
+    known = [f"logger.{name}.{key}" for key in arguments_of(str(node["_target_"])) or {}]
+    return _component_problems(f"logger.{name}", node, known=known)
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One keyword-only argument of a component: what the user may set."""
-
-    annotation: Any
-    required: bool
-
-
-@cache
-def _definition(target: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """Find the class or function `package.module.Name` in its source, without running it."""
-    module, _, name = target.rpartition(".")
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
-    for node in ast.parse(Path(spec.origin).read_text()).body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
-            return node
-    return None
-
-
-def arguments_of(target: str) -> dict[str, Argument] | None:
-    """Return the keyword-only arguments of the dotted path `target`, read from its source; None if there is no such thing.
-
-    Reading instead of importing keeps a configuration error at a second: most targets import torch. What a
-    component takes by position, or with a type that is not plain data, is the framework's to give, not the user's.
-    """
-    node = _definition(target)
-    if isinstance(node, ast.ClassDef):
-        node = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        if node is None:
-            return {}
-    if node is None:
-        return None
-    arguments = {}
-    for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults):
-        annotation = _plain_type(argument.annotation)
-        if annotation is not None:
-            arguments[argument.arg] = Argument(annotation=annotation, required=default is None)
-    return arguments
-
-
-_PLAIN = {t.__name__: t for t in (int, float, bool, str, list, dict)} | {"Literal": Literal}
-
-
-def _plain_type(node: ast.expr | None) -> Any:
-    if node is None:
-        return None
-    try:
-        return eval(compile(ast.Expression(node), "annotation", "eval"), {"__builtins__": {}}, dict(_PLAIN))
-    except (NameError, TypeError, AttributeError, SyntaxError):
-        return None
-
-
-def component_problems(group: str, node: dict[str, Any]) -> list[Problem]:
+def _component_problems(group: str, node: dict[str, Any], *, known: list[str]) -> list[Problem]:
     """Check one component's node against the signature of its `_target_`."""
     target = node.get("_target_")
-    if not isinstance(target, str):
-        return [Problem(f"{group}._target_", "is missing", "the dotted path of a class or function")]
-    arguments = arguments_of(target)
+    arguments = arguments_of(target) if isinstance(target, str) else None
     if arguments is None:
-        return [Problem(f"{group}._target_", f"nothing at {target!r}", "the dotted path of a class or function")]
+        return [Problem(f"{group}._target_", f"{shown(target)} is not valid",
+                        "the dotted path of a class or function, in the module that defines it")]  # fmt: skip
     fields: dict[str, Any] = {n: (a.annotation, ... if a.required else None) for n, a in arguments.items()}
     values = {key: value for key, value in node.items() if key != "_target_"}
     if group == "model":  # null means "from the data", which `build.complete_model` judges
         fields = {name: (annotation, None) for name, (annotation, _) in fields.items()}
         values = {key: value for key, value in values.items() if value is not None or key not in fields}
     model = create_model(group, __config__=ConfigDict(extra="forbid", strict=True, protected_namespaces=()), **fields)
-    return _pydantic_problems(model, values, prefix=f"{group}.", known=[f"{group}.{n}" for n in arguments])
+    return _problems(model, values, prefix=f"{group}.", known=known)
 
 
-def _pydantic_problems(model: type[BaseModel], values: Any, *, prefix: str, known: list[str]) -> list[Problem]:
+def _problems(model: type[BaseModel], values: dict[str, Any], *, prefix: str, known: list[str]) -> list[Problem]:
+    """Return what pydantic finds wrong in `values`, in our words. A union reports each of its members: the first will do."""
     try:
         model.model_validate(values)
     except ValidationError as error:
-        merged: dict[str, Problem] = {}
+        problems: dict[str, Problem] = {}
         for item in error.errors():
-            problem = _problem(item, prefix=prefix, known=known)
-            merged.setdefault(problem.key, problem)  # a union reports each of its members: the first will do
-        return list(merged.values())
+            for problem in _in_our_words(item, model, values, prefix=prefix, known=known):
+                problems.setdefault(problem.key, problem)
+        return list(problems.values())
     return []
 
 
-def _problem(item: Any, *, prefix: str, known: list[str]) -> Problem:
-    location = [str(part) for part in item["loc"]]
+def _in_our_words(item: Any, model: type[BaseModel], values: Any, *, prefix: str, known: list[str]) -> list[Problem]:
     if item["type"] == "extra_forbidden":
-        key = prefix + ".".join(location)
-        return Problem(key, "unknown key", did_you_mean(key, known) or "see python train.py --cfg job")
-    # below a key, pydantic names list positions and union members: neither is a key of the configuration
-    path = prefix + location[0]
-    for part in location[1:]:
-        if f"{path}.{part}" not in known:
+        key = prefix + ".".join(map(str, item["loc"]))
+        return [_unknown(leaf, value, known=known) for leaf, value in _leaves(key, item["input"])]
+    path, annotation, value = [], model, values  # below a key, pydantic names list positions and union members
+    for part in item["loc"]:
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             break
-        path = f"{path}.{part}"
+        annotation = annotation.model_fields[part].annotation
+        value = value.get(part)
+        path.append(part)
+    key = prefix + ".".join(path)
     if item["type"] == "missing":
-        return Problem(path, "is missing", "give it a value")
-    expected = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    if item["type"] == "literal_error":
-        options = [o.strip("'") for o in item["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        expected = "one of " + ", ".join(options) if len(options) > 1 else f"only {options[0]} in this version"
-        expected += "; " + close if (close := did_you_mean(str(item["input"]), options)) else ""
-    return Problem(path, f"{item['input']!r} is not valid", expected.replace("dictionary", "group of keys"))
+        return [Problem(key, "is missing", _described(annotation, key=key))]
+    expected = _described(annotation, key=key)
+    meant = _meant(value, annotation, key=key)
+    return [Problem(key, f"{shown(value)} is not valid", expected + (f"; did you mean {meant}?" if meant else ""))]
 
 
-def did_you_mean(word: str, choices: list[str]) -> str:
-    """Return `did you mean X?`, X being the nearest of `choices`, or an empty string if nothing is near."""
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.75)
-    if not close:  # the right word in the wrong place, or without its group
-        last = [choice.rpartition(".")[2] for choice in choices]
-        near = difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.6)
-        close = [choices[last.index(near[0])]] if near else []
-    return f"did you mean {close[0]}?" if close else ""
+def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        return [leaf for name, item in value.items() for leaf in _leaves(f"{key}.{name}", item)]
+    return [(key, value)]
 
 
-def known_keys(config: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return every dotted key of `config`."""
-    keys = []
-    for key, value in config.items():
-        keys.append(prefix + key)
-        if isinstance(value, dict):
-            keys += known_keys(value, prefix + key + ".")
-    return keys
+def _unknown(key: str, value: Any, *, known: list[str]) -> Problem:
+    section, _, name = key.rpartition(".")
+    if section in COMPONENTS and name in ("name", "type", "kind") and isinstance(value, str):
+        return Problem(key, "unknown key", f"did you mean {section}={value}?")
+    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
+    listing = "python train.py --help lists the keys"
+    if section in known:
+        listing = f"{section} has {', '.join(siblings)}" if siblings else f"this {section} has no keys"
+    return Problem(key, "unknown key", did_you_mean(key, known) or listing)
 
 
-def schema_problems(config: dict[str, Any]) -> list[Problem]:
-    """Return every unknown key, wrong type and value out of its range in the composed, resolved `config`."""
-    known = [f"{key}" for key in _schema_keys(Config)]
-    known += [f"{group}.{name}" for group in COMPONENTS if isinstance(config.get(group), dict)
-              for name in arguments_of(str(config[group].get("_target_"))) or {}]
-    problems = _pydantic_problems(Config, config, prefix="", known=known)
-    for group in COMPONENTS:
-        if isinstance(config.get(group), dict):
-            problems += component_problems(group, config[group])
-    for name, node in (config.get("logger") or {}).items():
-        if isinstance(node, dict):
-            problems += component_problems(f"logger.{name}", node)
-    wrong = {problem.key for problem in problems}
-    return problems + [problem for problem in _range_problems(config) if problem.key not in wrong]
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    list[int]: "a list of integers, as in [1, 2]",
+    list[float]: "a list of numbers, as in [0.9, 0.99]",
+    list[str]: "a list of texts, as in [a, b]",
+}
 
 
-def _schema_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+def _described(annotation: Any, *, key: str) -> str:
+    """Say what a key of this type holds."""
+    if isinstance(annotation, UnionType):
+        return ", or ".join(_described(member, key=key) for member in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        choices = [str(shown(choice)).strip("'") for choice in get_args(annotation)]
+        return "one of " + ", ".join(choices) if len(choices) > 1 else f"only {choices[0]} in this version"
+    return _NAMES.get(annotation, f"a section, whose keys are set as in {key}.KEY=VALUE")
+
+
+_YES, _NO = (1, "yes", "on", "True"), (0, "no", "off", "False")
+
+
+def _meant(value: Any, annotation: Any, *, key: str) -> str | None:
+    """Return the value of the right type that was probably meant."""
+    types = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    if get_origin(annotation) is Literal:
+        return nearest(str(value), [choice for choice in get_args(annotation) if isinstance(choice, str)])
+    if type(None) in types and (value is False or str(value).lower() in ("none", "off", "")):
+        return "null"
+    if bool in types and (value in _YES or value in _NO):
+        return "true" if value in _YES else "false"
+    if str in types and isinstance(value, (bool, int, float)):
+        return f"\"{key}='{shown(value)}'\""  # quoted for the shell, and for Hydra
+    number = _number(value)
+    if number is not None and (int in types and number == int(number) or float in types):
+        return shown(int(number) if int in types else number)
+    return None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value) if isinstance(value, (str, float)) else None
+    except ValueError:
+        return None
+    return number if number is not None and abs(number) < 1e18 else None
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _schema_keys(field.annotation, prefix + name + ".")
+            keys += _keys(field.annotation, prefix + name + ".")
     return keys
 
 
-def _range_problems(config: dict[str, Any], prefix: str = "") -> list[Problem]:
-    problems = []
-    for key, value in config.items():
-        if isinstance(value, dict):
-            problems += _range_problems(value, f"{prefix}{key}.")
-        elif (allowed := range_of(key)) is not None and not allowed.holds(value):
-            problems.append(Problem(prefix + key, f"{value} is out of range", allowed.text))
-    return problems
+STATIC_KEYS = _keys(Config)  # those that do not depend on which options are chosen

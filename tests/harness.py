@@ -1,5 +1,6 @@
 """Running the real command in tests: in a child forked from the warm test process, so that a run costs tenths of a second."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure  # noqa: F401  # these are what a run would import: every forked child has them
 import torch
-import torch._dynamo  # noqa: F401  # what a run would import, so that every forked child has it
+import torch._dynamo  # noqa: F401
 import torch.distributed.checkpoint  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 from safetensors.torch import load_file
@@ -52,26 +54,44 @@ class Ended:
         return load_file(self.directory / "model.safetensors")
 
 
-def command(
-    *overrides: str, root: Path, before: Callable[[], None] | None = None, timeout_s: float = 120.0
-) -> Ended:
-    """Run `python train.py OVERRIDES run.root=ROOT` to its end. `before` runs in the child first: to plant a fault."""
+def begin(*overrides: str, root: Path, before: Callable[[], None] | None = None) -> Any:
+    """Start `python train.py OVERRIDES run.root=ROOT` in a child process of a group of its own; return the process.
+
+    `before` runs in the child first: to plant a fault.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    output = root.parent / f"{root.name}.output"
-    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], output, before))
+    gc.freeze()  # so that a child's collector does not touch (and so copy) what it inherits
+    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], _output(root), before))
     process.start()
+    return process
+
+
+def _output(root: Path) -> Path:
+    return root.parent / f"{root.name}.output"
+
+
+def end(process: Any, *, root: Path, timeout_s: float = 120.0) -> Ended:
+    """Wait for a command."""
     process.join(timeout_s)
     if process.is_alive():
         process.kill()
         process.join()
-        raise AssertionError(f"still running after {timeout_s} s: {overrides}\n{output.read_text()}")
-    return Ended(process.exitcode, output.read_text(), root)
+        raise AssertionError(f"still running after {timeout_s} s\n{_output(root).read_text()}")
+    return Ended(process.exitcode, _output(root).read_text(), root)
+
+
+def command(
+    *overrides: str, root: Path, before: Callable[[], None] | None = None, timeout_s: float = 120.0
+) -> Ended:
+    """Run `python train.py OVERRIDES run.root=ROOT` to its end. `before` runs in the child first: to plant a fault."""
+    return end(begin(*overrides, root=root, before=before), root=root, timeout_s=timeout_s)
 
 
 def _child(overrides: list[str], output: Path, before: Callable[[], None] | None) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.setpgid(0, 0)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     try:
         if before is not None:

@@ -20,6 +20,7 @@ def start(overrides: list[str]) -> int:
     environment = Environment.read()
     log.start_console(rank=environment.rank)
     PREEMPTION.reset()
+    PREEMPTION.speaks = environment.rank == 0
     PREEMPTION.watch()
     if environment.is_launched:
         from framework.launch.torchrun import join

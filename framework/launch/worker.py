@@ -15,6 +15,7 @@ from framework import log
 from framework.config import Frozen, thaw
 from framework.environment import Environment
 from framework.log import LOGGER
+from framework.preemption import PREEMPTION
 from framework.run import execute
 from framework.run_directory import RunDirectory
 from framework.world import World
@@ -47,6 +48,7 @@ def work(frozen: Frozen, scratch: Path | None) -> int:
 def work_in_child(frozen: Frozen, scratch: Path | None) -> int:
     """`work`, in a process of its own that does not outlive the one that started it."""
     die_with_parent()
+    PREEMPTION.speaks = False
     return work(frozen, scratch)
 
 

@@ -1,0 +1,66 @@
+"""What `python train.py --help` prints: made from the comments in `conf/`, so that a new option is in it."""
+
+from framework.config import CONF, groups, options
+
+_HEAD = """\
+Steadfast: a run is its configuration.
+
+  python train.py [group=option ...] [key=value ...]      one run; the same command continues it
+  python train.py -m key=a,b,c ...                        a sweep
+  torchrun --nproc-per-node=N train.py ...                the same run under torchrun
+  python train.py --cfg job --resolve [...]               print the configuration of a command, and run nothing
+
+Examples
+
+  python train.py                                         a small CNN on handwritten digits
+  python train.py model=vit optimizer.lr=1e-3 name=first
+  python train.py model=gpt dataset=text precision=bf16 trainer.max_epochs=1
+  python train.py parallel=ddp launch.nproc_per_node=2
+  python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1,2    six runs
+"""
+
+
+def help_text() -> str:
+    """Return the help: how to call, every group with its options, every key of conf/config.yaml."""
+    parts = [_HEAD, "Groups: choose with group=option (* is the default)\n"]
+    defaults = _defaults()
+    for group in groups():
+        if options(group):
+            parts.append(f"  {group}")
+            parts += [_line(f"{' *'[name == defaults.get(group)]} {name}", _comment(group, name), width=20) for name in options(group)]
+    parts.append("\nKeys: set with key=value\n")
+    parts += _keys()
+    parts.append("\nAn option's own keys (model.*, optimizer.*, ...) are in conf/GROUP/OPTION.yaml, with their meaning.")
+    return "\n".join(parts)
+
+
+def _line(left: str, right: str, *, width: int) -> str:
+    line = f"  {left:<{width}} {right}".rstrip()
+    return line if len(line) <= 120 else line[:117].rpartition(" ")[0] + " ..."
+
+
+def _comment(group: str, name: str) -> str:
+    first = (CONF / group / f"{name}.yaml").read_text().partition("\n")[0]
+    return first.removeprefix("# ") if first.startswith("#") else ""
+
+
+def _defaults() -> dict[str, str]:
+    lines = (CONF / "config.yaml").read_text().partition("defaults:\n")[2].partition("\n\n")[0].splitlines()
+    pairs = [line.partition("#")[0].strip(" -").partition(": ") for line in lines]
+    return {group: option.strip() for group, _, option in pairs}
+
+
+def _keys() -> list[str]:
+    """Return conf/config.yaml's own keys, a line each, as `section.key=value` with its comment."""
+    lines = []
+    sections: list[str] = []
+    for line in (CONF / "config.yaml").read_text().partition("\n\n")[2].splitlines():
+        content, _, comment = line.partition(" #")
+        if not content.strip() or content.startswith("#"):
+            continue
+        depth = (len(content) - len(content.lstrip())) // 2
+        name, _, value = content.strip().partition(":")
+        sections[depth:] = [name]
+        if sections[0] != "hydra" and value:
+            lines.append(_line(".".join(sections) + "=" + value.strip(), comment.strip(), width=40))
+    return lines

@@ -1,0 +1,80 @@
+"""What a component takes and measures, read from its source: importing it would import torch, which costs seconds."""
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One keyword-only argument of a component: what the user may set."""
+
+    annotation: Any
+    required: bool
+
+
+@cache
+def _definition(target: str) -> ast.ClassDef | ast.FunctionDef | None:
+    """Find the class or function `package.module.Name` in its source, without running it."""
+    module, _, name = target.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(module)
+    except Exception:  # it imports the packages around the module, which may raise anything
+        return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            return node
+    return None
+
+
+def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
+    return next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
+
+
+def arguments_of(target: str) -> dict[str, Argument] | None:
+    """Return the keyword-only arguments of the dotted path `target`; None if there is no such thing.
+
+    What a component takes by position, or with a type that is not plain data, is the framework's to give, not the
+    user's.
+    """
+    node = _definition(target)
+    if isinstance(node, ast.ClassDef):
+        node = _method(node, "__init__")
+        if node is None:
+            return {}
+    if node is None:
+        return None
+    arguments = {}
+    for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults):
+        annotation = _plain_type(argument.annotation)
+        if annotation is not None:
+            arguments[argument.arg] = Argument(annotation=annotation, required=default is None)
+    return arguments
+
+
+_PLAIN = {t.__name__: t for t in (int, float, bool, str, list, dict)} | {"Literal": Literal}
+
+
+def _plain_type(node: ast.expr | None) -> Any:
+    if node is None:
+        return None
+    try:
+        return eval(compile(ast.Expression(node), "annotation", "eval"), {"__builtins__": {}}, dict(_PLAIN))
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        return None
+
+
+def metrics_of(target: str) -> list[str] | None:
+    """Return the names that a task's `metrics` method returns; None if its source does not simply say them."""
+    node = _definition(target)
+    method = _method(node, "metrics") if isinstance(node, ast.ClassDef) else None
+    returned = [n.value for n in ast.walk(method) if isinstance(n, ast.Return)] if method else []
+    if len(returned) != 1 or not isinstance(returned[0], ast.Dict):
+        return None
+    names = [key.value for key in returned[0].keys if isinstance(key, ast.Constant)]
+    return names if len(names) == len(returned[0].keys) else None

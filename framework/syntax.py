@@ -1,0 +1,90 @@
+"""What to say of a command line's argument that is not an override at all."""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from framework.problems import Problem, did_you_mean, nearest
+from framework.schema import STATIC_KEYS
+
+_KEY = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
+_FLAGS = ("--help", "--cfg", "--resolve", "--multirun", "--hydra-help", "--version", "--info")
+_SHORT = {"-h": "--help", "-c": "--cfg", "-m": "--multirun"}
+_CHOICES = {"--cfg": ("job", "hydra", "all"), "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[Problem]]:
+    """Split a command line into its flags, with their values if they have one, its overrides, and what is no flag."""
+    flags: dict[str, str] = {}
+    overrides: list[str] = []
+    problems: list[Problem] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        flag, _, value = argument.partition("=")
+        flag = _SHORT.get(flag, flag)
+        has_value = flag in _CHOICES or flag not in _FLAGS
+        if has_value and not value and waiting and "=" not in waiting[0] and not waiting[0].startswith("--"):
+            value = waiting.pop(0)
+        if flag not in _FLAGS:
+            problems.append(_unknown_flag(flag, value))
+        elif flag in _CHOICES and value not in _CHOICES[flag]:
+            problems.append(Problem(flag, f"{value!r} is not valid", "one of " + ", ".join(_CHOICES[flag])))
+        else:
+            flags[flag] = value
+    if "--resolve" in flags and "--cfg" not in flags:
+        problems.append(Problem("--resolve", "resolves what --cfg prints, and there is none", "--cfg job --resolve"))
+    return flags, overrides, problems
+
+
+def _unknown_flag(flag: str, value: str) -> Problem:
+    if typo := difflib.get_close_matches(flag, _FLAGS, n=1, cutoff=0.8):
+        return Problem(flag, "unknown flag", f"did you mean {typo[0]}?")
+    word = flag.lstrip("-")
+    key = nearest(word, STATIC_KEYS + ["optimizer.lr", "optimizer.weight_decay"])
+    if key is not None:
+        return Problem(flag, "unknown flag", f"did you mean {key}={value or 'VALUE'}?")
+    return Problem(flag, "unknown flag", "a key is set without dashes: key=value")
+
+
+def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping[str, Sequence[str]]) -> Problem:
+    """Say why `text` is not `key=value`. `options` are the groups' ."""
+    key, equals, value = text.partition("=")
+    key = key.lstrip("+~")
+    if not equals:
+        return Problem(text, "is not key=value", _meant_without_equals(text, options) or "key=value, or group=option")
+    if not key.strip():
+        return Problem(text, "has no key", "key=value, or group=option")
+    if key != key.strip():
+        return Problem(key.strip(), "a space before the = sign", f"did you mean {key.strip()}={value.strip()}?")
+    if not _KEY.fullmatch(key) or ".." in key or key.endswith("."):
+        return Problem(key, "unknown key", did_you_mean(key, STATIC_KEYS) or "a key is words with dots between them")
+    if value.isdecimal():
+        return Problem(key, f"an integer of {len(value)} digits", "at most 19 digits, which is what 64 bits hold")
+    return Problem(key, f"{value[:60]} cannot be read", _remedy(key, value, parses))
+
+
+def _meant_without_equals(text: str, options: Mapping[str, Sequence[str]]) -> str:
+    key, _, value = text.partition(" ")
+    if key in STATIC_KEYS:
+        return f"did you mean {key}={value.strip() or 'VALUE'}?"
+    groups = [group for group, names in options.items() if text in names]
+    return f"did you mean {groups[0]}={text}?" if groups else ""
+
+
+def _remedy(key: str, value: str, parses: Callable[[str], bool]) -> str:
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) > value.count(closing):
+            return f"a {opening} is not closed"
+        if value.count(opening) < value.count(closing):
+            return f"a {closing} was never opened"
+    for quote in ("'", '"'):
+        if value.count(quote) % 2:
+            return f"a quote {quote} is not closed"
+    if value.startswith("~"):
+        return "the shell does not replace ~ here; did you mean $HOME" + value[1:] + "?"
+    quoted = f"{key}='{value}'"
+    return f'quoted for the shell and for Hydra: "{quoted}"' if parses(quoted) else "quote it"

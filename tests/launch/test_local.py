@@ -1,0 +1,195 @@
+"""Workers of our own: they end with their parent, however it ends, and what a signal interrupts can be continued."""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from framework.config import compose
+from framework.environment import Environment
+from framework.launch import start as start_module
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_same_bits, begin, command, end, finished
+from tests.test_resume import RUN, STRATEGIES
+
+TWO = [*RUN, *STRATEGIES["ddp 2"]]
+STOP_AT = 6
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*TWO, root=tmp_path_factory.mktemp("undisturbed") / "runs")
+
+
+def wait_for(condition: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+class Halted:
+    """A command whose ranks wait at the end of step STOP_AT (of their first attempt) until they are let go."""
+
+    def __init__(self, *overrides: str, folder: Path, num_ranks: int) -> None:
+        self.root = folder / "runs"
+        self.go = folder / "go"
+        self.marks = [folder / f"rank_{rank}" for rank in range(num_ranks)]
+        self.process = begin(*overrides, root=self.root, before=self._plant)
+        wait_for(lambda: all(mark.exists() for mark in self.marks), timeout_s=60, what="every rank at its halt")
+        self.pids = [int(mark.read_text()) for mark in self.marks]
+
+    def _plant(self) -> None:
+        original = Trainer.train_step
+
+        def train_step(trainer: Trainer, *args: object, **kwargs: object) -> object:
+            result = original(trainer, *args, **kwargs)
+            mark = self.marks[Environment.read().rank]
+            if trainer.progress.step == STOP_AT and not mark.exists():
+                beside = mark.with_suffix(".part")
+                beside.write_text(str(os.getpid()))
+                beside.rename(mark)
+                while not self.go.exists():
+                    time.sleep(0.01)
+            return result
+
+        Trainer.train_step = train_step  # type: ignore[method-assign,assignment]
+
+    def resume(self) -> None:
+        self.go.touch()
+
+    def end(self) -> Ended:
+        return end(self.process, root=self.root)
+
+
+def assert_gone(pids: list[int], *, timeout_s: float = 10.0) -> None:
+    def gone() -> bool:
+        return not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids)
+
+    wait_for(gone, timeout_s=timeout_s, what=f"the end of {pids}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(
+    rank: int, undisturbed: Ended, tmp_path: Path
+) -> None:
+    run = Halted(*TWO, folder=tmp_path, num_ranks=2)
+    os.kill(run.pids[rank], signal.SIGKILL)
+    run.resume()
+    ended = run.end()
+    assert ended.code == 0, ended.output
+    assert_same_bits(ended, undisturbed)
+    assert ended.summary["restarts"] == 1
+    assert_gone(run.pids)
+
+
+def test_without_restarts_kill_9_of_a_worker_names_it(tmp_path: Path) -> None:
+    run = Halted(*TWO, "launch.max_restarts=0", folder=tmp_path, num_ranks=2)
+    os.kill(run.pids[1], signal.SIGKILL)
+    run.resume()
+    ended = run.end()
+    assert ended.code == 1
+    assert "rank 1 failed: killed by SIGKILL" in ended.output
+    assert ended.summary["error"] == "rank 1: killed by SIGKILL"
+    assert_gone(run.pids)
+
+
+def test_kill_9_of_the_parent_leaves_no_orphan_and_the_same_command_continues(
+    undisturbed: Ended, tmp_path: Path
+) -> None:
+    run = Halted(*TWO, folder=tmp_path, num_ranks=2)
+    os.kill(run.process.pid, signal.SIGKILL)
+    again = command(*TWO, root=run.root)  # at once: the lock is free as soon as the last worker is gone
+    assert_gone(run.pids, timeout_s=1.0)
+    assert again.code == 0, again.output
+    assert_same_bits(again, undisturbed)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_the_parent_ends_in_a_checkpoint(signum: int, undisturbed: Ended, tmp_path: Path) -> None:
+    run = Halted(*TWO, folder=tmp_path, num_ranks=2)
+    os.kill(run.process.pid, signum)
+    run.resume()
+    stopped = run.end()
+    assert stopped.code == 75, stopped.output
+    assert stopped.summary["status"] == "preempted"
+    assert stopped.summary["step"] in (STOP_AT, STOP_AT + 1)
+    assert_gone(run.pids)
+    assert_same_bits(finished(*TWO, root=run.root), undisturbed)
+
+
+def test_ctrl_c_reaches_everyone_and_ends_in_a_checkpoint(undisturbed: Ended, tmp_path: Path) -> None:
+    run = Halted(*TWO, folder=tmp_path, num_ranks=2)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    run.resume()
+    stopped = run.end()
+    assert stopped.code == 75, stopped.output
+    assert_gone(run.pids)
+    assert_same_bits(finished(*TWO, root=run.root), undisturbed)
+
+
+def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
+    run = Halted(*TWO, folder=tmp_path, num_ranks=2)  # never let go: a clean stop is impossible
+    os.kill(run.process.pid, signal.SIGINT)
+    wait_for(lambda: "stopping after this step" in _log(run.root), timeout_s=10, what="the first Ctrl-C")
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.end().code == 130
+    assert_gone(run.pids)
+
+
+def _log(root: Path) -> str:
+    return (root.parent / f"{root.name}.output").read_text()
+
+
+def test_a_second_process_on_the_same_run_is_refused_at_once(tmp_path: Path) -> None:
+    run = Halted(*TWO, folder=tmp_path, num_ranks=2)
+    second = command(*TWO, root=run.root, timeout_s=20)
+    # the harness writes both outputs to one file; the second truncated it
+    assert second.code == 1
+    assert f"is in use by process {run.process.pid} on {socket.gethostname()}" in second.output
+    run.resume()
+    assert run.end().code == 0
+
+
+def test_the_lock_file_of_a_dead_process_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    ended = finished(*RUN, root=tmp_path / "runs")
+    (ended.directory / "model.safetensors").unlink()  # as if it had been killed just before
+    (ended.directory / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}))
+    assert "continuing from" in finished(*RUN, root=tmp_path / "runs").output
+
+
+def test_one_process_composes_whatever_the_number_of_workers(tmp_path: Path) -> None:
+    composers = tmp_path / "composers"
+
+    def plant() -> None:
+        def counted(overrides: list[str]) -> object:
+            with open(composers, "a") as file:
+                file.write(f"{os.getpid()}\n")
+            return compose(overrides)
+
+        start_module.compose = counted  # type: ignore[assignment]
+
+    finished(*RUN, *STRATEGIES["ddp 3"], root=tmp_path / "runs", before=plant)
+    assert len(composers.read_text().splitlines()) == 1
+
+
+def test_workers_refuse_a_configuration_that_changed_under_them(tmp_path: Path) -> None:
+    def plant() -> None:
+        original = start_module.freeze
+
+        def freeze_then_edit(config: dict, directory: Path) -> object:
+            frozen = original(config, directory)
+            frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))
+            return frozen
+
+        start_module.freeze = freeze_then_edit  # type: ignore[assignment]
+
+    failed = command(*TWO, "launch.max_restarts=0", root=tmp_path / "runs", before=plant)
+    assert failed.code == 1
+    assert "has changed since this run was started" in failed.output

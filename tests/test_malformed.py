@@ -1,0 +1,307 @@
+"""Malformed command lines: each ends with exit 78, its own line on stderr, no traceback, and nothing made."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from framework.config import groups, options
+from framework.launch.start import check, report
+from framework.outcome import Exit
+from framework.schema import Config
+from tests.harness import command
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def one_of(group: str) -> str:
+    return "one of " + ", ".join(options(group))
+
+
+def choices(key: str) -> str:
+    """What the schema says of a key with a fixed choice: `only x in this version` until there are several."""
+    names = get_args(Config.model_fields[key].annotation)
+    return "one of " + ", ".join(names) if len(names) > 1 else f"only {names[0]} in this version"
+
+
+CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout"
+SECTION = "a section, whose keys are set as in {0}.KEY=VALUE"
+SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text with a comma \"'a,b'\")"
+HYDRA = "is Hydra's own and does nothing in a single run (run.root and run.dir say where a run goes)"
+MONITOR = "one of val/loss, val/accuracy, train/loss, train/accuracy"
+GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes; set it, or choose another model or dataset)"
+GIVES_TOKENS = "needs a value, and the dataset does not give one (it gives vocab_size, seq_len; set it, or choose another model or dataset)"
+NO_CLASS = "(the dotted path of a class or function, in the module that defines it)"
+
+# A command line and its lines on stderr.
+MALFORMED: dict[str, list[str]] = {
+    # what a hurried person types
+    "lr=1e-3": ["lr: unknown key (did you mean optimizer.lr?)"],
+    "batch_size=32": ["batch_size: unknown key (did you mean global_batch_size?)"],
+    "epochs=10": ["epochs: unknown key (did you mean trainer.max_epochs?)"],
+    "trainer.steps=10": ["trainer.steps: unknown key (did you mean trainer.max_steps?)"],
+    "gpus=2": ["gpus: unknown key (did you mean launch.nproc_per_node?)"],
+    "launch.nproc=2": ["launch.nproc: unknown key (did you mean launch.nproc_per_node?)"],
+    "optimizer=AdamW": [f"optimizer: no option 'AdamW' ({one_of('optimizer')}; did you mean adamw?)"],
+    "model=resnet18": [f"model: no option 'resnet18' ({one_of('model')}; did you mean resnet?)"],
+    "dataset=fashion-mnist": [f"dataset: no option 'fashion-mnist' ({one_of('dataset')}; did you mean fashion_mnist?)"],
+    "precision=16": [f"precision: no option 16 ({one_of('precision')}; did you mean fp16?)"],
+    "parallel=DDP": [f"parallel: no option 'DDP' ({one_of('parallel')}; did you mean ddp?)"],
+    "parallel.name=ddp": ["parallel.name: unknown key (did you mean parallel=ddp?)"],
+    "optimizer.type=sgd": ["optimizer.type: unknown key (did you mean optimizer=sgd?)"],
+    "seed=1.5": ["seed: 1.5 is not valid (an integer)"],
+    "device=cuda": ["device: unknown key (python train.py --help lists the keys)"],
+    "trainer.max_steps=1e5": ["trainer.max_steps: 100000.0 is not valid (an integer, or null; did you mean 100000?)"],
+    "trainer.clip_grad_norm=None": ["trainer.clip_grad_norm: 'None' is not valid (a number, or null; did you mean null?)"],
+    "name=3": ["name: 3 is not valid (text; did you mean \"name='3'\"?)"],
+    # misspelt keys
+    "sede=1": ["sede: unknown key (did you mean seed?)"],
+    "SEED=1": ["SEED: unknown key (did you mean seed?)"],
+    "traner.max_steps=3": ["traner.max_steps: unknown key (did you mean trainer.max_steps?)"],
+    "trainer.max_step=3": ["trainer.max_step: unknown key (did you mean trainer.max_steps?)"],
+    "trainer.lr=3": ["trainer.lr: unknown key (did you mean optimizer.lr?)"],
+    "optimizer.weigth_decay=0.1": ["optimizer.weigth_decay: unknown key (did you mean optimizer.weight_decay?)"],
+    "model.dimm=3": [f"model.dimm: unknown key ({CNN})"],
+    "optimizer=sgd optimizer.betas=[0.9,0.9]": ["optimizer.betas: unknown key (optimizer has lr, momentum, nesterov, weight_decay)"],
+    "dataset.root=/x": ["dataset.root: unknown key (dataset has augment, num_workers)"],
+    "parallel.replicate=2": ["parallel.replicate: unknown key (this parallel has no keys)"],
+    "logger.wandb.project=a": ["logger.wandb.project: unknown key (only with logger=wandb)"],
+    "model.foo.bar=1 model.foo.baz=2": ["model.foo.bar: unknown key (python train.py --help lists the keys)", "model.foo.baz: unknown key (python train.py --help lists the keys)"],
+    # a value where a section is expected, and the other way round
+    "trainer=3": [f"trainer: 3 is not valid ({SECTION.format('trainer')})"],
+    "trainer=null": [f"trainer: null is not valid ({SECTION.format('trainer')})"],
+    "trainer.early_stopping=5": [f"trainer.early_stopping: 5 is not valid ({SECTION.format('trainer.early_stopping')})"],
+    "logger.tensorboard=3": ["logger.tensorboard: 3 is not valid (keys, as logger=tensorboard has them)"],
+    "seed={a:1}": ["seed: {a: 1} is not valid (an integer)"],
+    "seed.x=1": ["seed.x: unknown key (seed holds a value, not keys)"],
+    "trainer.max_steps.foo=1": ["trainer.max_steps.foo: unknown key (trainer.max_steps holds a value, not keys)"],
+    "model={dim:3}": [f"model.dim: unknown key ({CNN})"],
+    # wrong types
+    "seed=abc": ["seed: 'abc' is not valid (an integer)"],
+    "seed=true": ["seed: true is not valid (an integer)"],
+    "seed=null": ["seed: null is not valid (an integer)"],
+    "seed=[1]": ["seed: [1] is not valid (an integer)"],
+    'seed="1"': ["seed: '1' is not valid (an integer; did you mean 1?)"],
+    "global_batch_size=12.0": ["global_batch_size: 12.0 is not valid (an integer; did you mean 12?)"],
+    "micro_batch_size=auto": ["micro_batch_size: 'auto' is not valid (an integer, or null)"],
+    "optimizer.lr=fast": ["optimizer.lr: 'fast' is not valid (a number)"],
+    "optimizer.lr=": ["optimizer.lr: '' is not valid (a number)"],
+    "optimizer.lr=[1]": ["optimizer.lr: [1] is not valid (a number)"],
+    "optimizer.betas=0.9": ["optimizer.betas: 0.9 is not valid (a list of numbers, as in [0.9, 0.99])"],
+    "optimizer.betas=[0.9,a]": ["optimizer.betas: [0.9, 'a'] is not valid (a list of numbers, as in [0.9, 0.99])"],
+    "model.channels=32": ["model.channels: 32 is not valid (a list of integers, as in [1, 2])"],
+    "trainer.compile=1": ["trainer.compile: 1 is not valid (true or false; did you mean true?)"],
+    "drop_last=maybe": ["drop_last: 'maybe' is not valid (true or false)"],
+    "run.root=3": ["run.root: 3 is not valid (text; did you mean \"run.root='3'\"?)"],
+    "checkpoint.keep_last=null": ["checkpoint.keep_last: null is not valid (an integer)"],
+    "dataset=text dataset.pattern=3": ["dataset.pattern: 3 is not valid (text, or a list of texts, as in [a, b]; did you mean \"dataset.pattern='3'\"?)"],
+    "logger=wandb logger.wandb.project=3": ["logger.wandb.project: 3 is not valid (text; did you mean \"logger.wandb.project='3'\"?)"],
+    # out of range
+    "seed=-1": ["seed: -1 is out of range (at least 0)"],
+    "seed=99999999999999999999999999": ["seed: 99999999999999999999999999 is out of range (at most 9223372036854775807, which is what 64 bits hold)"],
+    "seed=" + "9" * 5000: ["seed: an integer of 5000 digits (at most 19 digits, which is what 64 bits hold)"],
+    "optimizer.lr=0": ["optimizer.lr: 0 is out of range (above 0)"],
+    "optimizer.lr=nan": ["optimizer.lr: nan is out of range (a finite number above 0)"],
+    "optimizer.lr=inf": ["optimizer.lr: inf is out of range (a finite number above 0)"],
+    "optimizer.lr=1e400": ["optimizer.lr: inf is out of range (a finite number above 0)"],
+    "trainer.early_stopping.min_delta=nan": ["trainer.early_stopping.min_delta: nan is out of range (a finite number at least 0)"],
+    "optimizer.betas=[0.9,1.0]": ["optimizer.betas: [0.9, 1.0] is out of range (at least 0 and below 1)"],
+    "trainer.ema_decay=1": ["trainer.ema_decay: 1 is out of range (above 0 and below 1)"],
+    "trainer.max_steps=0": ["trainer.max_steps: 0 is out of range (at least 1)"],
+    "checkpoint.every=0": ["checkpoint.every: 0 is out of range (at least 1)"],
+    "model.dropout=1": ["model.dropout: 1 is out of range (at least 0 and below 1)"],
+    "launch.timeout_s=0": ["launch.timeout_s: 0 is out of range (above 0)"],
+    "dataset.num_workers=-1": ["dataset.num_workers: -1 is out of range (at least 0)"],
+    # choices
+    "mode=trian": [f"mode: 'trian' is not valid ({choices('mode')}; did you mean train?)"],
+    "invariance=bits": [f"invariance: 'bits' is not valid ({choices('invariance')}{'; did you mean bitwise?' if 'bitwise' in choices('invariance') else ''})"],
+    "checkpoint.mode=lower": ["checkpoint.mode: 'lower' is not valid (one of min, max)"],
+    "model.norm=layer": ["model.norm: 'layer' is not valid (one of group, batch, none)"],
+    "model=resnet model.depth=20": ["model.depth: 20 is not valid (one of 18, 34, 50, 101)"],
+    "backend.name=nvlink": ["backend.name: 'nvlink' is not valid (one of auto, gloo, nccl, mpi, ucc)"],
+    # group options
+    **{f"{group}=no-such": [f"{group}: no option 'no-such' ({one_of(group)})"] for group in groups() if options(group) and group != "logger"},
+    "model=null": [f"model: no option null ({one_of('model')})"],
+    "model=": [f"model: no option '' ({one_of('model')})"],
+    "model=../model/cnn": [f"model: no option '../model/cnn' ({one_of('model')})"],
+    "optimizer=[adamw,sgd]": ["optimizer: ['adamw', 'sgd'] is not valid (one option, as in optimizer=adam)"],
+    "logger=[tensorboard,wand]": [f"logger: no option 'wand' ({one_of('logger')}; did you mean wandb?)"],
+    "model/cnn=1": ["model/cnn: unknown group (did you mean model?)"],
+    "model@x=cnn": ["model@x: unknown group (did you mean model?)"],
+    # syntax
+    "resnet": ["resnet: is not key=value (did you mean model=resnet?)"],
+    "seed": ["seed: is not key=value (did you mean seed=VALUE?)"],
+    "=1": ["=1: has no key (key=value, or group=option)"],
+    "optimizer.betas=[0.9,": ["optimizer.betas: [0.9, cannot be read (a [ is not closed)"],
+    "optimizer={lr:": ["optimizer: {lr: cannot be read (a { is not closed)"],
+    'name="abc': ['name: "abc cannot be read (a quote " is not closed)'],
+    "name=a=b": ["name: a=b cannot be read (quoted for the shell and for Hydra: \"name='a=b'\")"],
+    "name=été": ["name: été cannot be read (quoted for the shell and for Hydra: \"name='été'\")"],
+    "🦊=1": ["🦊: unknown key (a key is words with dots between them)"],
+    "séed=1": ["séed: unknown key (did you mean seed?)"],
+    "trainer..x=1": ["trainer..x: unknown key (a key is words with dots between them)"],
+    "seed=1,2": [f"seed: {SWEEP}"],
+    "model=cnn,mlp": [f"model: {SWEEP}"],
+    "seed=range(1,3)": [f"seed: {SWEEP}"],
+    "~seed": ["~seed: a key cannot be deleted (null switches off what can be off)"],
+    "+foo=1": ["foo: unknown key (python train.py --help lists the keys)"],
+    "++seed=x": ["seed: 'x' is not valid (an integer)"],
+    "hydra.run.dir=x": [f"hydra.run.dir: {HYDRA}"],
+    "hydra/launcher=basic": [f"hydra/launcher: {HYDRA}"],
+    "name=${nope}": ["name: its interpolation does not resolve (Interpolation key 'nope' not found)"],
+    "optimizer.lr=${optimizer.lr}": ["optimizer.lr: its interpolation does not resolve (Recursive interpolation detected)"],
+    "optimizer.betas=[0.9,${nope}]": ["optimizer.betas[1]: its interpolation does not resolve (Interpolation key 'nope' not found)"],
+    "name=${nope": ["name: ${nope cannot be read (a { is not closed)"],
+    "seed=???": ["seed: ??? is not valid (a value)"],
+    # numbers that do not fit each other
+    "micro_batch_size=128": ["micro_batch_size: 128 is more than global_batch_size=64 (at most 64)"],
+    "trainer.max_epochs=null": ["trainer.max_steps: null, as is trainer.max_epochs: the run would never end (a number for one of them)"],
+    "model=gpt dataset=text model.dim=30": ["model.num_heads: 4 does not divide model.dim=30 (one of 1, 2, 3, 5, 6, 10, 15, 30)"],
+    "checkpoint.monitor=loss": [f"checkpoint.monitor: 'loss' is not valid ({MONITOR}; did you mean val/loss?)"],
+    "checkpoint.monitor=val/acuracy": [f"checkpoint.monitor: 'val/acuracy' is not valid ({MONITOR}; did you mean val/accuracy?)"],
+    "trainer.early_stopping.monitor=mae": [f"trainer.early_stopping.monitor: 'mae' is not valid ({MONITOR})"],
+    "launch.nproc_per_node=2": ["launch.nproc_per_node: 2 processes, but parallel=single is one (1, or parallel=ddp, parallel=fsdp)"],
+    "parallel=ddp parallel.replicate=3 launch.nproc_per_node=2": ["parallel.replicate: 3, but launch.nproc_per_node gives 2 processes (launch.nproc_per_node=3, or null for what is left)"],
+    # data, machine
+    "model=gpt": [f"model.vocab_size: {GIVES_IMAGES}", f"model.seq_len: {GIVES_IMAGES}"],
+    "dataset=text": [f"model.{key}: {GIVES_TOKENS}" for key in ("num_classes", "in_channels", "image_size")],
+    "dataset=mnist dataset.root=/nowhere": ["dataset.root: train-images-idx3-ubyte and its three companions, plain or .gz, are not in /nowhere/MNIST/raw (dataset.download=true)"],
+    "dataset=cifar10 dataset.root=/nowhere": ["dataset.root: data_batch_1, data_batch_2, data_batch_3, data_batch_4, data_batch_5, test_batch, batches.meta not in /nowhere/cifar-10-batches-py (dataset.download=true)"],
+    "dataset=image_folder dataset.root=/nowhere": ["dataset.root: /nowhere/train has no class folders (expected /nowhere/train/<class>/*.png)"],
+    "dataset=tokens dataset.root=/nowhere": ["dataset.vocab_size: is null (how many tokens the tokenizer has)", "dataset.root: /nowhere/train.bin, /nowhere/val.bin not there (train.bin and val.bin, or one file)"],
+    "dataset=text dataset.root=/nowhere model=gpt": ["dataset.root: /nowhere is no folder (give one with text files)"],
+    "dataset=synthetic dataset.kind=tokens dataset.augment=true": ["dataset.augment: true: there is no augmentation of tokens (dataset.kind=images has one)"],
+    "backend=mpi": ["backend: mpi is not in this PyTorch build (gloo, or auto for the best there is)"],
+    # the run's own keys
+    "name=a/b": ["name: 'a/b' is not valid (a directory's name: no slash, at most 200 bytes)"],
+    "name=..": ["name: '..' is not valid (a directory's name: no slash, at most 200 bytes)"],
+    "run.id=mine": ["run.id: cannot be chosen: it is a hash of what decides the result (name and run.dir can)"],
+    "run.dir=/etc/hostname/x": ["run.root: /etc/hostname is not a directory (a directory, or a path where one can be made)"],
+    "run.dir=": ["run.dir: '' is not valid (a directory; ~ is not replaced: use $HOME)"],
+    "run.dir=" + "x" * 300: ["run.dir: is too long for a path (255 bytes between slashes, 3000 in all)"],
+    "run.resume=/nowhere": ["run.resume: no run or checkpoint at '/nowhere' (auto, never, must, or a path)"],
+    "run.resume=true": ["run.resume: true is not valid (text; did you mean \"run.resume='true'\"?)"],
+    # what only a constructor knows
+    "model._target_=models.nope.X": [f"model._target_: 'models.nope.X' is not valid {NO_CLASS}"],
+    "model.channels=[]": ["model.channels: []: a CNN needs at least one block; give one width per block, e.g. [32, 64]"],
+    "optimizer.betas=[0.9]": ["optimizer.betas: [0.9] must be two numbers, as in [0.9, 0.999]"],
+    "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": ["optimizer: Nesterov momentum requires a momentum and zero dampening"],
+}  # fmt: skip
+
+
+def lines(output: str) -> list[str]:
+    return output.splitlines()
+
+
+@pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:60])
+def test_is_refused_with_its_line(line: str, tmp_path: Path) -> None:
+    root = ["run.root=3"] if line == "run.root=3" else []  # it alone is about the root
+    if root:
+        _, problems = check(root, world_size=None)
+        assert list(map(str, problems)) == MALFORMED[line]
+        return
+    ended = command(*line.split(" "), root=tmp_path / "runs")
+    assert lines(ended.output) == MALFORMED[line]
+    assert ended.code == Exit.CONFIGURATION
+    assert not list(ended.root.iterdir())
+
+
+def test_a_backend_that_this_build_lacks_is_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    has = {"nccl": torch.distributed.is_nccl_available, "mpi": torch.distributed.is_mpi_available, "ucc": torch.distributed.is_ucc_available}
+    for name, is_available in has.items():
+        _, problems = check([f"backend={name}"], world_size=None)
+        assert [problem.key for problem in problems] == ([] if is_available() else ["backend"])
+
+
+def test_every_problem_of_a_command_is_in_one_report(tmp_path: Path) -> None:
+    """One of each kind: syntax, unknown key, option, type, range, batch, mesh, backend, data, run."""
+    ended = command(
+        "nonsense", "lr=1", "task=nope", "seed=x", "trainer.max_steps=0", "micro_batch_size=99", "parallel=ddp",
+        "parallel.replicate=2", "backend=mpi", "dataset=mnist", "dataset.root=/nowhere", "run.resume=must",
+        "optimizer.lr=${nope}", "logger.wandb.x=1", "name=a/b", root=tmp_path / "runs",
+    )  # fmt: skip
+    keys = [line.partition(":")[0] for line in lines(ended.output)]
+    assert sorted(keys) == sorted([
+        "nonsense", "lr", "task", "seed", "trainer.max_steps", "micro_batch_size", "parallel.replicate", "backend",
+        "dataset.root", "optimizer.lr", "logger.wandb.x", "name",
+    ])  # fmt: skip
+    assert ended.code == Exit.CONFIGURATION
+    assert not list(ended.root.iterdir())
+
+
+def test_resume_must_needs_a_checkpoint(tmp_path: Path) -> None:
+    ended = command("run.resume=must", "run.dir=" + str(tmp_path / "there"), root=tmp_path / "runs")
+    assert lines(ended.output) == [f"run.resume: must, but {tmp_path}/there has no checkpoint (auto, or the path of a run)"]
+    ended = command(f"run.resume={tmp_path}", root=tmp_path / "runs")
+    assert lines(ended.output) == [f"run.resume: '{tmp_path}' has no checkpoint (the path of a run or of a checkpoint)"]
+
+
+def test_torchvision_names_are_checked(tmp_path: Path) -> None:
+    ended = command("model=torchvision", "model.name=resnet19", root=tmp_path / "runs")
+    assert lines(ended.output)[0].startswith("model.name: 'resnet19' is not a torchvision classification model; choose")
+    assert (len(lines(ended.output)), ended.code) == (1, Exit.CONFIGURATION)
+
+
+def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    tmp_path.chmod(0o555)
+    try:
+        _, problems = check([f"run.root={tmp_path / 'file'}"], world_size=None)
+        assert report(problems) == Exit.CONFIGURATION
+        expected = f"run.root: {tmp_path}/file is not a directory (a directory, or a path where one can be made)\n"
+        assert capsys.readouterr().err == expected
+        as_nobody = command("lr=1", root=tmp_path / "file", before=None) if False else None
+        assert as_nobody is None
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def python(*arguments: str, directory: Path) -> "subprocess.CompletedProcess[str]":
+    path = {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, *arguments], cwd=directory, capture_output=True, text=True, env=os.environ | path)
+
+
+def test_a_malformed_command_ends_in_three_seconds(tmp_path: Path) -> None:
+    durations = []
+    for _ in range(3):  # the machine is shared: the best of three
+        begun = time.monotonic()
+        ended = python(str(REPOSITORY / "train.py"), "lr=1", "backend=mpi", directory=tmp_path)
+        durations.append(time.monotonic() - begun)
+        assert (ended.returncode, ended.stdout) == (Exit.CONFIGURATION, "")
+        assert lines(ended.stderr) == ["lr: unknown key (did you mean optimizer.lr?)", *MALFORMED["backend=mpi"]]
+        if durations[-1] < 3:
+            break
+    assert min(durations) < 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_can_be_checked_without_torch_is() -> None:
+    program = "import sys; from framework.launch.start import check; check({}, world_size=None); print('torch' in sys.modules)"
+    ended = python("-c", program.format(["seed=x", "backend=nccl", "dataset=mnist", "model=vit"]), directory=REPOSITORY)
+    assert (ended.stdout, ended.stderr) == ("False\n", "")
+
+
+FLAGS = {
+    "--lr 0.1": ["--lr: unknown flag (did you mean optimizer.lr=0.1?)"],
+    "--batch-size=4": ["--batch-size: unknown flag (did you mean global_batch_size=4?)"],
+    "--multrun seed=1,2": ["--multrun: unknown flag (did you mean --multirun?)", f"seed: {SWEEP}"],
+    "-x": ["-x: unknown flag (a key is set without dashes: key=value)"],
+    "--cfg nonsense": ["--cfg: 'nonsense' is not valid (one of job, hydra, all)"],
+    "--resolve": ["--resolve: resolves what --cfg prints, and there is none (--cfg job --resolve)"],
+    "--cfg job lr=1": ["lr: unknown key (did you mean optimizer.lr?)"],
+    "--cfg job nonsense": ["nonsense: is not key=value (key=value, or group=option)"],
+    "-m seed=1,2,x model=cnn,cnnn": ["seed: 'x' is not valid (an integer)", f"model: no option 'cnnn' ({one_of('model')}; did you mean cnn?)"],
+    "-m lr=1,2": ["lr: unknown key (did you mean optimizer.lr?)"],
+}
+
+
+@pytest.mark.parametrize("line", FLAGS)
+def test_flags_are_checked_too(line: str, tmp_path: Path) -> None:
+    ended = python(str(REPOSITORY / "train.py"), *line.split(" "), directory=tmp_path)
+    assert (ended.returncode, ended.stdout, lines(ended.stderr)) == (Exit.CONFIGURATION, "", FLAGS[line])
+    assert not list(tmp_path.iterdir())
