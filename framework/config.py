@@ -1,4 +1,4 @@
-"""Composing, identifying and freezing the configuration: from a command line to the one file that every process reads."""
+"""Composing, identifying and freezing the configuration: from a command line to the one file that all processes read."""
 
 import hashlib
 import json
@@ -89,7 +89,8 @@ def compose(overrides: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     plain.setdefault("logger", {})
     problems += unresolved
     if not unresolved and isinstance(plain["run"], dict) and plain["run"].get("id") != identity(plain):
-        problems.append(Problem("run.id", "cannot be chosen: it is a hash of what decides the result", "name and run.dir can"))
+        what = "cannot be chosen: it is a hash of what decides the result"
+        problems.append(Problem("run.id", what, "name and run.dir can"))
     return plain, problems
 
 
@@ -140,14 +141,17 @@ def options(group: str) -> list[str]:
 def _refusal(override: Override, text: str) -> Problem | None:
     key = override.key_or_group
     if key.split("/")[0].split(".")[0] == "hydra":
-        return Problem(key, "is Hydra's own and does nothing in a single run", "run.root and run.dir say where a run goes")
+        what = "is Hydra's own and does nothing in a single run"
+        return Problem(key, what, "run.root and run.dir say where a run goes")
     if override.type == OverrideType.DEL:
         return Problem(text, "a key cannot be deleted", "null switches off what can be off")
     if override.is_sweep_override():
-        return Problem(key, "several values make a sweep", "add -m; a list is written [1,2], a text with a comma \"'a,b'\"")
+        expected = "add -m; a list is written [1,2], a text with a comma \"'a,b'\""
+        return Problem(key, "several values make a sweep", expected)
     if override.package is not None or "/" in key:
         word = text.partition("=")[0].lstrip("+")
-        return Problem(word, "unknown group", did_you_mean(key.split("/")[0], groups()) or f"one of {', '.join(groups())}")
+        close = did_you_mean(key.split("/")[0], groups())
+        return Problem(word, "unknown group", close or f"one of {', '.join(groups())}")
     return None
 
 
@@ -170,7 +174,8 @@ def _apply(config: DictConfig, override: Override) -> list[Problem]:
         above = ".".join(sections[:depth])
         if _holds_value(config, above):
             return [Problem(key, "unknown key", f"{above} holds a value, not keys")]
-    if OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False)) and not isinstance(value, dict):
+    is_section = OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))
+    if is_section and not isinstance(value, dict):
         return [Problem(key, f"{shown(value)} is not valid", f"a section, whose keys are set as in {key}.KEY=VALUE")]
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
@@ -190,17 +195,19 @@ def _holds_value(config: DictConfig, key: str) -> bool:
 def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     """Return `config` as plain data, with null for each value that does not resolve."""
     problems: list[Problem] = []
-    for key in [key for key, value in _flat(OmegaConf.to_container(config)).items() if value == "???"]:
+    written: Any = OmegaConf.to_container(config)
+    for key in [key for key, value in _flat(written).items() if value == "???"]:
         problems.append(Problem(key, "??? is not valid", "a value"))
         config = _with_null(config, key)
     while True:
         try:
             return OmegaConf.to_container(config, resolve=True), problems  # type: ignore[return-value]  # keys are strings
         except (OmegaConfBaseException, RecursionError) as error:
-            key = getattr(error, "full_key", None)
-            if not key or any(problem.key == key for problem in problems):
-                return {}, [*problems, Problem(key or "command line", "an interpolation does not resolve", _one_line(error))]
+            key = getattr(error, "full_key", None) or "command line"
+            is_new = all(problem.key != key for problem in problems)
             problems.append(Problem(key, "its interpolation does not resolve", _one_line(error)))
+            if key == "command line" or not is_new:
+                return {}, problems
             config = _with_null(config, key)
 
 
@@ -218,7 +225,7 @@ def _one_line(error: Exception) -> str:
 
 
 def sweep_points(overrides: list[str]) -> list[list[str]]:
-    """Return command lines that together hold every value of a sweep: the first of each, then the others one at a time."""
+    """Return command lines that together hold every value of a sweep: the first of each, then one changed at a time."""
     first: list[str] = []
     others: list[tuple[int, str]] = []
     for text in overrides:
@@ -270,7 +277,7 @@ def frozen_run_id(directory: Path) -> str | None:
 
 
 def force_values(arguments: list[str]) -> list[str]:
-    """Return the arguments with every value override forced (`++key=value`): unknown keys are ours to report, all at once."""
+    """Return the arguments with every value forced (`++key=value`): which keys there are, is ours to judge."""
     forced = []
     for argument in arguments:
         key = argument.partition("=")[0]

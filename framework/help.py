@@ -27,10 +27,14 @@ def help_text() -> str:
     for group in groups():
         if options(group):
             parts.append(f"  {group}")
-            parts += [_line(f"{' *'[name == defaults.get(group)]} {name}", _comment(group, name), width=20) for name in options(group)]
+            for name in options(group):
+                mark = "*" if name == defaults.get(group) else " "
+                parts.append(_line(f"{mark} {name}", _comment(group, name), width=20))
     parts.append("\nKeys: set with key=value\n")
     parts += _keys()
-    parts.append("\nAn option's own keys (model.*, optimizer.*, ...) are in conf/GROUP/OPTION.yaml, with their meaning.")
+    parts.append(
+        "\nAn option's own keys (model.*, optimizer.*, ...) are in conf/GROUP/OPTION.yaml, with their meaning."
+    )
     return "\n".join(parts)
 
 

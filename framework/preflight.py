@@ -11,9 +11,9 @@ from typing import Any
 from framework import build
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config import frozen_run_id
-from framework.run_directory import RunDirectory
 from framework.problems import Problem, did_you_mean, shown
 from framework.ranges import MESH_AXES
+from framework.run_directory import RunDirectory
 from framework.schema import COMPONENTS, schema_problems
 from framework.signatures import metrics_of
 
@@ -164,7 +164,8 @@ def _check_batch(config: Config) -> list[Problem]:
                                 f"at most {whole}"))  # fmt: skip
     trainer = config["trainer"]
     if trainer.get("max_steps", 0) is None and trainer.get("max_epochs", 0) is None:
-        problems.append(Problem("trainer.max_steps", "null, as is trainer.max_epochs: the run would never end", "a number for one of them"))
+        what = "null, as is trainer.max_epochs: the run would never end"
+        problems.append(Problem("trainer.max_steps", what, "a number for one of them"))
     for key in ("checkpoint.monitor", "trainer.early_stopping.monitor"):
         problems += _check_monitor(config, key)
     model = config["model"]
@@ -194,14 +195,16 @@ def _check_monitor(config: Config, key: str) -> list[Problem]:
 
 def _check_run(config: Config) -> list[Problem]:
     run, name = config["run"], config.get("name")
-    if not all(isinstance(text, str) for text in (run.get("root"), run.get("dir"), run.get("resume"), name)):
+    if not isinstance(name, str) or not all(isinstance(run.get(key), str) for key in ("root", "dir", "resume")):
         return []  # the schema has said so
     problems = []
     if "/" in name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
-        problems.append(Problem("name", f"{shown(name)} is not valid", "a directory's name: no slash, at most 200 bytes"))
+        what = f"{shown(name)} is not valid"
+        problems.append(Problem("name", what, "a directory's name: no slash, at most 200 bytes"))
     for key in ("root", "dir"):
         if not run[key] or run[key].startswith("~"):
-            return [*problems, Problem(f"run.{key}", f"{run[key]!r} is not valid", "a directory; ~ is not replaced: use $HOME")]
+            expected = "a directory; ~ is not replaced: use $HOME"
+            return [*problems, Problem(f"run.{key}", f"{run[key]!r} is not valid", expected)]
     directory = RunDirectory(Path(run["dir"]))
     if problems or (problems := _check_writable(directory.path)):
         return problems

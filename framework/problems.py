@@ -92,5 +92,5 @@ def nearest(word: str, choices: Sequence[str]) -> str | None:
                 return close
         if last in _VAGUE:
             return None
-    close = difflib.get_close_matches(last, lasts, n=1, cutoff=0.75 if section else 0.6)
-    return choices[lasts.index(close[0])] if close else None
+    near = difflib.get_close_matches(last, lasts, n=1, cutoff=0.75 if section else 0.6)
+    return choices[lasts.index(near[0])] if near else None

@@ -138,11 +138,11 @@ def _component_problems(group: str, node: dict[str, Any], *, known: list[str]) -
 
 
 def _problems(model: type[BaseModel], values: dict[str, Any], *, prefix: str, known: list[str]) -> list[Problem]:
-    """Return what pydantic finds wrong in `values`, in our words. A union reports each of its members: the first will do."""
+    """Return what pydantic finds wrong in `values`, in our words."""
     try:
         model.model_validate(values)
     except ValidationError as error:
-        problems: dict[str, Problem] = {}
+        problems: dict[str, Problem] = {}  # a union reports each of its members: the first will do
         for item in error.errors():
             for problem in _in_our_words(item, model, values, prefix=prefix, known=known):
                 problems.setdefault(problem.key, problem)
@@ -154,10 +154,12 @@ def _in_our_words(item: Any, model: type[BaseModel], values: Any, *, prefix: str
     if item["type"] == "extra_forbidden":
         key = prefix + ".".join(map(str, item["loc"]))
         return [_unknown(leaf, value, known=known) for leaf, value in _leaves(key, item["input"])]
-    path, annotation, value = [], model, values  # below a key, pydantic names list positions and union members
+    path: list[str] = []
+    annotation: Any = model
+    value = values
     for part in item["loc"]:
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
+            break  # below a key, pydantic names list positions and union members
         annotation = annotation.model_fields[part].annotation
         value = value.get(part)
         path.append(part)

@@ -76,5 +76,5 @@ def metrics_of(target: str) -> list[str] | None:
     returned = [n.value for n in ast.walk(method) if isinstance(n, ast.Return)] if method else []
     if len(returned) != 1 or not isinstance(returned[0], ast.Dict):
         return None
-    names = [key.value for key in returned[0].keys if isinstance(key, ast.Constant)]
+    names = [key.value for key in returned[0].keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
     return names if len(names) == len(returned[0].keys) else None

@@ -10,7 +10,10 @@ from framework.schema import STATIC_KEYS
 _KEY = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 _FLAGS = ("--help", "--cfg", "--resolve", "--multirun", "--hydra-help", "--version", "--info")
 _SHORT = {"-h": "--help", "-c": "--cfg", "-m": "--multirun"}
-_CHOICES = {"--cfg": ("job", "hydra", "all"), "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
+_CHOICES = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[Problem]]:
@@ -51,7 +54,7 @@ def _unknown_flag(flag: str, value: str) -> Problem:
 
 
 def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping[str, Sequence[str]]) -> Problem:
-    """Say why `text` is not `key=value`. `options` are the groups' ."""
+    """Say why `text` is not `key=value`. `options` are those of each group."""
     key, equals, value = text.partition("=")
     key = key.lstrip("+~")
     if not equals:

@@ -1,0 +1,82 @@
+"""Under torchrun: the same run in the same single directory."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness import Ended, assert_same_bits, finished
+from tests.launch.test_local import assert_gone, wait_for
+from tests.test_resume import RUN
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(ROOT / "train.py")]
+DDP = [*RUN, "parallel=ddp"]
+
+
+def torchrun(*overrides: str, root: Path) -> Ended:
+    command = [*TORCHRUN, *overrides, f"run.root={root}"]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+    return Ended(done.returncode, done.stdout, root)
+
+
+def test_torchrun_gives_the_same_run_as_our_own_workers(tmp_path: Path) -> None:
+    ours = finished(*DDP, "launch.nproc_per_node=2", root=tmp_path / "ours")
+    theirs = torchrun(*DDP, root=tmp_path / "theirs")
+    assert theirs.code == 0, theirs.output
+    assert theirs.directory.relative_to(theirs.root) == ours.directory.relative_to(ours.root)
+    assert_same_bits(theirs, ours)
+    again = torchrun(*DDP, root=tmp_path / "theirs")
+    assert again.code == 0 and again.output.count("finished already") == 1, again.output
+
+
+def test_a_wrong_configuration_is_reported_once_and_makes_no_directory(tmp_path: Path) -> None:
+    failed = torchrun(*DDP, "optimizer.lrr=1", root=tmp_path / "runs")
+    assert failed.code != 0
+    assert failed.output.count("optimizer.lrr: unknown key (did you mean optimizer.lr?)") == 1, failed.output
+    assert not failed.root.exists()
+
+
+def test_kill_9_of_torchrun_leaves_no_orphan(tmp_path: Path) -> None:
+    long = [*DDP, "trainer.max_epochs=100000", f"run.root={tmp_path / 'runs'}"]
+    agent = subprocess.Popen([*TORCHRUN, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=60, what="a checkpoint")
+        workers = [child.pid for child in psutil.Process(agent.pid).children(recursive=True)]
+        assert len(workers) >= 2
+        os.kill(agent.pid, signal.SIGKILL)
+        assert_gone(workers)
+    finally:
+        agent.kill()
+        agent.wait()
+
+
+LONG = [*DDP, "trainer.max_epochs=100", "trainer.eval_every=null", "trainer.log_every=100", "checkpoint.every=100"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*LONG, "launch.nproc_per_node=2", root=tmp_path_factory.mktemp("whole") / "runs")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_stopped_by_a_signal_leaves_a_checkpoint_to_continue_from(
+    signum: int, whole: Ended, tmp_path: Path
+) -> None:
+    agent = subprocess.Popen(
+        [*TORCHRUN, *LONG, f"run.root={tmp_path / 'runs'}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=60, what="a checkpoint")
+        agent.send_signal(signum)
+        agent.wait(timeout=60)
+    finally:
+        agent.kill()
+        agent.wait()
+    stopped = Ended(agent.returncode, "", tmp_path / "runs")
+    assert stopped.summary["status"] == "preempted"
+    assert_same_bits(finished(*LONG, "launch.nproc_per_node=2", root=tmp_path / "runs"), whole)

@@ -1,0 +1,148 @@
+"""The configuration: what a run's identity depends on, what is frozen, what is printed, and sweeps."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from framework.config import compose, freeze, groups, options, sweep_points, thaw
+from tests.harness import assert_same_bits, finished
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def run_id(*overrides: str) -> str:
+    config, problems = compose(list(overrides))
+    assert not problems
+    return config["run"]["id"]
+
+
+@pytest.mark.parametrize("override", [
+    "name=other", "backend=gloo", "launch.nproc_per_node=4", "launch.max_restarts=0", "launch.timeout_s=5",
+    "logger=tensorboard", "logger=[tensorboard,wandb]", "run.root=elsewhere", "run.dir=there", "run.resume=never",
+    "checkpoint.every=7", "checkpoint.keep_last=1", "checkpoint.keep_best=3", "dataset.num_workers=2",
+])  # fmt: skip
+def test_how_a_run_is_executed_is_not_in_its_id(override: str) -> None:
+    assert run_id(override) == run_id()
+
+
+@pytest.mark.parametrize("override", [
+    "seed=1", "global_batch_size=32", "micro_batch_size=8", "drop_last=true", "trainer.max_steps=10", "trainer.max_epochs=1",
+    "trainer.eval_every=7", "trainer.clip_grad_norm=1", "trainer.ema_decay=0.9", "model=mlp", "model.dropout=0.1",
+    "dataset=synthetic", "dataset.augment=true", "task.label_smoothing=0.1", "optimizer=sgd", "optimizer.lr=1",
+    "scheduler=constant", "scheduler.warmup_steps=3", "precision=fp64", "parallel=ddp",
+])  # fmt: skip
+def test_what_a_run_computes_is_in_its_id(override: str) -> None:
+    assert run_id(override) != run_id()
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    (["seed=1", "model=mlp", "model.dim=32"], ["model.dim=32", "model=mlp", "seed=1"]),
+    (["optimizer.lr=1"], ["optimizer.lr=1.0"]),
+    (["optimizer.lr=1e-3"], ["optimizer.lr=0.001"]),
+    (["seed=0", "model=cnn", "optimizer=adamw", "trainer.max_epochs=40", "optimizer.lr=2e-3"], []),
+    (["+seed=3", "++model=mlp"], ["seed=3", "model=mlp"]),
+    (["seed=3"], ["seed=2", "seed=3"]),
+    (["trainer={max_steps:3}"], ["trainer.max_steps=3"]),
+    (["experiment=null"], []),
+])  # fmt: skip
+def test_commands_that_mean_the_same_are_the_same_run(one: list[str], other: list[str]) -> None:
+    assert compose(one) == compose(other)
+    assert run_id(*one) == run_id(*other)
+
+
+def test_true_is_not_one() -> None:
+    assert run_id("optimizer=sgd", "optimizer.nesterov=true") != run_id("optimizer=sgd", "optimizer.nesterov=false")
+
+
+@pytest.mark.parametrize(("group", "option"), [(group, option) for group in groups() for option in options(group)])
+def test_every_option_fits_the_schema(group: str, option: str) -> None:
+    from framework.schema import schema_problems
+
+    config, problems = compose([f"{group}={option}"])
+    allowed = {"dataset.vocab_size", "model.image_size"}  # to be given by the user, or by the data
+    assert not [problem for problem in problems + schema_problems(config) if problem.key not in allowed]
+
+
+def test_a_frozen_configuration_comes_back_and_a_changed_one_is_refused(tmp_path: Path) -> None:
+    config, _ = compose(["optimizer.lr=3", "model.channels=[4,8]"])
+    frozen = freeze(config, tmp_path)
+    assert thaw(frozen) == config
+    frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))
+    with pytest.raises(ValueError, match="has changed since this run was started"):
+        thaw(frozen)
+
+
+def test_a_frozen_configuration_is_tied_to_its_command(tmp_path: Path) -> None:
+    frozen = freeze(compose(["seed=1"])[0], tmp_path)
+    freeze(compose(["seed=2"])[0], tmp_path)
+    with pytest.raises(ValueError, match="has changed"):
+        thaw(frozen)
+
+
+def train(*arguments: str, directory: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, str(REPOSITORY / "train.py"), *arguments], cwd=directory, capture_output=True,
+                          text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, timeout=120)  # fmt: skip
+
+
+def test_cfg_prints_the_composition(tmp_path: Path) -> None:
+    overrides = ["model=mlp", "seed=3", "name=x", "logger=[tensorboard,wandb]", "optimizer.lr=1e-3"]
+    printed = train("--cfg", "job", "--resolve", *overrides, directory=tmp_path)
+    assert (printed.returncode, printed.stderr) == (0, "")
+    assert yaml.safe_load(printed.stdout) == compose(overrides)[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_every_group_option_and_key(tmp_path: Path) -> None:
+    printed = train("--help", "lr=1", directory=tmp_path)  # whatever else is wrong, help is help
+    assert (printed.returncode, printed.stderr) == (0, "")
+    for group in groups():
+        assert not options(group) or f"\n  {group}\n" in printed.stdout
+        for option in options(group):
+            assert f"    {option} " in printed.stdout or f"  * {option} " in printed.stdout
+    for key in ("seed=0", "trainer.max_steps=null", "trainer.early_stopping.patience=null", "run.root=runs"):
+        assert f"\n  {key} " in printed.stdout
+    assert max(map(len, printed.stdout.splitlines())) <= 120
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_option_and_key_says_what_it_is() -> None:
+    from framework.help import help_text
+
+    listing = help_text().partition("\nGroups")[2].splitlines()
+    bare = [
+        line for line in listing if line.startswith("  ") and len(line.split()) < 3 and line.split()[0] not in groups()
+    ]
+    assert not bare
+
+
+TINY = ["trainer.max_epochs=null", "trainer.max_steps=2", "model.channels=[4]"]
+
+
+def test_a_sweep_is_its_runs(tmp_path: Path) -> None:
+    ended = train("-m", "seed=1,2", *TINY, f"run.root={tmp_path}/sweep", directory=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    found = {yaml.safe_load(path.read_text())["seed"]: path.parent for path in tmp_path.glob("sweep/*/*/config.yaml")}
+    assert sorted(found) == [1, 2]
+    for seed, directory in found.items():
+        alone = finished(*TINY, f"seed={seed}", root=tmp_path / f"alone_{seed}")
+        assert alone.directory.name == directory.name
+        assert (alone.directory / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+    again = train("-m", "seed=1,2", *TINY, f"run.root={tmp_path}/sweep", directory=tmp_path)
+    assert again.returncode == 0
+    assert (again.stdout + again.stderr).count("finished already, at step 2") == 2
+
+
+def test_sweep_points_hold_every_value() -> None:
+    assert sweep_points(["a=1,2", "b=x", "hydra.verbose=true", "c=range(3)"]) == [
+        ["a=1", "b=x", "c=0"], ["a=2", "b=x", "c=0"], ["a=1", "b=x", "c=1"], ["a=1", "b=x", "c=2"],
+    ]  # fmt: skip
+
+
+def test_the_same_command_is_the_same_run(tmp_path: Path) -> None:
+    first, second = (finished(*TINY, root=tmp_path / name) for name in ("one", "two"))
+    assert first.directory.name == second.directory.name
+    assert_same_bits(first, second)

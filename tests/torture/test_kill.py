@@ -1,0 +1,109 @@
+"""Twenty random kill -9, each followed by the same command: the run ends with the bits it would have had."""
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.checkpoint.store import CheckpointStore
+from framework.environment import Environment
+from framework.trainer import Trainer
+from tests.harness import assert_same_bits, command, finished
+from tests.test_resume import RUN, STRATEGIES
+
+NUM_KILLS = 20
+LONG = [*RUN, "trainer.max_epochs=16", "trainer.eval_every=9", "checkpoint.every=3"]  # 112 steps
+
+
+@dataclass(frozen=True)
+class Kill:
+    victims: str  # "worker", "all workers" or "parent"
+    rank: int
+    in_save: bool
+    after: int  # steps of this attempt; in a save, calls that touch the disk
+
+    @classmethod
+    def draw(cls, rng: random.Random, *, number: int, num_ranks: int) -> "Kill":
+        in_save = number % 4 == 0
+        return cls(
+            victims=rng.choice(["worker", "all workers", "parent"]) if num_ranks > 1 else "parent",
+            rank=rng.randrange(num_ranks),
+            in_save=in_save,
+            after=rng.randrange(14) if in_save else rng.randrange(1, 8),
+        )
+
+    def plant(self) -> None:
+        self._plant_in_save() if self.in_save else self._plant_after_steps()
+
+    def _strike(self) -> None:
+        num_ranks = Environment.read().world_size
+        if self.victims == "all workers" and num_ranks > 1:
+            siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+            for pid in siblings:
+                if int(pid) != os.getpid():
+                    os.kill(int(pid), signal.SIGKILL)
+        if self.victims == "parent" and num_ranks > 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _plant_after_steps(self) -> None:
+        original, done = Trainer.train_step, [0]
+
+        def train_step(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            result = original(trainer, *args, **kwargs)
+            done[0] += 1
+            if done[0] == self.after and Environment.read().rank == self.rank:
+                self._strike()
+            return result
+
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+
+    def _plant_in_save(self) -> None:
+        """Strike at the n-th call inside the attempt's saves that reads, flushes, renames or deletes a file."""
+        save, calls, is_saving = CheckpointStore.save, [0], [False]
+
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if is_saving[0] and Environment.read().rank == self.rank:
+                    if calls[0] == self.after:
+                        self._strike()
+                    calls[0] += 1
+                return function(*args, **kwargs)
+
+            return call
+
+        def watched(store: CheckpointStore, *args: Any, **kwargs: Any) -> Any:
+            is_saving[0] = True
+            try:
+                return save(store, *args, **kwargs)
+            finally:
+                is_saving[0] = False
+
+        CheckpointStore.save = watched  # type: ignore[method-assign]
+        for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (shutil, "rmtree")):
+            setattr(module, name, counted(getattr(module, name)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
+def test_twenty_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")  # shown if the test fails: put it above to repeat
+    rng = random.Random(seed)
+    line = [*LONG, *STRATEGIES[strategy], "launch.max_restarts=0"]
+    num_ranks = 1 if strategy == "single" else 2
+    whole = finished(*line, root=tmp_path / "whole")
+    for number in range(NUM_KILLS):
+        kill = Kill.draw(rng, number=number, num_ranks=num_ranks)
+        killed = command(*line, root=tmp_path / "killed", before=kill.plant)
+        assert killed.code in (1, -signal.SIGKILL), f"{kill} did not strike\n{killed.output}"
+    ended = finished(*line, root=tmp_path / "killed")
+    assert_same_bits(ended, whole)
+    assert ended.summary["restarts"] >= 1
