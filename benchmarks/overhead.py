@@ -119,5 +119,95 @@ def report_steps() -> None:
         print(f"{name:16} {bare:9.0f} {fused:12.0f} {ours:10.0f} {ours / bare:7.3f} {ours - bare:9.1f}")
 
 
+BARE_FIRST_STEP = """
+import time
+import torch
+imported = time.time()
+import torch.nn.functional as F
+torch.manual_seed(0)
+def layer(i, o, stride): return torch.nn.Sequential(torch.nn.Conv2d(i, o, 3, stride, 1), torch.nn.GroupNorm(8, o), torch.nn.ReLU())
+model = torch.nn.Sequential(layer(1, 32, 1), layer(32, 32, 2), layer(32, 64, 1), layer(64, 64, 1),
+                            torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(64, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+images, labels = torch.rand(1258, 1, 8, 8), torch.randint(10, (1258,))
+F.cross_entropy(model(images[:64]), labels[:64]).backward()
+optimizer.step()
+print(imported, time.time())
+"""
+
+FRAMEWORK_FIRST_STEP = """
+import sys, time
+marks = [("interpreter", time.time())]
+sys.path.insert(0, ROOT)
+from framework.launch import start
+marks.append(("import hydra, pydantic, numpy", time.time()))
+def mark_after(owner, attribute, name):
+    original = getattr(owner, attribute)
+    def call(*args, **kwargs):
+        try:
+            return original(*args, **kwargs)
+        finally:
+            marks.append((name, time.time()))
+    setattr(owner, attribute, call)
+mark_after(start, "compose", "compose")
+mark_after(start.preflight, "check", "preflight")
+def import_torch(config):
+    import torch
+    marks.append(("import torch", time.time()))
+    problems = check_objects(config)
+    marks.append(("model and optimizer checked", time.time()))
+    from framework.launch.worker import work
+    from framework import build
+    from framework.trainer import Trainer
+    from framework.world import World
+    mark_after(build, "trainer", "data, model, optimizer")
+    mark_after(Trainer, "train_step", "first step")
+    marks.append(("import the rest", time.time()))
+    return problems
+check_objects, start.preflight.check_objects = start.preflight.check_objects, import_torch
+start.start(["run.root=" + FOLDER, "trainer.max_epochs=null", "trainer.max_steps=1"])
+print(*(f"{name}={when}" for name, when in marks), sep=chr(10))
+"""
+
+
+def first_step_s(program: str) -> tuple[float, str]:
+    """Run a program in a new interpreter. Returns the time at which it was started and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = program.replace("ROOT", repr(str(ROOT))).replace("FOLDER", repr(folder))
+        start = time.time()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return start, done.stdout
+
+
+def report_start() -> None:
+    bare, imports, ours = [], [], []
+    causes: dict[str, list[float]] = {}
+    for _ in range(NUM_ROUNDS):
+        start, printed = first_step_s(BARE_FIRST_STEP)
+        imported, ended = map(float, printed.split())
+        imports.append(imported - start)
+        bare.append(ended - start)
+        start, printed = first_step_s(FRAMEWORK_FIRST_STEP)
+        before = start
+        for line in printed.splitlines():
+            name, _, when = line.rpartition("=")
+            causes.setdefault(name, []).append(float(when) - before)
+            before = float(when)
+        ours.append(before - start)
+    print(f"\nfrom the command to the end of the first step, seconds (medians of {NUM_ROUNDS} rounds)\n")
+    print(f"{'bare: import torch':34} {statistics.median(imports):6.2f}")
+    print(f"{'bare: to its first step':34} {statistics.median(bare):6.2f}")
+    for name, seconds in causes.items():
+        print(f"{'  ' + name:34} {statistics.median(seconds):6.2f}")
+    ratio = statistics.median(ours) / statistics.median(bare)
+    print(f"{'framework: to its first step':34} {statistics.median(ours):6.2f}   ratio {ratio:.2f}")
+
+
 if __name__ == "__main__":
-    report_steps()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["steps", "start", "all"], default="all")
+    what = parser.parse_args().what
+    if what in ("steps", "all"):
+        report_steps()
+    if what in ("start", "all"):
+        report_start()

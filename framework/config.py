@@ -1,4 +1,4 @@
-"""Composing, identifying and freezing the configuration: from a command line to the one file that all processes read."""
+"""Composing, identifying and freezing the configuration: from a command line to the one file all processes read."""
 
 import hashlib
 import json
@@ -56,8 +56,8 @@ def _digest(plain: Any) -> str:
 
 def _resolve_run_id(_root_: DictConfig) -> str:
     # the branches that the identity leaves out are the ones that mention the id
-    plain = {
-        key: OmegaConf.to_container(_root_[key], resolve=True) if OmegaConf.is_config(_root_[key]) else _root_[key]
+    plain: dict[str, Any] = {
+        str(key): OmegaConf.to_container(_root_[key], resolve=True) if OmegaConf.is_config(_root_[key]) else _root_[key]
         for key in _root_
         if key not in EXECUTION
     }
@@ -221,6 +221,8 @@ def _with_null(config: DictConfig, key: str) -> DictConfig:
 
 
 def _one_line(error: Exception) -> str:
+    if "ecursi" in str(error):  # OmegaConf tells one kind itself, and of the other only how deep Python's stack is
+        return "it refers to itself"
     return " ".join(str(error).split("\n    full_key:")[0].split())
 
 

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Install the Debian packages that some tests read (they say so when skipped): Fashion-MNIST. Needs root and apt.
+set -euo pipefail
+apt-get update -qq
+DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends dataset-fashion-mnist
