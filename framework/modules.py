@@ -22,6 +22,16 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def batch_dependent_layers(model: nn.Module) -> list[str]:
+    """Return the kinds of layers, sorted, that couple the samples of a micro-batch or draw randomness for it."""
+    kinds = set()
+    for layer in model.modules():
+        is_dropout = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
+        if is_dropout or isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            kinds.add(type(layer).__name__)
+    return sorted(kinds)
+
+
 def recompute_activations(model: nn.Module) -> None:
     """Keep only the inputs of the model's blocks and run their forward again in the backward pass: memory for time.
 

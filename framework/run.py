@@ -12,6 +12,7 @@ from framework.curves import draw_curves
 from framework.files import flush_directory
 from framework.log import LOGGER
 from framework.loggers.sink import RunInfo
+from framework.modules import batch_dependent_layers
 from framework.metrics import read_rows, write_rows
 from framework.outcome import Exit, NoValidCheckpoint, RunEnded
 from framework.run_directory import RunDirectory
@@ -87,6 +88,10 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
     if world.rank == 0:
         LOGGER.info("%s", f"training {num_parameters:,} parameters for {info.total_steps} steps on {world.world_size} x "
                           f"{world.device.type}, in {directory.path}")  # fmt: skip
+        kinds = batch_dependent_layers(trainer.engine.module)
+        if kinds and trainer.engine.mesh is not None and config["micro_batch_size"] is None:
+            LOGGER.warning("the model has %s: what it computes depends on the number of processes unless "
+                           "micro_batch_size is set", " and ".join(kinds))  # fmt: skip
     trainer.recorder.open(
         info,
         world_size=world.world_size,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from framework.config import Frozen
 from framework.environment import Environment
+from framework.launch.parent import die_with_parent
 from framework.log import LOGGER
 from framework.outcome import Exit
 
@@ -13,7 +14,7 @@ from framework.outcome import Exit
 def join(overrides: list[str], *, environment: Environment) -> int:
     """Run this rank's part. Rank 0 alone composes, checks and makes the directory."""
     from framework.launch.start import Begun, begin
-    from framework.launch.worker import die_with_parent, work
+    from framework.launch.worker import work
 
     die_with_parent()
     if environment.rank == 0:

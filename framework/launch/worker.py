@@ -1,10 +1,8 @@
 """What a worker process does, however it was started: read the frozen configuration, join the others, run."""
 
-import ctypes
 import json
 import logging
 import os
-import signal
 import time
 import traceback
 from pathlib import Path
@@ -14,13 +12,12 @@ import torch
 from framework import log
 from framework.config import Frozen, thaw
 from framework.environment import Environment
+from framework.launch.parent import die_with_parent
 from framework.log import LOGGER
 from framework.preemption import PREEMPTION
 from framework.run import execute
 from framework.run_directory import RunDirectory
 from framework.world import World
-
-_PR_SET_PDEATHSIG = 1
 
 
 def work(frozen: Frozen, scratch: Path | None) -> int:
@@ -50,17 +47,6 @@ def work_in_child(frozen: Frozen, scratch: Path | None) -> int:
     die_with_parent()
     PREEMPTION.speaks = False
     return work(frozen, scratch)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however it dies (Linux; elsewhere nothing happens)."""
-    parent = os.getppid()
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except AttributeError:
-        return
-    if os.getppid() != parent:  # it died before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _check_configuration(world: World, frozen: Frozen) -> None:

@@ -1,0 +1,41 @@
+"""The jobs of a sweep, one after the other, each in a process of its own."""
+
+import multiprocessing
+import os
+import sys
+
+from framework.launch.parent import die_with_parent
+from framework.launch.start import start
+from framework.outcome import Exit
+from framework.preemption import PREEMPTION
+
+
+def start_in_child(overrides: list[str]) -> int:
+    """Run one command line to its end in a forked child. Returns its exit code.
+
+    What a job leaves in its process (memory, CUDA, the threads of OpenMP, which a later fork would not survive) is gone
+    with it. torch is imported here, once, for all jobs.
+    """
+    import torch  # noqa: F401
+
+    PREEMPTION.watch()
+    PREEMPTION.speaks = False  # the job does
+    if PREEMPTION.requested:
+        return Exit.PREEMPTED
+    sys.stdout.flush()
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(overrides,))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
+
+
+def _run(overrides: list[str]) -> None:
+    die_with_parent()
+    os._exit(_flushed(start(overrides)))
+
+
+def _flushed(code: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
