@@ -6,6 +6,7 @@ from pathlib import Path
 from framework.config import force_values, register_resolvers, sweep_points
 from framework.help import help_text
 from framework.launch.start import check, report, start
+from framework.launch.sweep import start_in_child
 from framework.outcome import Exit
 from framework.syntax import split_flags
 
@@ -38,7 +39,7 @@ def _through_hydra(arguments: list[str]) -> int:
     def run_job(config: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
         GlobalHydra.instance().clear()  # a run composes for itself
-        codes.append(start(overrides))
+        codes.append(start_in_child(overrides))
         if codes[-1] == Exit.PREEMPTED:  # so is the sweep: the same command continues both
             sys.exit(Exit.PREEMPTED)
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_object
 
 from framework.data.source import Dataset
-from framework.schema import Problem, arguments_of
+from framework.problems import Problem
+from framework.signatures import arguments_of
 
 if TYPE_CHECKING:
     from torch import nn

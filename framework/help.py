@@ -44,7 +44,8 @@ def _line(left: str, right: str, *, width: int) -> str:
 
 
 def _comment(group: str, name: str) -> str:
-    first = (CONF / group / f"{name}.yaml").read_text().partition("\n")[0]
+    lines = (CONF / group / f"{name}.yaml").read_text().splitlines()
+    first = next((line for line in lines if not line.startswith("# @package")), "")
     return first.removeprefix("# ") if first.startswith("#") else ""
 
 

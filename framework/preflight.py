@@ -10,7 +10,7 @@ from typing import Any
 
 from framework import build
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
-from framework.config import frozen_run_id
+from framework.config import frozen_run_id, options
 from framework.problems import Problem, did_you_mean, shown
 from framework.ranges import MESH_AXES
 from framework.run_directory import RunDirectory
@@ -52,7 +52,16 @@ def _check_data(config: Config) -> tuple[Config, list[Problem]]:
         config, unfilled = build.complete_model(config, dict(dataset.info))
     except Exception as error:  # a constructor refuses its arguments
         return config, [_from_error("dataset", error)]
-    return config, problems or unfilled  # with the data missing, what it would give is not known either
+    problems = problems or unfilled  # with the data missing, what it would give is not known either
+    return config, problems + _task_problems(config, getattr(dataset, "task", None))
+
+
+def _task_problems(config: Config, made_for: str | None) -> list[Problem]:
+    """Refuse another of our own tasks than the one that the data's targets are for; a task of the user's may be any."""
+    chosen = str(config["task"].get("_target_")).split(".")[-2:][0]
+    if made_for is None or chosen == made_for or chosen not in options("task"):
+        return []
+    return [Problem("task", f"{chosen} does not go with this dataset", f"task={made_for}")]
 
 
 def _from_line(line: str) -> Problem:

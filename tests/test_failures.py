@@ -1,16 +1,18 @@
 """A run that fails says what, where and why, leaves what it had, and no process."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
+from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
 from framework.engine import DataParallelEngine
 from framework.environment import Environment
-from tests.harness import command
-from tests.test_resume import RUN, STRATEGIES
+from tests.harness import assert_same_bits, command, finished
+from tests.test_resume import RUN, STRATEGIES, after_step, preempt
 
 
 def plant_error(rank: int) -> None:
@@ -29,7 +31,7 @@ def test_an_error_in_a_worker_is_told_in_three_lines(strategy: str, rank: int, t
     line = [*RUN, *STRATEGIES[strategy], "launch.max_restarts=0"]
     failed = command(*line, root=tmp_path / "runs", before=lambda: plant_error(rank))
     assert failed.code == 1
-    told = failed.output[failed.output.index("[rank") :].splitlines()
+    told = failed.output[failed.output.index("[rank 0] ERROR") :].splitlines()
     assert told[0] == f"[rank 0] ERROR: rank {rank} failed: LookupError: the planted fault"
     assert told[1].startswith("  at ") and told[1].endswith("in forward_backward")
     assert told[2] == f"  the whole story is in {failed.directory / 'train.log'}"
@@ -80,3 +82,29 @@ def test_data_that_cannot_be_loaded_ends_the_run_at_once(strategy: str, tmp_path
     failed = command(*line, root=tmp_path / "runs", before=plant_broken_data, timeout_s=30)
     assert failed.code == 1
     assert "ValueError: dataset.root: the planted broken file" in failed.output
+
+
+def plant_full_disk() -> None:
+    """From the first save on, no file may grow beyond 16 KiB: rows and log fit, a checkpoint's tensors do not."""
+    save = CheckpointStore.save
+
+    def limited(*args, **kwargs):  # type: ignore[no-untyped-def]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
+        return save(*args, **kwargs)
+
+    CheckpointStore.save = limited  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_last_one_intact(
+    strategy: str, tmp_path: Path
+) -> None:
+    line = [*RUN, *STRATEGIES[strategy], "model.channels=[16,32]", "trainer.log_every=5"]
+    whole = finished(*line, root=tmp_path / "whole")
+    begun = command(*line, root=tmp_path / "runs", before=after_step(6, preempt))
+    assert begun.code == 75, begun.output
+    failed = command(*line, root=tmp_path / "runs", before=plant_full_disk)
+    assert failed.code == 74, failed.output
+    assert "checkpoint not written: rank 0: " in failed.output
+    assert failed.summary["status"] == "failed"
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)

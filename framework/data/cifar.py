@@ -20,6 +20,7 @@ NUM_TRAIN = 50_000
 class CIFAR10:
     """torchvision's files, root/cifar-10-batches-py; val is the last `num_val` of the training set."""
 
+    task = "classification"
     info: Mapping[str, int] = {"in_channels": 3, "image_size": 32, "num_classes": 10}
 
     def __init__(
@@ -55,6 +56,7 @@ class CIFAR10:
 class CIFAR100:
     """torchvision's files, root/cifar-100-python, fine labels; val is the last `num_val` of the training set."""
 
+    task = "classification"
     info: Mapping[str, int] = {"in_channels": 3, "image_size": 32, "num_classes": 100}
 
     def __init__(

@@ -24,6 +24,7 @@ class Digits:
     permutation of it, the same for every seed: runs that differ in their seed are compared on the same test set.
     """
 
+    task = "classification"
     info: Mapping[str, int] = {"in_channels": 1, "image_size": 8, "num_classes": 10}
 
     def __init__(self, *, augment: bool = False, num_workers: int = 0):

@@ -19,6 +19,7 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # the package dataset-fashio
 class FashionMNIST:
     """The four IDX files in torchvision's place, root/FashionMNIST/raw, else in that of Debian's package."""
 
+    task = "classification"
     info: Mapping[str, int] = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
     def __init__(

@@ -30,6 +30,8 @@ class ImageFolder:
     decoded sample by sample whenever it is used, and wants `num_workers`.
     """
 
+    task = "classification"
+
     def __init__(
         self,
         *,

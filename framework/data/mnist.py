@@ -18,6 +18,7 @@ MEAN, STD = (0.1307,), (0.3081,)
 class MNIST:
     """The four IDX files in torchvision's place, root/MNIST/raw."""
 
+    task = "classification"
     info: Mapping[str, int] = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
     def __init__(

@@ -39,6 +39,7 @@ class Dataset(Protocol):
     """
 
     num_workers: int
+    task: str  # which of the framework's tasks its targets are made for; may be left out
 
     @property
     def info(self) -> Mapping[str, int]:

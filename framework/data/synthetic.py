@@ -63,6 +63,10 @@ class Synthetic:
         self.num_workers = num_workers
 
     @property
+    def task(self) -> str:
+        return {"images": "classification", "tokens": "language_modeling", "vectors": "regression"}[self.kind]
+
+    @property
     def info(self) -> Mapping[str, int]:
         if self.kind == "tokens":
             return {"vocab_size": self.vocab_size, "seq_len": self.seq_len}

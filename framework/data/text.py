@@ -24,6 +24,8 @@ class Text:
     With `root: null` the text is that of the running Python, and another version of Python is another text.
     """
 
+    task = "language_modeling"
+
     def __init__(
         self,
         *,

@@ -24,6 +24,8 @@ class Tokens:
     last million of each file, and for every batch when it is read.
     """
 
+    task = "language_modeling"
+
     def __init__(
         self,
         *,

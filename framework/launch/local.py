@@ -53,7 +53,8 @@ def _launch_group(config: dict[str, Any], *, frozen: Frozen, scratch: Path) -> i
     # a forked child cannot use CUDA if its parent has; and what a CPU worker needs, it inherits imported
     start_method = "spawn" if torch.cuda.is_available() else "fork"
     importlib.import_module(config["parallel"]["_target_"].rpartition(".")[0])
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report, in three lines
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we report, in three lines
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", message=".*fork.*multi-threaded", category=DeprecationWarning)
     agent = LaunchConfig(
         min_nodes=1,

@@ -12,7 +12,7 @@ from framework.log import LOGGER
 from framework.outcome import Exit
 from framework.preemption import PREEMPTION
 from framework.run_directory import Busy, Lock, RunDirectory
-from framework.schema import Problem
+from framework.problems import Problem
 
 
 def start(overrides: list[str]) -> int:
