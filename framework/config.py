@@ -1,13 +1,9 @@
-"""Composing, identifying and freezing the configuration: from a command line to the one file all processes read."""
+"""Composing and identifying the configuration: from a command line to plain, resolved data."""
 
-import hashlib
-import json
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from framework.files import write_atomically
+from framework.frozen import digest_of
 from framework.problems import Problem, did_you_mean, shown
 from framework.syntax import syntax_problem
 
@@ -32,7 +28,7 @@ EXECUTION = (
 def identity(config: dict[str, Any]) -> str:
     """Return the run's id: 12 hexadecimal digits that hash everything that decides what is computed."""
     kept = {key: value for key, value in _flat(config).items() if not _is_execution(key)}
-    return _digest(kept)[:12]
+    return digest_of(kept)[:12]
 
 
 def _is_execution(key: str) -> bool:
@@ -48,10 +44,6 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             # lr=1 and lr=1.0 are the same command
             flat[prefix + key] = int(value) if isinstance(value, float) and value.is_integer() else value
     return flat
-
-
-def _digest(plain: Any) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def _resolve_run_id(_root_: DictConfig) -> str:
@@ -240,42 +232,6 @@ def sweep_points(overrides: list[str]) -> list[list[str]]:
         elif not text.startswith("hydra"):
             first.append(text)
     return [first, *([*first[:place], value, *first[place + 1 :]] for place, value in others)]
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """The frozen configuration on disk: all that the processes of a run share."""
-
-    path: Path
-    digest: str
-
-
-def freeze(config: dict[str, Any], directory: Path) -> Frozen:
-    """Write `config` with its hash to `directory`/config.yaml, whole or not at all."""
-    digest = _digest(config)
-    path = directory / "config.yaml"
-    text = yaml.safe_dump(config, sort_keys=False) + f"hash: {digest}\n"
-    write_atomically(path, text)
-    return Frozen(path=path, digest=digest)
-
-
-def thaw(frozen: Frozen) -> dict[str, Any]:
-    """Read a frozen configuration. ValueError if it is not the one that was frozen."""
-    config = yaml.safe_load(frozen.path.read_text())
-    stored = config.pop("hash", None)
-    actual = _digest(config)
-    if not stored == actual == frozen.digest:
-        raise ValueError(f"{frozen.path} has changed since this run was started (hash {actual[:12]}, frozen as "
-                         f"{frozen.digest[:12]}); start the command again")
-    return config
-
-
-def frozen_run_id(directory: Path) -> str | None:
-    """Return the id of the run whose directory this is, or None if no run has been frozen there."""
-    try:
-        return yaml.safe_load((directory / "config.yaml").read_text())["run"]["id"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return None
 
 
 def force_values(arguments: list[str]) -> list[str]:

@@ -38,10 +38,10 @@ class Preemption:
         children = multiprocessing.active_children()
         if self._times >= 2:  # the person at the terminal means it: as safe as kill -9, and as quick
             for child in children:
-                os.kill(child.pid, signal.SIGKILL)
+                child.kill()
             os._exit(128 + signal.SIGINT)
         for child in children:
-            os.kill(child.pid, signal.SIGTERM)  # TERM for whatever came: Ctrl-C has reached the children already
+            child.terminate()  # TERM for whatever came: Ctrl-C has reached the children already
 
 
 PREEMPTION = Preemption()

@@ -10,7 +10,8 @@ from typing import Any
 
 from framework import build
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
-from framework.config import frozen_run_id, options
+from framework.config import options
+from framework.frozen import frozen_run_id
 from framework.problems import Problem, did_you_mean, shown
 from framework.ranges import MESH_AXES
 from framework.run_directory import RunDirectory

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.config import compose, freeze, groups, options, sweep_points, thaw
+from framework.config import compose, groups, options, sweep_points
+from framework.frozen import freeze, thaw
 from framework.help import help_text
 from framework.problems import Problem
 from framework.schema import schema_problems

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the ground up. A name with a slash at its end is a package; a package's modules may import each other.
 FLOORS = [
-    ["environment", "log", "keys", "splitmix", "files", "outcome", "problems", "ranges", "signatures", "schema", "syntax",
+    ["environment", "log", "keys", "splitmix", "files", "frozen", "outcome", "problems", "ranges", "signatures", "schema", "syntax",
      "config", "help", "preemption", "world", "run_directory", "torchvision_import"],
     ["engine", "modules", "optim", "schedules", "precision", "metrics", "checkpoint/", "tasks/"],
     ["parallel/", "data/", "loggers/"],

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from framework.config import Frozen
+from framework.frozen import Frozen
 from framework.launch.worker import work, work_in_child
 from framework.log import LOGGER
 from framework.outcome import Exit

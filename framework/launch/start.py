@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from framework import log, preflight
-from framework.config import Frozen, compose, freeze
+from framework.config import compose
 from framework.environment import Environment
+from framework.frozen import Frozen, freeze
 from framework.log import LOGGER
 from framework.outcome import Exit
 from framework.preemption import PREEMPTION

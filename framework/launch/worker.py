@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from framework import log
-from framework.config import Frozen, thaw
 from framework.environment import Environment
+from framework.frozen import Frozen, thaw
 from framework.launch.parent import die_with_parent
 from framework.log import LOGGER
 from framework.preemption import PREEMPTION

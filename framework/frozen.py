@@ -1,0 +1,52 @@
+"""The frozen configuration: the one file that all processes of a run share, and the hash by which they know it."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.files import write_atomically
+
+
+def digest_of(plain: Any) -> str:
+    """Return the SHA-256 of plain data, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The frozen configuration on disk: all that the processes of a run share."""
+
+    path: Path
+    digest: str
+
+
+def freeze(config: dict[str, Any], directory: Path) -> Frozen:
+    """Write `config` with its hash to `directory`/config.yaml, whole or not at all."""
+    digest = digest_of(config)
+    path = directory / "config.yaml"
+    text = yaml.safe_dump(config, sort_keys=False) + f"hash: {digest}\n"
+    write_atomically(path, text)
+    return Frozen(path=path, digest=digest)
+
+
+def thaw(frozen: Frozen) -> dict[str, Any]:
+    """Read a frozen configuration. ValueError if it is not the one that was frozen."""
+    config = yaml.safe_load(frozen.path.read_text())
+    stored = config.pop("hash", None)
+    actual = digest_of(config)
+    if not stored == actual == frozen.digest:
+        raise ValueError(f"{frozen.path} has changed since this run was started (hash {actual[:12]}, frozen as "
+                         f"{frozen.digest[:12]}); start the command again")
+    return config
+
+
+def frozen_run_id(directory: Path) -> str | None:
+    """Return the id of the run whose directory this is, or None if no run has been frozen there."""
+    try:
+        return yaml.safe_load((directory / "config.yaml").read_text())["run"]["id"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
