@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ print(imported, time.time())
 """
 
 FRAMEWORK_FIRST_STEP = """
-import sys, time
+import os, sys, time
+PARENT = os.getpid()
 marks = [("interpreter", time.time())]
 sys.path.insert(0, ROOT)
 from framework.launch import start
@@ -161,46 +163,61 @@ def import_torch(config):
     from framework.trainer import Trainer
     from framework.world import World
     mark_after(build, "trainer", "data, model, optimizer")
-    mark_after(Trainer, "train_step", "first step")
+    original = Trainer.train_step
+    def first_step(*args, **kwargs):  # in a forked worker: its marks would be lost
+        original(*args, **kwargs)
+        with open(FOLDER + "/marks", "a") as file:
+            print(*(f"{name}={when}" for name, when in [*marks, ("first step", time.time())]), sep=chr(10), file=file)
+        os._exit(0) if os.environ.get("WORLD_SIZE", "1") == "1" else os.kill(PARENT, 9)
+    Trainer.train_step = first_step
     marks.append(("import the rest", time.time()))
     return problems
 check_objects, start.preflight.check_objects = start.preflight.check_objects, import_torch
-start.start(["run.root=" + FOLDER, "trainer.max_epochs=null", "trainer.max_steps=1"])
-print(*(f"{name}={when}" for name, when in marks), sep=chr(10))
+start.start(["run.root=" + FOLDER, *OVERRIDES])
 """
 
 
-def first_step_s(program: str) -> tuple[float, str]:
-    """Run a program in a new interpreter. Returns the time at which it was started and what it printed."""
+def bare_first_step() -> dict[str, float]:
+    """Return when a bare script had imported torch and taken its first step, in seconds from its start."""
+    start = time.time()
+    done = subprocess.run([sys.executable, "-c", BARE_FIRST_STEP], capture_output=True, text=True, check=True)
+    imported, ended = map(float, done.stdout.split())
+    return {"import torch": imported - start, "to its first step": ended - start}
+
+
+def framework_first_step(overrides: list[str]) -> dict[str, float]:
+    """Return the seconds that each cause took on the way from the command to rank 0's first step, and their sum."""
     with tempfile.TemporaryDirectory() as folder:
-        program = program.replace("ROOT", repr(str(ROOT))).replace("FOLDER", repr(folder))
-        start = time.time()
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return start, done.stdout
+        values = {"ROOT": str(ROOT), "FOLDER": folder, "OVERRIDES": overrides}
+        header = "".join(f"{name} = {value!r}\n" for name, value in values.items())
+        start = before = time.time()
+        subprocess.run([sys.executable, "-c", header + FRAMEWORK_FIRST_STEP], capture_output=True)
+        lines = Path(folder, "marks").read_text().splitlines()
+    causes = {}
+    for line in lines[: next(i for i, line in enumerate(lines) if line.startswith("first step")) + 1]:
+        name, _, when = line.rpartition("=")
+        causes["  " + name] = float(when) - before
+        before = float(when)
+    return causes | {"to its first step": before - start}
+
+
+def median_of(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    rounds = [measure() for _ in range(NUM_ROUNDS)]
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
 def report_start() -> None:
-    bare, imports, ours = [], [], []
-    causes: dict[str, list[float]] = {}
-    for _ in range(NUM_ROUNDS):
-        start, printed = first_step_s(BARE_FIRST_STEP)
-        imported, ended = map(float, printed.split())
-        imports.append(imported - start)
-        bare.append(ended - start)
-        start, printed = first_step_s(FRAMEWORK_FIRST_STEP)
-        before = start
-        for line in printed.splitlines():
-            name, _, when = line.rpartition("=")
-            causes.setdefault(name, []).append(float(when) - before)
-            before = float(when)
-        ours.append(before - start)
-    print(f"\nfrom the command to the end of the first step, seconds (medians of {NUM_ROUNDS} rounds)\n")
-    print(f"{'bare: import torch':34} {statistics.median(imports):6.2f}")
-    print(f"{'bare: to its first step':34} {statistics.median(bare):6.2f}")
-    for name, seconds in causes.items():
-        print(f"{'  ' + name:34} {statistics.median(seconds):6.2f}")
-    ratio = statistics.median(ours) / statistics.median(bare)
-    print(f"{'framework: to its first step':34} {statistics.median(ours):6.2f}   ratio {ratio:.2f}")
+    print(f"\nfrom the command to the end of the first step, seconds (medians of {NUM_ROUNDS} rounds)")
+    bare = median_of(bare_first_step)
+    sides = {"bare": bare, "python train.py": median_of(lambda: framework_first_step([]))}
+    for count in (2, 4):
+        overrides = ["parallel=ddp", f"launch.nproc_per_node={count}"]
+        sides["python train.py " + " ".join(overrides)] = median_of(lambda: framework_first_step(overrides))
+    for name, causes in sides.items():
+        print(f"\n{name}")
+        for cause, seconds in causes.items():
+            print(f"  {cause:32} {seconds:6.2f}")
+        print(f"  {'ratio':32} {causes['to its first step'] / bare['to its first step']:6.2f}")
 
 
 if __name__ == "__main__":

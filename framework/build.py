@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_object
 
 from framework.data.source import Dataset
+from framework.log import LOGGER
 from framework.problems import Problem
 from framework.signatures import arguments_of
 
@@ -67,7 +68,7 @@ def engine(config: Config, *, world: "World") -> "Engine":
     import torch
 
     from framework.engine import Forward
-    from framework.modules import compile_blocks, recompute_activations
+    from framework.modules import compile_blocks, has_compiler, recompute_activations
     from framework.precision import PRECISIONS
 
     precision = PRECISIONS[config["precision"]["name"]]
@@ -75,8 +76,11 @@ def engine(config: Config, *, world: "World") -> "Engine":
     module = model(config).to(precision.parameters)
     if config["trainer"]["activation_checkpointing"]:
         recompute_activations(module)
-    if config["trainer"]["compile"]:
+    if config["trainer"]["compile"] and has_compiler():
         compile_blocks(module)
+    elif config["trainer"]["compile"] and world.rank == 0:
+        LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
+                       "without, at the model's own speed")  # fmt: skip
     forward = Forward(task(config), seed=config["seed"], device=world.device, autocast=precision.autocast)
     return component(config["parallel"])(module, world=world, forward=forward)
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(NamedTuple):
-    """What goes through the model at once. `index` counts the micro-batches of the global batch; it keys randomness."""
+    """What goes through the model at once. `number` counts the micro-batches of the global batch; it keys randomness."""
 
-    index: int
+    number: int
     inputs: Tensor
     targets: Tensor
     is_padding: bool = False  # runs with weight zero, so that every rank enters the same collectives
@@ -139,11 +139,11 @@ class DataParallelEngine:
         for position, micro_batch in enumerate(step.micro_batches):
             if self._set_sync is not None:
                 self._set_sync(position == last)
-            self._forward.seed_draws(step=index, micro_batch=micro_batch.index)
+            self._forward.seed_draws(step=index, micro_batch=micro_batch.number)
             # micro-batch 0 alone changes the buffers, and once: not again when checkpointing recomputes its forward
             buffers = self._snapshot()
             outputs, loss = self._forward(self._model, micro_batch)
-            if micro_batch.index == 0 and not micro_batch.is_padding:
+            if micro_batch.number == 0 and not micro_batch.is_padding:
                 buffers = self._snapshot()
             loss.backward(self._seed(0.0 if micro_batch.is_padding else scale, like=loss))
             self._put_back(buffers)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,7 +49,19 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def has_compiler() -> bool:
+    """Return whether torch.compile finds the C++ compiler (`CXX`, else g++) without which it fails at the first step."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return False
+
+
 def compile_blocks(model: nn.Module) -> None:
     """Compile the model's blocks (or the whole, if it has none) in place: names stay, and equal blocks compile once."""
     for block in blocks_of(model) or [model]:
-        block.compile()
+        # not block.compile(): it does nothing, without a word, for torch's own modules, such as nn.Sequential
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

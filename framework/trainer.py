@@ -96,7 +96,7 @@ class Trainer:
             sums, grad_norm = self.train_step(step, measure=is_logged)
             if is_logged:
                 self.log_step(step, sums, grad_norm)
-            is_best = self.is_due(plan.eval_every, at=progress.step) and self.evaluate("val")
+            is_best = (self.is_over or self.is_due(plan.eval_every, at=progress.step)) and self.evaluate("val")
             preempted = self.world.any_flag(PREEMPTION.requested)
             if self.is_over:
                 self.evaluate("test")
@@ -147,7 +147,7 @@ class Trainer:
             "split": "train",
             **means,
             "lr": self.optimizer.param_groups[0]["lr"],
-            "grad_norm": grad_norm.item(),
+            "grad_norm": grad_norm.item() if torch.isfinite(grad_norm) else None,  # a step that fp16 skips
             "samples_per_s": (self.progress.samples_seen - seen) / max(now - then, 1e-9),
             "epoch": step.epoch,
         })  # fmt: skip

@@ -108,9 +108,9 @@ class Loader:
 
 def _micro_batch(part: Part, inputs: Tensor, targets: Tensor, first: int) -> MicroBatch:
     if part.stop - part.start == len(targets):
-        return MicroBatch(part.index, inputs, targets, part.is_padding)
+        return MicroBatch(part.number, inputs, targets, part.is_padding)
     at = slice(part.start - first, part.stop - first)
-    return MicroBatch(part.index, inputs[at], targets[at], part.is_padding)
+    return MicroBatch(part.number, inputs[at], targets[at], part.is_padding)
 
 
 class _AtPosition(torch.utils.data.Dataset[Step]):

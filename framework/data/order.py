@@ -10,7 +10,7 @@ from framework.keys import key
 class Part(NamedTuple):
     """A run of the global batch's samples, [start, stop), that goes through the model at once."""
 
-    index: int  # among the global batch's micro-batches
+    number: int  # among the global batch's micro-batches
     start: int
     stop: int
     is_padding: bool = False
@@ -65,7 +65,7 @@ def parts(num_samples: int, *, micro_batch_size: int | None, dp_rank: int, dp_si
         bounds = [*range(0, num_samples, micro_batch_size), num_samples]
         count = len(bounds) - 1
         mine = range(-(-dp_rank * count // dp_size), -(-(dp_rank + 1) * count // dp_size))
-    real = [Part(index=i, start=bounds[i], stop=bounds[i + 1]) for i in mine if bounds[i] < bounds[i + 1]]
+    real = [Part(number=i, start=bounds[i], stop=bounds[i + 1]) for i in mine if bounds[i] < bounds[i + 1]]
     num_parts = -(-(len(bounds) - 1) // dp_size)
-    repeated = real[0] if real else Part(index=0, start=0, stop=bounds[1])
+    repeated = real[0] if real else Part(number=0, start=0, stop=bounds[1])
     return real + [repeated._replace(is_padding=True)] * (num_parts - len(real))

@@ -17,7 +17,7 @@ class TensorBoard:
 
     def log(self, row: dict[str, Any]) -> None:
         for name, value in row.items():
-            if name not in ("step", "split"):
+            if name not in ("step", "split") and value is not None:
                 self._writer.add_scalar(f"{row['split']}/{name}", value, global_step=row["step"])
         if row["split"] != "train":
             self._writer.flush()

@@ -31,7 +31,8 @@ class Wandb:
         )
 
     def log(self, row: dict[str, Any]) -> None:
-        values = {f"{row['split']}/{name}": value for name, value in row.items() if name not in ("step", "split")}
+        shown = {name: value for name, value in row.items() if name not in ("step", "split") and value is not None}
+        values = {f"{row['split']}/{name}": value for name, value in shown.items()}
         self._run.log(values, step=row["step"])
 
     def close(self, summary: dict[str, Any]) -> None:

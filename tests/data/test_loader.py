@@ -1,0 +1,142 @@
+"""A batch is a function of its position: whoever fetches it, from wherever the run starts."""
+
+import multiprocessing
+import os
+import signal
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from framework.data.digits import Digits
+from framework.data.loader import Loader
+from framework.data.order import Order
+from framework.engine import MicroBatch, Step
+from framework.preemption import PREEMPTION, SIGNALS
+from tests.harness import assert_same_bits, command, finished
+from tests.test_resume import after_step
+
+NUM_SAMPLES = 1258  # of the digits' training split; 79 batches of 16, the last of 10
+
+
+def loader(*, num_workers: int = 0, augment: bool = True, dp_rank: int = 0, dp_size: int = 1, split: str = "train",
+           micro_batch_size: int | None = 5) -> Loader:  # fmt: skip
+    dataset = Digits(augment=augment, num_workers=num_workers)
+    source = dataset.load(split)  # type: ignore[arg-type]
+    return Loader(
+        dataset,
+        source,
+        order=Order(num_samples=len(source), global_batch_size=16, seed=3, drop_last=False),
+        micro_batch_size=micro_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def assert_same(mine: MicroBatch, other: MicroBatch) -> None:
+    assert (mine.number, mine.is_padding) == (other.number, other.is_padding)
+    assert torch.equal(mine.inputs, other.inputs) and torch.equal(mine.targets, other.targets)
+
+
+def assert_same_steps(mine: list[Step], other: list[Step]) -> None:
+    assert [(step.epoch, step.num_samples) for step in mine] == [(step.epoch, step.num_samples) for step in other]
+    for one, two in zip(mine, other):
+        assert len(one.micro_batches) == len(two.micro_batches)
+        for pair in zip(one.micro_batches, two.micro_batches):
+            assert_same(*pair)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.parametrize("samples_seen", [0, 77 * 16, NUM_SAMPLES + 40 * 16])  # a start, an epoch's end, mid-epoch
+def test_loader_processes_yield_the_bits_that_the_training_process_would(augment: bool, samples_seen: int) -> None:
+    ours = list(islice(loader(augment=augment).train(samples_seen), 5))
+    theirs = list(islice(loader(augment=augment, num_workers=2).train(samples_seen), 5))
+    assert_same_steps(theirs, ours)
+
+
+def test_starting_in_the_middle_gives_what_would_have_come() -> None:
+    whole = list(islice(loader().train(0), 90))
+    assert [step.num_samples for step in whole[77:80]] == [16, 10, 16]
+    seen = np.cumsum([0, *(step.num_samples for step in whole)])
+    for start in (1, 40, 78, 79, 80):
+        assert_same_steps(list(islice(loader().train(int(seen[start])), 4)), whole[start : start + 4])
+
+
+def test_augmentation_of_a_sample_does_not_depend_on_its_rank_or_batch_size() -> None:
+    step = next(loader(micro_batch_size=None).train(0))
+    shares = [next(loader(micro_batch_size=None, dp_rank=rank, dp_size=3).train(0)) for rank in range(3)]
+    inputs = torch.cat([share.micro_batches[0].inputs for share in shares])
+    assert torch.equal(inputs, step.micro_batches[0].inputs)
+    plain = next(loader(micro_batch_size=None, augment=False).train(0))
+    assert not torch.equal(inputs, plain.micro_batches[0].inputs)
+
+
+def test_augmentation_of_a_sample_differs_between_epochs() -> None:
+    made = loader(micro_batch_size=None)
+    by_sample = []
+    for epoch in range(2):
+        steps = list(islice(made.train(epoch * NUM_SAMPLES), 79))
+        order = np.concatenate([made.order.batch(epoch * NUM_SAMPLES + 16 * i)[1] for i in range(79)])
+        by_sample.append(torch.cat([step.micro_batches[0].inputs for step in steps])[np.argsort(order)])
+    shifted_alike = (by_sample[0] == by_sample[1]).flatten(1).all(dim=1).double().mean()
+    assert shifted_alike == pytest.approx(1 / 9, abs=0.04)  # of nine shifts, the same one
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_evaluation_visits_each_sample_once(num_workers: int, dp_size: int) -> None:
+    made = [loader(split="val", num_workers=num_workers, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
+    ranks = [list(one.evaluate()) for one in made]
+    assert len({len(micro_batches) for micro_batches in ranks}) == 1  # the same collectives on every rank
+    stored, _ = loader(split="val")._fetch(np.arange(180), None)
+    inputs = torch.cat([m.inputs for micro_batches in ranks for m in micro_batches if not m.is_padding])
+    assert len(inputs) == 180
+    assert sorted(map(bytes, inputs.numpy())) == sorted(map(bytes, stored.numpy()))
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_loader_processes_survive_a_signal_to_the_whole_group(signum: int) -> None:
+    before = {other: signal.signal(other, lambda *_: None) for other in SIGNALS}
+    try:
+        steps = loader(num_workers=2).train(0)
+        begun = [next(steps)]
+        children = multiprocessing.active_children()
+        assert len(children) == 2
+        for child in children:
+            os.kill(child.pid, signum)  # type: ignore[arg-type]
+        assert_same_steps(begun + list(islice(steps, 9)), list(islice(loader().train(0), 10)))
+        assert all(child.is_alive() for child in children)
+    finally:
+        for other, handler in before.items():
+            signal.signal(other, handler)
+    del steps
+    for child in children:  # and they end with their loader all the same
+        child.join(10)
+        assert child.exitcode == 0
+
+
+RUN = ["dataset=digits", "dataset.augment=true", "model=mlp", "model.dim=8", "global_batch_size=64",
+       "trainer.max_epochs=null", "trainer.max_steps=24", "trainer.log_every=1", "trainer.eval_every=10",
+       "checkpoint.every=null"]  # fmt: skip
+
+
+def signal_group_and_go_on() -> None:
+    for signum in SIGNALS:
+        os.killpg(0, signum)
+        while not PREEMPTION.requested:  # until our own handler has run
+            pass
+        PREEMPTION.reset()
+
+
+def test_a_run_with_loader_processes_has_the_bits_of_one_without_also_after_signals(tmp_path: Path) -> None:
+    plain = finished(*RUN, root=tmp_path / "plain")
+    line = [*RUN, "dataset.num_workers=2"]
+    signalled = finished(*line, root=tmp_path / "signalled", before=after_step(5, signal_group_and_go_on))
+    assert_same_bits(signalled, plain)
+    stopped = command(*line, root=tmp_path / "stopped", before=after_step(21, lambda: os.killpg(0, signal.SIGTERM)))
+    assert stopped.code == 75, stopped.output
+    assert_same_bits(finished(*line, root=tmp_path / "stopped"), plain)

@@ -1,0 +1,118 @@
+"""Which samples make step t, and who runs them: pure functions, checked over all small cases."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from framework.data.order import Order, Part, parts
+
+MICRO = (None, 1, 3, 5)
+
+
+def order(num_samples: int = 50, *, batch: int = 16, seed: int = 0, drop_last: bool = False) -> Order:
+    return Order(num_samples=num_samples, global_batch_size=batch, seed=seed, drop_last=drop_last)
+
+
+def epochs(made: Order, number: int) -> list[list[np.ndarray]]:
+    """Return the batches of the first epochs, walked as the loader walks them."""
+    walked: list[list[np.ndarray]] = [[] for _ in range(number)]
+    samples_seen = 0
+    while samples_seen < number * made.epoch_size:
+        epoch, samples = made.batch(samples_seen)
+        assert len(samples) == made.size(samples_seen)
+        walked[epoch].append(samples)
+        samples_seen += len(samples)
+    return walked
+
+
+@pytest.mark.parametrize(("num_samples", "batch"), [(50, 16), (48, 16), (1, 1), (3, 8), (17, 4)])
+def test_each_epoch_visits_each_sample_once_and_only_its_last_batch_is_short(num_samples: int, batch: int) -> None:
+    made = order(num_samples, batch=batch)
+    for batches in epochs(made, 3):
+        assert sorted(np.concatenate(batches)) == list(range(num_samples))
+        assert [len(b) for b in batches[:-1]] == [batch] * (made.steps_per_epoch - 1)
+        assert len(batches[-1]) == (num_samples - 1) % batch + 1
+
+
+def test_drop_last_leaves_out_the_short_batch_and_other_samples_in_each_epoch() -> None:
+    made = order(50, batch=16, drop_last=True)
+    seen = [np.concatenate(batches) for batches in epochs(made, 6)]
+    assert made.steps_per_epoch == 3
+    assert all(len(samples) == len(set(samples)) == 48 for samples in seen)
+    assert len({tuple(sorted(set(range(50)) - set(samples))) for samples in seen}) > 1
+
+
+def test_drop_last_that_would_drop_everything_is_refused() -> None:
+    with pytest.raises(ValueError, match="leaves nothing of 7 samples in batches of 8"):
+        order(7, batch=8, drop_last=True)
+
+
+def test_a_batch_is_a_pure_function_of_samples_seen() -> None:
+    walked = [samples for batches in epochs(order(), 4) for samples in batches]
+    positions = [0, *np.cumsum([len(samples) for samples in walked])[:-1]]
+    made = order()
+    for at in np.random.RandomState(0).permutation(len(positions)):  # in any order, from one object or a new one
+        assert np.array_equal(made.batch(int(positions[at]))[1], walked[at])
+        assert np.array_equal(order().batch(int(positions[at]))[1], walked[at])
+
+
+def test_epochs_and_seeds_are_in_different_orders() -> None:
+    orders = [tuple(np.concatenate(batches)) for seed in (0, 1) for batches in epochs(order(seed=seed), 3)]
+    assert len(set(orders)) == len(orders)
+
+
+def cut(num_samples: int, micro: int | None, dp_size: int) -> list[list[Part]]:
+    return [
+        parts(num_samples, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
+    ]  # fmt: skip
+
+
+def real(ranks: list[list[Part]]) -> list[Part]:
+    return [part for mine in ranks for part in mine if not part.is_padding]
+
+
+ALL = [(n, micro, dp_size) for n in range(1, 41) for micro in MICRO for dp_size in range(1, 10)]
+
+
+def test_the_ranks_parts_are_each_sample_once_in_order() -> None:
+    for n, micro, dp_size in ALL:
+        covered = [i for part in real(cut(n, micro, dp_size)) for i in range(part.start, part.stop)]
+        assert covered == list(range(n)), (n, micro, dp_size)
+
+
+def test_shares_differ_by_one_at_most_and_lower_ranks_have_more() -> None:
+    for n, micro, dp_size in ALL:
+        ranks = cut(n, micro, dp_size)
+        if micro is None:
+            shares = [sum(part.stop - part.start for part in real([mine])) for mine in ranks]
+        else:
+            shares = [len(real([mine])) for mine in ranks]
+        assert max(shares) - min(shares) <= 1, (n, micro, dp_size, shares)
+        assert max(shares) == shares[0] and shares[0] > 0
+
+
+def test_all_ranks_have_the_same_number_of_parts_and_padding_comes_last() -> None:
+    for n, micro, dp_size in ALL:
+        ranks = cut(n, micro, dp_size)
+        assert len({len(mine) for mine in ranks}) == 1, (n, micro, dp_size)
+        for mine in ranks:
+            assert [part.is_padding for part in mine] == sorted(part.is_padding for part in mine)
+            assert all(part.start < part.stop for part in mine)  # padding repeats real samples
+            assert len(mine) <= max(1, len(real([mine]))) + 1
+
+
+def test_rank_0_runs_micro_batch_0_first() -> None:
+    for n, micro, dp_size in ALL:
+        first = cut(n, micro, dp_size)[0][0]
+        assert (first.number, first.start, first.is_padding) == (0, 0, False), (n, micro, dp_size)
+
+
+def test_micro_batches_do_not_depend_on_the_number_of_ranks() -> None:
+    for n, micro, dp_size in ALL:
+        if micro is None:
+            continue
+        assert real(cut(n, micro, dp_size)) == real(cut(n, micro, 1))
+        starts = [part.start for part in real(cut(n, micro, dp_size))]
+        assert all(b - a == micro for a, b in pairwise(starts))
+        assert [part.number for part in real(cut(n, micro, dp_size))] == list(range(len(starts)))
