@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from framework.outcome import Diverged
+
 Named = list[tuple[str, nn.Parameter]]
 
 
@@ -184,11 +186,16 @@ class LossScale:
         return self.growth_interval > 0
 
     def accepts(self, grad_norm: Tensor | None) -> bool:
-        """Return whether to take the step, and adapt. `grad_norm` is the global one, so that all ranks agree."""
+        """Return whether to take the step, and adapt. `grad_norm` is the global one, so that all ranks agree.
+
+        Diverged if a gradient overflows that is not scaled any more.
+        """
         if not self.is_dynamic:
             return True
         assert grad_norm is not None
         if not torch.isfinite(grad_norm):
+            if self.value <= 1.0:
+                raise Diverged("the gradient is not finite, and no loss scale is left to be lowered")
             self.value = max(self.value / 2, 1.0)
             self.num_quiet_steps = 0
             self.num_skipped += 1

@@ -1,6 +1,8 @@
 """One run in one worker: build, continue from where it stands, train, leave the results."""
 
 import gc
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,8 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
         config=config,
     )
     num_parameters = sum(parameter.numel() for parameter in trainer.engine.module.parameters())
+    if world.world_size > 1:
+        LOGGER.info("%s", f"process {os.getpid()} on {socket.gethostname()}, {world.device}")
     if world.rank == 0:
         LOGGER.info("%s", f"training {num_parameters:,} parameters for {info.total_steps} steps on {world.world_size} x "
                           f"{world.device.type}, in {directory.path}")  # fmt: skip

@@ -139,6 +139,7 @@ class Trainer:
 
     def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
         assert grad_norm is not None
+        norm = grad_norm.item()
         means = self.means(sums, num_samples=step.num_samples)
         now, (then, seen) = time.monotonic(), self.last_log
         self.last_log = (now, self.progress.samples_seen)
@@ -147,7 +148,7 @@ class Trainer:
             "split": "train",
             **means,
             "lr": self.optimizer.param_groups[0]["lr"],
-            "grad_norm": grad_norm.item() if torch.isfinite(grad_norm) else None,  # a step that fp16 skips
+            "grad_norm": norm if math.isfinite(norm) else None,  # fp16 has skipped the step; JSON has no infinity
             "samples_per_s": (self.progress.samples_seen - seen) / max(now - then, 1e-9),
             "epoch": step.epoch,
         })  # fmt: skip
@@ -180,7 +181,7 @@ class Trainer:
         self.engine.module.train()
         means = self.means(sums, num_samples=len(self.loaders[split].source))
         is_best = self.record({"step": self.progress.step, "split": split, **means})
-        return is_best and self.plan.saves_best
+        return is_best and self.plan.saves_best and split == self.tracker.monitor_split
 
     def save(self) -> None:
         """Commit a checkpoint. Diverged instead, if what it would hold is not finite."""

@@ -38,7 +38,7 @@ def launch(config: dict[str, Any], *, frozen: Frozen) -> int:
             return work(frozen, scratch)  # one process needs no group of them: this one will do
         return _launch_group(config, frozen=frozen, scratch=scratch)
     except ChildFailedError as error:
-        _report(_first_failure(error, scratch), directory)
+        _report(_first_failure(error, scratch, num_ranks=config["launch"]["nproc_per_node"]), directory)
         return Exit.FAILED
     except Exception as error:
         failure = _failures(scratch)[0] if _failures(scratch) else {"rank": 0, "error": str(error), "where": "launch"}
@@ -119,16 +119,19 @@ def _failures(scratch: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda failure: (failure["lost_peer"], failure["time"]))
 
 
-def _first_failure(error: ChildFailedError, scratch: Path) -> dict[str, Any]:
-    """Return the failure that caused the others: a worker that a signal killed leaves peers that merely miss it."""
+def _first_failure(error: ChildFailedError, scratch: Path, *, num_ranks: int) -> dict[str, Any]:
+    """Return the failure that caused the others: a worker that was killed leaves peers that merely miss it."""
     recorded = _failures(scratch)
     if recorded and not recorded[0]["lost_peer"]:
         return recorded[0]
-    killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
-    if killed:
-        rank, failure = killed[0]
-        return {"rank": rank, "error": f"killed by {failure.signal_name()}", "where": f"process {failure.pid}"}
-    return recorded[0] if recorded else {"rank": error.get_first_failure()[0], "error": str(error), "where": "?"}
+    silent = sorted(set(range(num_ranks)) - {failure["rank"] for failure in recorded})
+    killed = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
+    for rank in silent:
+        if rank in killed:
+            return {"rank": rank, "error": f"killed by {killed[rank].signal_name()}", "where": f"process {killed[rank].pid}"}
+    if silent:  # the agent has looked at one process only, and that was a peer
+        return {"rank": silent[0], "error": "killed, without a word", "where": "no place in the code"}
+    return recorded[0]
 
 
 def _report(failure: dict[str, Any], directory: RunDirectory) -> None:

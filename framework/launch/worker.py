@@ -24,22 +24,27 @@ def work(frozen: Frozen, scratch: Path | None) -> int:
     """Run this process's part of the run. Returns the exit code that all ranks agree on; raises what goes wrong."""
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    config = thaw(frozen)
-    log.start_file(RunDirectory(Path(config["run"]["dir"])).log, rank=environment.rank)
-    if environment.local_world_size > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
-    world = World.start(
-        environment, backend=config["backend"]["name"], timeout_s=config["launch"]["timeout_s"], scratch=scratch
-    )
+    log.start_file(RunDirectory(frozen.path.parent).log, rank=environment.rank)
     try:
-        _check_configuration(world, frozen)
-        return execute(config, world=world)
+        return _work(frozen, environment=environment, scratch=scratch)
     except Exception as error:
         _record_failure(error, rank=environment.rank, scratch=scratch)
         raise
     finally:
-        world.stop()
         log.stop_file()
+
+
+def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None) -> int:
+    config = thaw(frozen)
+    if environment.local_world_size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
+    backend, timeout_s = config["backend"]["name"], config["launch"]["timeout_s"]
+    world = World.start(environment, backend=backend, timeout_s=timeout_s, scratch=scratch)
+    try:
+        _check_configuration(world, frozen)
+        return execute(config, world=world)
+    finally:
+        world.stop()
 
 
 def work_in_child(frozen: Frozen, scratch: Path | None) -> int:

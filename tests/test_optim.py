@@ -1,0 +1,365 @@
+"""Optimizers, schedules, the loss scale and the averaged weights: the same numbers under every strategy, and the right ones."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from framework import schedules
+from framework.build import component
+from framework.config import options
+from framework.engine import DataParallelEngine
+from framework.optim import AveragedWeights, LossScale, adamw, muon, sgd, trainable
+from framework.outcome import Diverged
+from framework.precision import PRECISIONS
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished
+from tests.test_resume import after_step, preempt
+
+# --- optimizers under strategies, in float64; matrices of odd sizes, so that no shard is even
+
+RUN = [
+    "dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=60", "dataset.num_val=9",
+    "dataset.num_test=9", "dataset.seq_len=7", "dataset.vocab_size=13", "model=gpt", "model.dim=12",
+    "model.num_layers=2", "model.num_heads=2", "global_batch_size=8", "micro_batch_size=3", "trainer.max_epochs=null",
+    "trainer.max_steps=12", "trainer.log_every=1", "trainer.eval_every=null", "checkpoint.every=null",
+    "precision=fp64", "scheduler=constant",
+]  # fmt: skip
+OPTIMIZERS = {
+    "adam": ["optimizer=adam"],
+    "adamw": ["optimizer=adamw", "optimizer.weight_decay=0.1"],
+    "muon": ["optimizer=muon", "optimizer.weight_decay=0.1"],
+    "sgd": ["optimizer=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true", "optimizer.weight_decay=0.01"],
+}
+SHARDED = ["parallel=fsdp", "launch.nproc_per_node=2"]
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    done: dict[str, Ended] = {}
+
+    def run(optimizer: str) -> Ended:
+        if optimizer not in done:
+            root = tmp_path_factory.mktemp(optimizer) / "runs"
+            done[optimizer] = finished(*RUN, *OPTIMIZERS[optimizer], root=root)
+        return done[optimizer]
+
+    return run
+
+
+def test_every_optimizer_is_tested_here() -> None:
+    assert sorted(OPTIMIZERS) == sorted(options("optimizer"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "ranks"),
+    [("muon", "fsdp", 2), ("muon", "fsdp", 3), ("muon", "ddp", 2), ("sgd", "fsdp", 2), ("sgd", "fsdp", 3),
+     ("sgd", "ddp", 2), ("sgd", "ddp", 3), ("adam", "fsdp", 2), ("adamw", "fsdp", 3)],
+)  # fmt: skip
+def test_an_optimizer_takes_the_same_steps_on_shards(
+    optimizer: str, strategy: str, ranks: int, alone: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    line = [*RUN, *OPTIMIZERS[optimizer], f"parallel={strategy}", f"launch.nproc_per_node={ranks}"]
+    assert_close(finished(*line, root=tmp_path / "runs"), alone(optimizer))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
+def test_an_optimizer_continues_from_shards_on_one_process(
+    optimizer: str, alone: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    line = [*RUN, *OPTIMIZERS[optimizer]]
+    begun = command(*line, *SHARDED, root=tmp_path / "first", before=after_step(5, preempt))
+    assert begun.code == 75, begun.output
+    assert_close(finished(*line, f"run.resume={begun.directory}", root=tmp_path / "second"), alone(optimizer))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_learns(optimizer: str, alone: Callable[[str], Ended]) -> None:
+    losses = [row["loss"] for row in alone(optimizer).rows if row["split"] == "train"]
+    assert losses[-1] < losses[0] - 0.05
+
+
+# --- parameter groups
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 5), nn.LayerNorm(5),
+                         nn.Linear(5, 6), nn.Linear(6, 3))  # fmt: skip
+
+
+def names_by_decay(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[float, list[str]]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    by_decay: dict[float, list[str]] = {}
+    for group in optimizer.param_groups:
+        by_decay.setdefault(group["weight_decay"], []).extend(names[id(p)] for p in group["params"])
+    return by_decay
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(adamw, lr=0.1, betas=[0.9, 0.99], eps=1e-8), partial(sgd, lr=0.1, momentum=0.9, nesterov=False)],
+    ids=["adamw", "sgd"],
+)
+def test_vectors_are_not_decayed(make: Callable[..., torch.optim.Optimizer]) -> None:
+    module = model()
+    by_decay = names_by_decay(make(trainable(module), weight_decay=0.3), module)
+    assert by_decay[0.3] == ["0.weight", "3.weight", "5.weight", "6.weight"]
+    assert by_decay[0.0] == ["0.bias", "1.weight", "1.bias", "3.bias", "4.weight", "4.bias", "5.bias", "6.bias"]
+
+
+def test_without_decay_there_is_one_group() -> None:
+    module = model()
+    (group,) = sgd(trainable(module), lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0).param_groups
+    assert len(group["params"]) == len(list(module.parameters()))
+
+
+def test_muon_orthogonalises_matrices_between_the_first_and_the_last() -> None:
+    module = model()
+    made = muon(trainable(module), lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95],
+                adamw_eps=1e-8)  # fmt: skip
+    by_decay = names_by_decay(made, module)
+    assert by_decay[0.1] == ["3.weight", "5.weight"]
+    assert {group["kind"]: group["lr"] for group in made.param_groups} == {"muon": 0.02, "adamw": 1e-3}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    module = model()
+    module[0].requires_grad_(False)
+    assert [name for name, _ in trainable(module)] == [n for n, _ in module.named_parameters() if n[0] != "0"]
+
+
+def test_one_muon_step_is_the_formula() -> None:
+    torch.manual_seed(0)
+    first, hidden, last = (nn.Parameter(torch.randn(6, 4, dtype=torch.float64)) for _ in range(3))
+    before, grad = hidden.detach().clone(), torch.randn(6, 4, dtype=torch.float64)
+    made = muon([("a", first), ("b", hidden), ("c", last)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3,
+                adamw_betas=[0.9, 0.95], adamw_eps=1e-8)  # fmt: skip
+    hidden.grad = grad.clone()
+    made.step()
+    update = (before * (1 - 0.02 * 0.1) - hidden.detach()) / (0.02 * 0.2 * math.sqrt(6))
+    left, singular, right = torch.linalg.svd(update, full_matrices=False)
+    assert 0.6 < singular.min() and singular.max() < 1.3  # "nearly orthogonal": Jordan et al. 2024
+    left_grad, _, right_grad = torch.linalg.svd(grad, full_matrices=False)
+    polar, polar_of_grad = left @ right, left_grad @ right_grad
+    assert torch.allclose(polar, polar_of_grad, atol=1e-10)
+
+
+def test_our_adamw_inside_muon_is_torchs() -> None:
+    torch.manual_seed(0)
+    mine, theirs = (nn.Parameter(torch.arange(5, dtype=torch.float64)) for _ in range(2))
+    ours = muon([("a", mine)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-2, adamw_betas=[0.9, 0.95],
+                adamw_eps=1e-8)  # fmt: skip
+    reference = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for _ in range(5):
+        mine.grad = torch.randn(5, dtype=torch.float64)
+        theirs.grad = mine.grad.clone()
+        ours.step()
+        reference.step()
+    assert torch.allclose(mine, theirs, atol=1e-14, rtol=0)
+
+
+# --- the loss scale of fp16
+
+
+def finite(value: float = 1.0) -> torch.Tensor:
+    return torch.tensor(value)
+
+
+def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_a_quiet_spell() -> None:
+    scale = LossScale(initial=8.0, growth_interval=3)
+    values = []
+    for norm in (1.0, 2.0, math.inf, 1.0, 1.0, 1.0, math.nan, 1.0, 1.0, 1.0):
+        assert scale.accepts(finite(norm)) == math.isfinite(norm)
+        values.append(scale.value)
+    assert values == [8, 8, 4, 4, 4, 8, 4, 4, 4, 8]
+    assert scale.num_skipped == 2
+
+
+def test_a_gradient_that_overflows_without_a_scale_is_a_divergence() -> None:
+    scale = LossScale(initial=2.0, growth_interval=3)
+    assert not scale.accepts(finite(math.inf)) and scale.value == 1.0
+    with pytest.raises(Diverged):
+        scale.accepts(finite(math.inf))
+
+
+def test_the_constant_loss_scale_needs_no_norm() -> None:
+    scale = PRECISIONS["fp32"].loss_scale()
+    assert scale.accepts(None) and scale.value == 1.0 and not scale.is_dynamic
+
+
+def test_gradients_are_unscaled_exactly() -> None:
+    scale = LossScale(initial=2.0**16, growth_interval=5)
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, 3.0, -7.0]) * 2.0**16
+    scale.unscale([parameter, nn.Parameter(torch.zeros(1))])
+    assert parameter.grad.tolist() == [1.0, 3.0, -7.0]
+
+
+FP16 = [
+    "dataset=synthetic", "dataset.num_train=64", "dataset.num_val=20", "dataset.num_test=20", "dataset.image_size=8",
+    "model=mlp", "model.dim=16", "global_batch_size=16", "trainer.max_epochs=null", "trainer.max_steps=24",
+    "trainer.log_every=1", "trainer.eval_every=null", "checkpoint.every=null", "precision=fp16",
+]  # fmt: skip
+
+
+def scale_from(initial: float, *, growth_interval: int, then: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    def plant() -> None:
+        changed = {"initial_loss_scale": initial, "growth_interval": growth_interval}
+        PRECISIONS["fp16"] = dataclasses.replace(PRECISIONS["fp16"], **changed)
+        then()
+
+    return plant
+
+
+def note_steps(file: Path) -> Callable[[], None]:
+    """Return what makes a command write, for each step, the loss scale before it and whether any parameter changed."""
+
+    def plant() -> None:
+        original = Trainer.train_step
+
+        def train_step(self: Trainer, *args: object, **kwargs: object) -> object:
+            scale, before = self.loss_scale.value, [p.detach().clone() for p in self.parameters]
+            result = original(self, *args, **kwargs)  # type: ignore[arg-type]
+            moved = any(not torch.equal(p, q) for p, q in zip(self.parameters, before))
+            with open(file, "a") as out:
+                out.write(json.dumps([scale, moved]) + "\n")
+            return result
+
+        Trainer.train_step = train_step  # type: ignore[assignment,method-assign]
+
+    return plant
+
+
+def loss_scale_of(ended: Ended) -> dict[str, float]:
+    (checkpoint,) = (ended.directory / "checkpoints").iterdir()
+    return json.loads((checkpoint / "state.json").read_text())["loss_scale"]
+
+
+def test_fp16_skips_the_steps_that_overflow_and_learns_after_them(tmp_path: Path) -> None:
+    plant = scale_from(2.0**23, growth_interval=2000, then=note_steps(tmp_path / "steps"))
+    run = finished(*FP16, "optimizer.lr=0.01", root=tmp_path / "runs", before=plant)
+    steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    rows = [row for row in run.rows if row["split"] == "train"]
+    skipped = [not moved for _, moved in steps]
+    num_skipped = sum(skipped)
+    assert skipped[0] and not skipped[-1] and num_skipped < 12
+    assert [scale for scale, _ in steps] == [2.0 ** (23 - sum(skipped[:i])) for i in range(24)]
+    assert [row["grad_norm"] is None for row in rows] == skipped
+    assert loss_scale_of(run)["num_skipped"] == num_skipped
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    assert "Infinity" not in (run.directory / "metrics.jsonl").read_text()
+
+
+def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
+    plant = scale_from(2.0**12, growth_interval=5)
+    whole = finished(*FP16, root=tmp_path / "whole", before=plant)
+    assert loss_scale_of(whole) == {"value": 2.0**16, "num_quiet_steps": 4, "num_skipped": 0}  # 24 = 4 x 5 + 4
+    stopped = scale_from(2.0**12, growth_interval=5, then=after_step(13, preempt))
+    assert command(*FP16, root=tmp_path / "cut", before=stopped).code == 75
+    cut = finished(*FP16, root=tmp_path / "cut", before=plant)
+    assert loss_scale_of(cut) == loss_scale_of(whole)
+    assert_same_bits(cut, whole)
+
+
+def test_fp16_that_always_overflows_ends_as_diverged(tmp_path: Path) -> None:
+    def break_gradients() -> None:
+        original = DataParallelEngine.forward_backward
+
+        def forward_backward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            sums = original(self, *args, **kwargs)
+            self._parameters[0].grad.fill_(math.inf)
+            return sums
+
+        DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+
+    plant = scale_from(4.0, growth_interval=5, then=break_gradients)
+    failed = command(*FP16, root=tmp_path / "runs", before=plant)
+    assert failed.code == 70, failed.output
+    assert "not finite" in failed.summary["error"]
+
+
+# --- the moving average
+
+
+def test_averaged_weights_are_the_closed_form() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(8, 3, dtype=torch.float64)  # w_0 and seven steps
+    parameter = nn.Parameter(weights[0].clone())
+    average = AveragedWeights([("w", parameter)], decay=0.8)
+    for step in range(1, 8):
+        parameter.data.copy_(weights[step])
+        average.update()
+        share = [0.8**step, *(0.2 * 0.8 ** (step - k) for k in range(1, step + 1))]
+        expected = sum(a * w for a, w in zip(share, weights))
+        assert torch.allclose(average.tensors["w"], expected, atol=1e-14, rtol=0)
+
+
+def test_swapping_twice_changes_nothing() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    average = AveragedWeights([("w", parameter)], decay=0.5)
+    parameter.data.fill_(3.0)
+    average.update()
+    average.swap()
+    assert parameter.tolist() == [2.0] * 3 and average.tensors["w"].tolist() == [3.0] * 3
+    average.swap()
+    assert parameter.tolist() == [3.0] * 3 and average.tensors["w"].tolist() == [2.0] * 3
+
+
+# --- schedules: the share of the peak at steps 0, 1, ... of 10
+
+VALUES = {
+    "constant": ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
+    "constant, no warm-up": ({"warmup_steps": 0}, [1] * 10),
+    "cosine": (
+        {"warmup_steps": 2, "min_lr_ratio": 0.2},
+        [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * k / 8)) for k in range(8))],
+    ),
+    "cosine, no warm-up": (
+        {"warmup_steps": 0, "min_lr_ratio": 0.0},
+        [0.5 * (1 + math.cos(math.pi * k / 10)) for k in range(10)],
+    ),
+    "cosine, warm-up longer than the run": ({"warmup_steps": 20, "min_lr_ratio": 0.0}, [(k + 1) / 20 for k in range(10)]),
+    "cosine, warm-up all of the run": ({"warmup_steps": 10, "min_lr_ratio": 0.0}, [(k + 1) / 10 for k in range(10)]),
+    "step": (
+        {"warmup_steps": 2, "milestones": [4, 7], "gamma": 0.1},
+        [0.5, 1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01],
+    ),
+    "step, none": ({"warmup_steps": 0, "milestones": [], "gamma": 0.1}, [1] * 10),
+    "wsd": (
+        {"warmup_steps": 2, "decay_steps": 4, "min_lr_ratio": 0.0},
+        [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
+    ),
+    "wsd, no decay": ({"warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.0}, [1] * 10),
+    "wsd, floor": ({"warmup_steps": 0, "decay_steps": 10, "min_lr_ratio": 0.5}, [1 - k / 20 for k in range(10)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_a_schedule_has_these_values(case: str) -> None:
+    arguments, expected = VALUES[case]
+    schedule = getattr(schedules, case.partition(",")[0])
+    assert [schedule(step, 10, **arguments) for step in range(10)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_every_schedule_is_tested_here_and_never_leaves_0_to_1() -> None:
+    assert {case.partition(",")[0] for case in VALUES} == set(options("scheduler"))
+    for name, (arguments, _) in VALUES.items():
+        schedule = component({"_target_": f"framework.schedules.{name.partition(',')[0]}", **arguments})
+        for total in (1, 2, 10, 1000):
+            assert all(0 <= schedule(step, total) <= 1 for step in range(total)), (name, total)
+
+
+def test_the_rate_of_every_step_is_the_schedules(tmp_path: Path) -> None:
+    line = [arg for arg in FP16 if not arg.startswith("precision")]
+    line += ["scheduler=wsd", "scheduler.warmup_steps=4", "scheduler.decay_steps=6", "optimizer=sgd", "optimizer.lr=0.5"]
+    stopped = command(*line, root=tmp_path / "runs", before=after_step(11, preempt))
+    assert stopped.code == 75
+    rows = [row for row in finished(*line, root=tmp_path / "runs").rows if row["split"] == "train"]
+    expected = [0.5 * schedules.wsd(k, 24, warmup_steps=4, decay_steps=6, min_lr_ratio=0.0) for k in range(24)]
+    assert [row["lr"] for row in rows] == pytest.approx(expected, abs=1e-15)
