@@ -8,6 +8,7 @@ Both sides of each ratio are measured in this run, in turn, several times; the m
 """
 
 import argparse
+import functools
 import statistics
 import subprocess
 import sys
@@ -47,10 +48,10 @@ class StepTimes:
 def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
     """Return the seconds a step takes in the framework's own loop: metrics.jsonl, rows every 10 steps and all."""
     from framework import build
+    from framework.environment import Environment
     from framework.launch.start import check
     from framework.loggers.sink import RunInfo
     from framework.run_directory import RunDirectory
-    from framework.environment import Environment
     from framework.world import World
 
     with tempfile.TemporaryDirectory() as folder:
@@ -212,7 +213,7 @@ def report_start() -> None:
     sides = {"bare": bare, "python train.py": median_of(lambda: framework_first_step([]))}
     for count in (2, 4):
         overrides = ["parallel=ddp", f"launch.nproc_per_node={count}"]
-        sides["python train.py " + " ".join(overrides)] = median_of(lambda: framework_first_step(overrides))
+        sides["python train.py " + " ".join(overrides)] = median_of(functools.partial(framework_first_step, overrides))
     for name, causes in sides.items():
         print(f"\n{name}")
         for cause, seconds in causes.items():

@@ -13,7 +13,7 @@ from framework.signatures import arguments_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from framework.engine import Engine, Forward, Task
+    from framework.engine import Engine, Task
     from framework.run_directory import RunDirectory
     from framework.trainer import Trainer
     from framework.world import World

@@ -14,8 +14,8 @@ from framework.curves import draw_curves
 from framework.files import flush_directory
 from framework.log import LOGGER
 from framework.loggers.sink import RunInfo
-from framework.modules import batch_dependent_layers
 from framework.metrics import read_rows, write_rows
+from framework.modules import batch_dependent_layers
 from framework.outcome import Exit, NoValidCheckpoint, RunEnded
 from framework.run_directory import RunDirectory
 from framework.trainer import Trainer

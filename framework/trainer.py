@@ -120,11 +120,10 @@ class Trainer:
             parameter.grad = None
         sums = self.engine.forward_backward(step, index=progress.step, loss_scale=scale.value, measure=measure)
         scale.unscale(self.parameters)
-        grad_norm = None
-        if measure or plan.clip_grad_norm is not None or scale.is_dynamic:
-            grad_norm = self.engine.clip_grad_norm(plan.clip_grad_norm)
-        if measure and not scale.is_dynamic and not torch.isfinite(grad_norm):
-            raise Diverged(f"the gradient of step {progress.step + 1} is not finite (norm {grad_norm.item()})")
+        needs_norm = measure or plan.clip_grad_norm is not None or scale.is_dynamic
+        grad_norm = self.engine.clip_grad_norm(plan.clip_grad_norm) if needs_norm else None
+        if measure and grad_norm is not None:
+            self.require_finite(grad_norm, step=progress.step + 1)
         if scale.accepts(grad_norm):
             factor = self.schedule(progress.step, plan.total_steps)
             for group, peak in zip(self.optimizer.param_groups, self.peak_lrs):
@@ -136,6 +135,12 @@ class Trainer:
         progress.step += 1
         progress.samples_seen += step.num_samples
         return sums, grad_norm
+
+    def require_finite(self, grad_norm: Tensor, *, step: int) -> None:
+        """Raise Diverged on every rank, the norm being the global one; but fp16 skips such a step and goes on."""
+        if not self.loss_scale.is_dynamic and not torch.isfinite(grad_norm):
+            raise Diverged(f"the gradient of step {step} is not finite (norm {grad_norm.item()}); lower optimizer.lr, "
+                           "or clip with trainer.clip_grad_norm")  # fmt: skip
 
     def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
         assert grad_norm is not None
@@ -186,9 +191,8 @@ class Trainer:
     def save(self) -> None:
         """Commit a checkpoint. Diverged instead, if what it would hold is not finite."""
         self.means({}, num_samples=1)
-        grad_norm = self.engine.clip_grad_norm(None)  # the gradients of the step just taken are still there
-        if not self.loss_scale.is_dynamic and not torch.isfinite(grad_norm):
-            raise Diverged(f"the gradient of step {self.progress.step} is not finite (norm {grad_norm.item()})")
+        # the gradients of the step just taken are still there
+        self.require_finite(self.engine.clip_grad_norm(None), step=self.progress.step)
         self.engine.sync_buffers()
         self.tick()
         self.recorder.flush(**self.summary())

@@ -237,7 +237,7 @@ def note_steps(file: Path) -> Callable[[], None]:
 
 
 def loss_scale_of(ended: Ended) -> dict[str, float]:
-    (checkpoint,) = (ended.directory / "checkpoints").iterdir()
+    checkpoint = max((ended.directory / "checkpoints").iterdir())
     return json.loads((checkpoint / "state.json").read_text())["loss_scale"]
 
 

@@ -56,7 +56,10 @@ class CheckpointStore:
         beside.mkdir()
 
     def _write(self, beside: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save  # a second, not spent before it is needed
+        from torch.distributed.checkpoint import (  # a second, not spent before it is needed
+            HuggingFaceStorageWriter,
+            save,
+        )
         from torch.distributed.checkpoint.api import CheckpointException
 
         # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors

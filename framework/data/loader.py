@@ -73,8 +73,8 @@ class Loader:
         return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, first) for part in mine])
 
     def _fetch(self, samples: np.ndarray, augment_keys: np.ndarray | None) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.source.gather(samples)
-        inputs, targets = self.dataset.transform(torch.from_numpy(inputs), torch.from_numpy(targets), keys=augment_keys)
+        stored = (torch.from_numpy(array) for array in self.source.gather(samples))
+        inputs, targets = self.dataset.transform(*stored, keys=augment_keys)
         return self._cast(inputs), self._cast(targets)
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -16,9 +16,17 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
     """Load a split; on each node one process decodes it and the others map its memory. Collective."""
-    if world.local_world_size == 1:
+    if world.world_size == 1:
         return dataset.load(split)
-    offer = _offer(dataset.load(split)) if world.local_rank == 0 else None
+    source = None
+    for is_my_turn in (world.rank == 0, world.rank != 0):  # rank 0 before the other nodes: it may be downloading
+        if is_my_turn and world.local_rank == 0:
+            source = dataset.load(split)
+        world.barrier()
+    if world.local_world_size == 1:
+        assert source is not None
+        return source
+    offer = _offer(source) if source is not None else None
     kind, rest, names, folder = world.gather(offer)[world.rank - world.local_rank]  # of this node's first process
     arrays = {name: np.load(f"{folder}/{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
     world.barrier()

@@ -12,8 +12,8 @@ from framework.frozen import Frozen, freeze
 from framework.log import LOGGER
 from framework.outcome import Exit
 from framework.preemption import PREEMPTION
-from framework.run_directory import Busy, Lock, RunDirectory
 from framework.problems import Problem
+from framework.run_directory import Busy, Lock, RunDirectory
 
 
 def start(overrides: list[str]) -> int:

@@ -1,0 +1,409 @@
+"""What the loop does and leaves: when it ends, what it keeps, what it measures, and the switches that may not change that."""
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from framework import build
+from framework.modules import has_compiler
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished
+from tests.test_resume import after_step, preempt
+
+# 3 steps an epoch, the last of 8 samples
+TINY = [
+    "dataset=synthetic", "dataset.num_train=40", "dataset.num_val=23", "dataset.num_test=17", "dataset.image_size=8",
+    "model=mlp", "model.dim=8", "global_batch_size=16", "optimizer.lr=0.02", "scheduler=constant", "trainer.log_every=1",
+]  # fmt: skip
+BASE = [*TINY, "trainer.max_epochs=4", "trainer.eval_every=5", "checkpoint.every=4"]
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*BASE, root=tmp_path_factory.mktemp("base") / "runs")
+
+
+def rows_of(ended: Ended, split: str) -> list[dict[str, Any]]:
+    return [row for row in ended.rows if row["split"] == split]
+
+
+def steps_of(ended: Ended, split: str) -> list[int]:
+    return [row["step"] for row in rows_of(ended, split)]
+
+
+def kept(ended: Ended) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in (ended.directory / "checkpoints").iterdir())
+
+
+def planted_losses(losses: list[float]) -> Callable[[], None]:
+    """Return what makes the evaluations of "val" report these losses, by their steps' order."""
+
+    def plant() -> None:
+        original = Trainer.record
+
+        def record(self: Trainer, row: dict[str, Any]) -> bool:
+            if row["split"] == "val":
+                row = row | {"loss": losses[row["step"] // 2 - 1]}  # evaluated every 2 steps
+            return original(self, row)
+
+        Trainer.record = record  # type: ignore[method-assign]
+
+    return plant
+
+
+# --- when it ends
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "last"), [("7", "4", 7), ("100", "2", 6), ("5", "null", 5), ("null", "1", 3)]
+)
+def test_the_shorter_of_max_steps_and_max_epochs_ends_the_run(
+    max_steps: str, max_epochs: str, last: int, tmp_path: Path
+) -> None:
+    line = [*TINY, f"trainer.max_steps={max_steps}", f"trainer.max_epochs={max_epochs}", "trainer.eval_every=null"]
+    run = finished(*line, root=tmp_path / "runs")
+    assert steps_of(run, "train") == list(range(1, last + 1))
+    assert steps_of(run, "val") == steps_of(run, "test") == [last]  # eval_every=null: only at the end
+    assert run.summary["step"] == last
+    assert run.summary["samples_seen"] == sum(16 if step % 3 else 8 for step in range(1, last + 1))
+    assert [row["epoch"] for row in rows_of(run, "train")] == [step // 3 for step in range(last)]
+
+
+STOPPING = [*TINY, "trainer.max_epochs=10", "trainer.eval_every=2", "trainer.early_stopping.patience=3"]
+LOSSES = [2.0, 1.5, 1.6, 1.4, 1.4, 1.5, 1.4, 0.1, 0.1, 0.1]  # at steps 2, 4, ...: no better than at 8 until 14
+
+
+def test_early_stopping_stops_after_so_many_evaluations_without_improvement(tmp_path: Path) -> None:
+    run = finished(*STOPPING, root=tmp_path / "runs", before=planted_losses(LOSSES))
+    assert run.summary["step"] == 14 and run.summary["status"] == "finished"
+    assert steps_of(run, "val") == [2, 4, 6, 8, 10, 12, 14] and steps_of(run, "test") == [14]
+    assert kept(run)[-1] == 14
+    assert run.summary["metrics"]["val"]["best"]["step"] == 8
+
+
+@pytest.mark.parametrize("cut", [5, 8, 11, 13])
+def test_early_stopping_stops_a_resumed_run_at_the_same_step(cut: int, tmp_path: Path) -> None:
+    def plant() -> None:
+        planted_losses(LOSSES)()
+        after_step(cut, preempt)()
+
+    assert command(*STOPPING, root=tmp_path / "runs", before=plant).code == 75
+    run = finished(*STOPPING, root=tmp_path / "runs", before=planted_losses(LOSSES))
+    assert run.summary["step"] == 14 and steps_of(run, "val") == [2, 4, 6, 8, 10, 12, 14]
+
+
+def test_early_stopping_asks_for_min_delta(tmp_path: Path) -> None:
+    line = [*STOPPING, "trainer.early_stopping.min_delta=0.45"]
+    run = finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))
+    assert run.summary["step"] == 10  # 2.0, 1.5 (better), 1.6, 1.4, 1.4
+
+
+def test_early_stopping_by_accuracy_maximises(tmp_path: Path) -> None:
+    line = [*STOPPING, "trainer.early_stopping.monitor=val/accuracy", "trainer.early_stopping.mode=max"]
+    run = finished(*line, root=tmp_path / "runs")
+    values = [row["accuracy"] for row in rows_of(run, "val")]
+    best = max(range(len(values)), key=values.__getitem__)
+    assert len(values) == best + 4 or run.summary["step"] == 30
+
+
+def test_a_run_stopped_by_its_training_loss_is_evaluated_at_its_last_step(tmp_path: Path) -> None:
+    early = ["trainer.early_stopping.monitor=train/loss", "trainer.early_stopping.patience=1"]
+    run = finished(*TINY, "trainer.max_epochs=20", "trainer.eval_every=null", *early, root=tmp_path / "runs")
+    losses = [row["loss"] for row in rows_of(run, "train")]
+    assert losses[-1] >= min(losses[:-1]) and len(losses) < 60
+    assert steps_of(run, "val") == steps_of(run, "test") == [len(losses)]
+
+
+# --- which checkpoints it keeps
+
+
+def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
+    line = [*TINY, "trainer.max_epochs=6", "trainer.eval_every=2", "checkpoint.every=4", "checkpoint.keep_last=2",
+            "checkpoint.keep_best=1"]  # fmt: skip
+    losses = [2.0, 1.9, 1.1, 1.7, 1.6, 1.5, 1.4, 1.3, 1.2]  # the best at step 6, between two checkpoints
+    run = finished(*line, root=tmp_path / "runs", before=planted_losses(losses))
+    assert kept(run) == [6, 16, 18]
+    state = json.loads((run.directory / "checkpoints" / "step_00000006" / "state.json").read_text())
+    assert state["monitor"] == 1.1
+
+
+def test_without_keep_best_only_the_last_are_kept(base: Ended) -> None:
+    assert kept(base) == [8, 12]
+
+
+def test_the_best_by_a_maximum_is_kept(tmp_path: Path) -> None:
+    line = [*TINY, "trainer.max_epochs=6", "trainer.eval_every=2", "checkpoint.every=null", "checkpoint.keep_last=1",
+            "checkpoint.keep_best=2", "checkpoint.mode=max"]  # fmt: skip
+    losses = [2.0, 3.0, 1.0, 5.0, 1.0, 4.0, 1.0, 1.0, 1.0]
+    run = finished(*line, root=tmp_path / "runs", before=planted_losses(losses))
+    assert kept(run) == [8, 12, 18]
+
+
+def test_checkpoint_every_null_saves_at_the_end_only(tmp_path: Path) -> None:
+    run = finished(*TINY, "trainer.max_epochs=2", "checkpoint.every=null", root=tmp_path / "runs")
+    assert kept(run) == [6]
+
+
+# --- what it measures
+
+
+def test_the_summary_has_every_key_of_the_contract(base: Ended) -> None:
+    summary = base.summary
+    assert {"status", "step", "samples_seen", "metrics", "world_size", "parallel", "parameters", "wall_s", "restarts",
+            "error"} <= summary.keys()  # fmt: skip
+    assert (summary["status"], summary["step"], summary["samples_seen"]) == ("finished", 12, 160)
+    assert (summary["world_size"], summary["parallel"], summary["restarts"], summary["error"]) == (1, "single", 0, None)
+    assert summary["parameters"] == sum(tensor.numel() for tensor in base.weights.values())
+    assert 0 < summary["wall_s"] < 60
+
+
+def test_the_summary_holds_the_last_and_best_row_of_each_split(base: Ended) -> None:
+    assert base.summary["metrics"].keys() == {"train", "val", "test"}
+    for split, noted in base.summary["metrics"].items():
+        rows = rows_of(base, split)
+        assert noted["last"] == rows[-1]
+        assert noted["best"] == min(rows, key=lambda row: row["loss"])
+
+
+def test_best_follows_the_monitored_metric(tmp_path: Path) -> None:
+    run = finished(*BASE, "checkpoint.monitor=val/accuracy", "checkpoint.mode=max", root=tmp_path / "runs")
+    rows = rows_of(run, "val")
+    assert run.summary["metrics"]["val"]["best"] == max(rows, key=lambda row: row["accuracy"])
+    assert run.summary["metrics"]["train"]["best"] == min(rows_of(run, "train"), key=lambda row: row["loss"])
+
+
+def test_rows_have_the_keys_of_the_contract(base: Ended) -> None:
+    train = {"step", "split", "loss", "accuracy", "lr", "grad_norm", "samples_per_s", "epoch"}
+    for row in base.rows:
+        assert row.keys() == (train if row["split"] == "train" else {"step", "split", "loss", "accuracy"})
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [[], ["parallel=ddp", "launch.nproc_per_node=2"], ["parallel=ddp", "launch.nproc_per_node=3"],
+     ["parallel=fsdp", "launch.nproc_per_node=2"]],
+    ids=["single", "ddp 2", "ddp 3", "fsdp 2"],
+)  # fmt: skip
+def test_evaluation_counts_every_sample_once(strategy: list[str], tmp_path: Path) -> None:
+    run = finished(*BASE, *strategy, "precision=fp64", root=tmp_path / "runs")
+    for split, num_samples in (("val", 23), ("test", 17)):  # 23 = 16 + 7, 17 = 16 + 1: a rank or two with nothing
+        for row in rows_of(run, split):
+            count = row["accuracy"] * num_samples
+            assert abs(count - round(count)) < 1e-9
+    config, weights = run_config(run), run.weights
+    expected = measured(config, weights, "test")
+    (row,) = rows_of(run, "test")
+    assert row["loss"] == pytest.approx(expected["loss"], abs=1e-12)
+    assert row["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-12)
+
+
+def run_config(ended: Ended) -> dict[str, Any]:
+    return yaml.safe_load((ended.directory / "config.yaml").read_text())
+
+
+def measured(config: dict[str, Any], weights: dict[str, torch.Tensor], split: str) -> dict[str, float]:
+    """Measure by hand, with torch alone, what these weights are worth: the whole split at once."""
+    module = build.model(config)
+    module.load_state_dict(weights, strict=True)
+    module.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+    dataset = build.dataset(config)
+    inputs, targets = dataset.load(split).gather(torch.arange(config["dataset"][f"num_{split}"]).numpy())
+    x, y = dataset.transform(torch.from_numpy(inputs), torch.from_numpy(targets), keys=None)
+    module.eval()
+    with torch.no_grad():
+        logits = module(x.to(next(module.parameters()).dtype))
+    loss = torch.nn.functional.cross_entropy(logits, y).item()
+    return {"loss": loss, "accuracy": (logits.argmax(1) == y).double().mean().item()}
+
+
+def test_the_exported_weights_load_strictly_and_give_the_rows_numbers(base: Ended) -> None:
+    expected = measured(run_config(base), base.weights, "val")
+    last = rows_of(base, "val")[-1]
+    assert last["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert last["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [[], ["parallel=fsdp", "launch.nproc_per_node=2"]], ids=["single", "fsdp 2"])
+def test_the_averaged_weights_are_what_is_evaluated_and_exported(strategy: list[str], base: Ended, tmp_path: Path) -> None:
+    run = finished(*BASE, *strategy, "trainer.ema_decay=0.8", root=tmp_path / "runs")
+    expected = measured(run_config(run), run.weights, "val")
+    last = rows_of(run, "val")[-1]
+    assert last["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert abs(last["loss"] - rows_of(base, "val")[-1]["loss"]) > 1e-3  # and they are others than the last weights
+    if not strategy:
+        assert [row["loss"] for row in rows_of(run, "train")] == [row["loss"] for row in rows_of(base, "train")]
+
+
+# --- switches that may not change the numbers
+
+COUPLED = [
+    "dataset=synthetic", "dataset.num_train=40", "dataset.num_val=20", "dataset.num_test=20", "dataset.image_size=8",
+    "model=cnn", "model.channels=[4,8]", "model.norm=batch", "model.dropout=0.2", "global_batch_size=16",
+    "micro_batch_size=6", "trainer.max_epochs=3", "trainer.log_every=1", "trainer.eval_every=4", "checkpoint.every=null",
+]  # fmt: skip
+GPT = [
+    "dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=40", "dataset.num_val=9",
+    "dataset.num_test=9", "dataset.seq_len=6", "model=gpt", "model.dim=8", "model.num_layers=2", "model.num_heads=2",
+    "model.dropout=0.2", "global_batch_size=8", "trainer.max_epochs=2", "trainer.log_every=1", "checkpoint.every=null",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", [COUPLED, GPT], ids=["BatchNorm and dropout", "gpt"])
+def test_recomputed_activations_give_the_same_bits(line: list[str], tmp_path: Path) -> None:
+    plain = finished(*line, root=tmp_path / "plain")
+    recomputed = finished(*line, "trainer.activation_checkpointing=true", root=tmp_path / "recomputed")
+    assert_same_bits(recomputed, plain)
+
+
+def test_recomputed_activations_give_the_same_numbers_on_shards(tmp_path: Path) -> None:
+    line = [*COUPLED, "precision=fp64"]
+    plain = finished(*line, root=tmp_path / "plain")
+    sharded = ["parallel=fsdp", "launch.nproc_per_node=2", "trainer.activation_checkpointing=true"]
+    assert_close(finished(*line, *sharded, root=tmp_path / "sharded"), plain)
+
+
+def count_compiled(file: Path) -> Callable[[], None]:
+    """Return what makes a command write down how many graphs it has compiled."""
+
+    def plant() -> None:
+        original = Trainer.fit
+
+        def fit(self: Trainer) -> bool:
+            from torch._dynamo.utils import counters
+
+            result = original(self)
+            file.write_text(str(counters["stats"]["unique_graphs"]))
+            return result
+
+        Trainer.fit = fit  # type: ignore[method-assign]
+
+    return plant
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
+def test_a_compiled_model_is_compiled_and_has_the_same_losses(base: Ended, tmp_path: Path) -> None:
+    line = [*BASE, "trainer.compile=true"]
+    run = finished(*line, root=tmp_path / "runs", before=count_compiled(tmp_path / "graphs"))
+    assert int((tmp_path / "graphs").read_text()) > 0
+    assert run.weights.keys() == base.weights.keys()
+    for mine, plain in zip(run.rows, base.rows, strict=True):
+        assert mine["loss"] == pytest.approx(plain["loss"], abs=1e-4)
+
+
+def test_without_a_compiler_a_warning_says_so_and_the_run_goes_on(base: Ended, tmp_path: Path) -> None:
+    def hide_compiler() -> None:
+        import torch._inductor.config
+        import torch._inductor.cpp_builder
+
+        torch._inductor.config.cpp.cxx = (None, "/nonexistent")  # as CXX=/nonexistent in the environment does
+        torch._inductor.cpp_builder.get_cpp_compiler.cache_clear()
+        torch._inductor.cpp_builder.cpp_compiler_search.cache_clear()
+
+    run = finished(*BASE, "trainer.compile=true", root=tmp_path / "runs", before=hide_compiler)
+    assert run.output.count("WARNING: trainer.compile is off: no C++ compiler was found") == 1
+    assert_same_bits(run, base)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
+def test_a_precision_learns_what_fp32_does(precision: str, base: Ended, tmp_path: Path) -> None:
+    run = finished(*BASE, f"precision={precision}", root=tmp_path / "runs")
+    losses, reference = ([row["loss"] for row in rows_of(one, "train")] for one in (run, base))
+    assert losses[-1] < losses[0] - 0.3
+    assert losses == pytest.approx(reference, abs=0.05)
+    assert (losses == reference) == (precision == "tf32")  # on a CPU tf32 is fp32
+    assert {tensor.dtype for tensor in run.weights.values()} == {torch.float32}
+
+
+def test_fp64_parameters_are_float64(tmp_path: Path) -> None:
+    run = finished(*TINY, "trainer.max_epochs=1", "precision=fp64", root=tmp_path / "runs")
+    assert {tensor.dtype for tensor in run.weights.values()} == {torch.float64}
+
+
+def test_accumulated_micro_batches_are_the_whole_batch(tmp_path: Path) -> None:
+    line = [*BASE, "precision=fp64"]
+    whole = finished(*line, root=tmp_path / "whole")
+    assert_close(finished(*line, "micro_batch_size=3", root=tmp_path / "threes"), whole)
+    assert_close(finished(*line, "micro_batch_size=1", root=tmp_path / "ones"), whole)
+
+
+# --- the files
+
+
+def test_curves_png_is_a_picture_with_a_panel_for_each_metric(base: Ended) -> None:
+    content = (base.directory / "curves.png").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", content[16:24])
+    assert (width, height) == (2 * 600, 432)  # loss and accuracy, 5 x 3.6 inches of 120 dots
+
+
+def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    from framework.curves import draw_curves
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    draw_curves(base.directory / "metrics.jsonl", Path("/nonexistent/curves.png"), title="title")
+    panels = {axes.get_title(): {line.get_label(): line for line in axes.lines} for axes in drawn[0].axes}
+    assert panels.keys() == {"loss", "accuracy"}
+    for name, lines in panels.items():
+        for split in ("train", "val", "test"):
+            rows = rows_of(base, split)
+            assert list(lines[split].get_xdata()) == [row["step"] for row in rows]
+            assert list(lines[split].get_ydata()) == [row[name] for row in rows]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 5, "split": "tr', "\0\0\0\0"])
+def test_a_torn_last_line_of_metrics_is_left_out(torn: str, base: Ended, tmp_path: Path) -> None:
+    stopped = command(*BASE, root=tmp_path / "runs", before=after_step(6, preempt))
+    assert stopped.code == 75
+    metrics = stopped.directory / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + torn)
+    assert_same_bits(finished(*BASE, root=tmp_path / "runs"), base)
+
+
+def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(base: Ended, tmp_path: Path) -> None:
+    begun = command(*BASE, root=tmp_path / "first", before=after_step(9, preempt))
+    assert begun.code == 75 and kept(begun) == [8, 9]
+    for path in (begun.directory, begun.directory / "checkpoints" / "step_00000008"):
+        run = finished(*BASE, f"run.resume={path}", root=tmp_path / path.name)
+        assert f"continuing from {begun.directory / 'checkpoints'}" in run.output
+        assert_same_bits(run, base)
+    assert kept(begun) == [8, 9]  # the other run is as it was
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("model.dim=9", r"layers\.0\.0\.bias is torch\.float32 \[8\] in the checkpoint, torch\.float32 \[9\] in this run"),
+        ("model.num_layers=1", r"layers\.1\.0\.bias is not in this run"),
+        ("model.num_layers=3", r"layers\.2\.0\.bias is not in the checkpoint"),
+        ("precision=fp64", r"torch\.float32 \[10\] in the checkpoint, torch\.float64 \[10\] in this run"),
+        ("optimizer=sgd", r"framework\.optim\.adamw.*framework\.optim\.sgd"),
+        ("dataset.num_train=41", r"40.*41"),
+        ("trainer.ema_decay=0.5", r"average/head\.bias is not in the checkpoint"),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_refused(changed: str, told: str, base: Ended, tmp_path: Path) -> None:
+    refused = command(*BASE, changed, f"run.resume={base.directory}", root=tmp_path / "runs")
+    assert refused.code == 65, refused.output
+    assert re.search(f"does not fit this run: .*{told}", refused.output), refused.output
+    assert refused.summary["status"] == "failed" and "does not fit this run" in refused.summary["error"]
+    assert "Traceback" not in refused.output
+
+
+def test_the_same_command_of_a_finished_run_says_so_and_changes_nothing(base: Ended, tmp_path: Path) -> None:
+    shutil.copytree(base.root, tmp_path / "runs")
+    directory = tmp_path / "runs" / base.directory.relative_to(base.root)
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    again = command(*BASE, root=tmp_path / "runs")
+    assert again.code == 0 and "finished already, at step 12" in again.output
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
