@@ -130,9 +130,10 @@ class Loaders(dict):  # type: ignore[type-arg]  # str -> Loader
 
 def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Trainer":
     """Build a run's trainer, at step 0. Collective."""
+    from framework.averaging import AveragedWeights
     from framework.checkpoint.store import CheckpointStore
     from framework.metrics import Patience, Tracker
-    from framework.optim import AveragedWeights, trainable
+    from framework.optim import trainable
     from framework.precision import PRECISIONS
     from framework.recorder import Recorder
     from framework.trainer import Plan, Trainer
@@ -163,7 +164,6 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
             eval_every=settings["eval_every"],
             checkpoint_every=saving["every"],
             clip_grad_norm=settings["clip_grad_norm"],
-            saves_best=saving["keep_best"] > 0,
         ),
         tracker=Tracker(monitor=saving["monitor"], mode=saving["mode"]),
         patience=Patience(**settings["early_stopping"]),

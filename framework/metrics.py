@@ -56,8 +56,8 @@ class Tracker:
         self.mode = mode
         self.splits: dict[str, dict[str, Row]] = {}
 
-    def note(self, row: Row) -> bool:
-        """Take a row in. Returns whether it is the best so far of its split."""
+    def note(self, row: Row) -> None:
+        """Take a row in."""
         split = self.splits.setdefault(row["split"], {})
         metric = self.monitor_metric if row["split"] == self.monitor_split else "loss"
         sign = -1 if metric == self.monitor_metric and self.mode == "max" else 1
@@ -65,7 +65,6 @@ class Tracker:
         split["last"] = row
         if is_best:
             split["best"] = row
-        return is_best
 
     def monitored(self, *, step: int) -> float | None:
         """Return the monitored value, if it was measured at `step`."""

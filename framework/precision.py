@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from framework.optim import LossScale
+from framework.loss_scale import LossScale
 
 
 @dataclass(frozen=True)

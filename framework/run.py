@@ -39,6 +39,10 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
             LOGGER.error("%s", end)
         _close_record(trainer, "failed", error=str(end))
         return end.code
+    except Exception as error:
+        # not the counters, which may be collective: the sinks (and a terminal's cursor) must not be left as they are
+        trainer.recorder.close(status="failed", error=f"{type(error).__name__}: {error}")
+        raise
     finally:
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
         del trainer

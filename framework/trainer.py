@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.averaging import AveragedWeights
 from framework.checkpoint.canonical import state_tensors
 from framework.checkpoint.store import CheckpointStore
 from framework.data.loader import Loader
 from framework.engine import Engine, Step, Sums, add
+from framework.loss_scale import LossScale
 from framework.metrics import Patience, Row, Tracker
-from framework.optim import AveragedWeights, LossScale
 from framework.outcome import Diverged
 from framework.preemption import PREEMPTION
 from framework.recorder import Recorder
@@ -39,7 +40,6 @@ class Plan:
     eval_every: int | None
     checkpoint_every: int | None
     clip_grad_norm: float | None
-    saves_best: bool
 
 
 class Trainer:
@@ -167,13 +167,13 @@ class Trainer:
                            "checkpoint or row); lower optimizer.lr, or clip with trainer.clip_grad_norm")  # fmt: skip
         return {name: total / num_samples for name, total in zip(sums, totals)}
 
-    def record(self, row: Row) -> bool:
+    def record(self, row: Row) -> None:
         self.patience.note(row)
         self.recorder.log(row)
-        return self.tracker.note(row)
+        self.tracker.note(row)
 
     def evaluate(self, split: str) -> bool:
-        """Measure every sample of a split once. Returns whether this was the best so far and is to be kept as such."""
+        """Measure every sample of a split once. Returns whether this step's checkpoint is one of the best, to be kept."""
         self.engine.sync_buffers()
         self.engine.module.eval()
         if self.average is not None:
@@ -185,8 +185,8 @@ class Trainer:
             self.average.swap()
         self.engine.module.train()
         means = self.means(sums, num_samples=len(self.loaders[split].source))
-        is_best = self.record({"step": self.progress.step, "split": split, **means})
-        return is_best and self.plan.saves_best and split == self.tracker.monitor_split
+        self.record({"step": self.progress.step, "split": split, **means})
+        return self.store.is_among_best(self.tracker.monitored(step=self.progress.step))
 
     def save(self) -> None:
         """Commit a checkpoint. Diverged instead, if what it would hold is not finite."""

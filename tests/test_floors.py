@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     ["environment", "log", "keys", "splitmix", "files", "frozen", "outcome", "problems", "ranges", "signatures", "schema", "syntax",
      "config", "help", "preemption", "world", "run_directory", "torchvision_import"],
-    ["engine", "modules", "optim", "schedules", "precision", "metrics", "checkpoint/", "tasks/"],
+    ["engine", "modules", "optim", "muon", "loss_scale", "averaging", "schedules", "precision", "metrics", "checkpoint/", "tasks/"],
     ["parallel/", "data/", "loggers/"],
     ["recorder", "trainer", "curves"],
     ["build", "run", "preflight"],

@@ -142,7 +142,7 @@ def test_without_keep_best_only_the_last_are_kept(base: Ended) -> None:
 def test_the_best_by_a_maximum_is_kept(tmp_path: Path) -> None:
     line = [*TINY, "trainer.max_epochs=6", "trainer.eval_every=2", "checkpoint.every=null", "checkpoint.keep_last=1",
             "checkpoint.keep_best=2", "checkpoint.mode=max"]  # fmt: skip
-    losses = [2.0, 3.0, 1.0, 5.0, 1.0, 4.0, 1.0, 1.0, 1.0]
+    losses = [2.0, 3.0, 1.0, 5.0, 1.0, 4.0, 1.0, 1.0, 1.0]  # 4.0, at step 12, is no new best but the second
     run = finished(*line, root=tmp_path / "runs", before=planted_losses(losses))
     assert kept(run) == [8, 12, 18]
 
@@ -289,23 +289,23 @@ def count_compiled(file: Path) -> Callable[[], None]:
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
-def test_a_compiled_model_is_compiled_and_has_the_same_losses(base: Ended, tmp_path: Path) -> None:
-    line = [*BASE, "trainer.compile=true"]
+def test_a_compiled_model_is_compiled_and_has_the_same_losses(tmp_path: Path) -> None:
+    # whole batches only: each other size is one more graph to compile
+    line = [*TINY, "dataset.num_train=32", "dataset.num_val=16", "dataset.num_test=16", "trainer.max_epochs=4"]
+    plain = finished(*line, root=tmp_path / "plain")
+    line = [*line, "trainer.compile=true"]
     run = finished(*line, root=tmp_path / "runs", before=count_compiled(tmp_path / "graphs"))
     assert int((tmp_path / "graphs").read_text()) > 0
-    assert run.weights.keys() == base.weights.keys()
-    for mine, plain in zip(run.rows, base.rows, strict=True):
-        assert mine["loss"] == pytest.approx(plain["loss"], abs=1e-4)
+    assert run.weights.keys() == plain.weights.keys()
+    for mine, other in zip(run.rows, plain.rows, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
 
 
 def test_without_a_compiler_a_warning_says_so_and_the_run_goes_on(base: Ended, tmp_path: Path) -> None:
     def hide_compiler() -> None:
-        import torch._inductor.config
-        import torch._inductor.cpp_builder
+        from torch._inductor import config
 
-        torch._inductor.config.cpp.cxx = (None, "/nonexistent")  # as CXX=/nonexistent in the environment does
-        torch._inductor.cpp_builder.get_cpp_compiler.cache_clear()
-        torch._inductor.cpp_builder.cpp_compiler_search.cache_clear()
+        config.cpp.cxx = (None, "/nonexistent")  # as CXX=/nonexistent in the environment does
 
     run = finished(*BASE, "trainer.compile=true", root=tmp_path / "runs", before=hide_compiler)
     assert run.output.count("WARNING: trainer.compile is off: no C++ compiler was found") == 1
@@ -317,8 +317,9 @@ def test_a_precision_learns_what_fp32_does(precision: str, base: Ended, tmp_path
     run = finished(*BASE, f"precision={precision}", root=tmp_path / "runs")
     losses, reference = ([row["loss"] for row in rows_of(one, "train")] for one in (run, base))
     assert losses[-1] < losses[0] - 0.3
-    assert losses == pytest.approx(reference, abs=0.05)
     assert (losses == reference) == (precision == "tf32")  # on a CPU tf32 is fp32
+    if precision == "bf16":  # fp16 skips a step or two at first
+        assert losses == pytest.approx(reference, abs=0.05)
     assert {tensor.dtype for tensor in run.weights.values()} == {torch.float32}
 
 

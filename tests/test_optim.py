@@ -15,7 +15,9 @@ from framework import schedules
 from framework.build import component
 from framework.config import options
 from framework.engine import DataParallelEngine
-from framework.optim import AveragedWeights, LossScale, adamw, muon, sgd, trainable
+from framework.averaging import AveragedWeights
+from framework.loss_scale import LossScale
+from framework.optim import adamw, muon, sgd, trainable
 from framework.outcome import Diverged
 from framework.precision import PRECISIONS
 from framework.trainer import Trainer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.optim import AveragedWeights
+from framework.averaging import AveragedWeights
 from framework.world import World
 
 

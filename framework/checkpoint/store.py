@@ -92,6 +92,15 @@ class CheckpointStore:
         values = {path: value for path in found if (value := _monitor(path)) is not None}
         return sorted(values, key=lambda path: values[path], reverse=self.mode == "max")
 
+    def is_among_best(self, value: float | None) -> bool:
+        """Return whether a checkpoint with this monitored value would be kept for it."""
+        if self.keep_best == 0 or value is None:
+            return False
+        sign = -1 if self.mode == "max" else 1
+        others = [other for path in manifest.candidates(self.directory) if (other := _monitor(path)) is not None]
+        num_better = sum(sign * other <= sign * value for other in others)
+        return self.world.from_rank_0(num_better < self.keep_best)
+
     def newest_valid(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest valid checkpoint and its state; None if there is no checkpoint at all.
 

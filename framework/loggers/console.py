@@ -1,5 +1,6 @@
 """The console: a progress line on a terminal, plain lines elsewhere."""
 
+import logging
 import sys
 import time
 from datetime import timedelta
@@ -7,6 +8,8 @@ from typing import Any
 
 from framework.log import LOGGER
 from framework.loggers.sink import RunInfo
+
+_WIDTH_FOR_BAR = 110  # columns
 
 
 class Console:
@@ -35,24 +38,34 @@ class Console:
     def close(self, summary: dict[str, Any]) -> None:
         if self._progress is not None:
             self._progress[0].stop()
+            _log_to_stderr()
 
 
 def _progress_line(run: RunInfo) -> Any:
     from rich.console import Console as RichConsole
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = RichConsole(stderr=True)
     progress = Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[numbers]}"),
+        *([BarColumn(bar_width=20)] if console.width >= _WIDTH_FOR_BAR else []),
         TextColumn("eta"),
         TimeRemainingColumn(),
-        console=RichConsole(stderr=True),
+        TextColumn("{task.fields[numbers]}"),  # last: a narrow terminal cuts it
+        console=console,
     )
     task = progress.add_task("train", total=run.total_steps, completed=run.step, numbers="")
     progress.start()
+    _log_to_stderr()
     return progress, task
+
+
+def _log_to_stderr() -> None:
+    """Have the log written to what is sys.stderr now: while the progress line is on, rich's, which writes above it."""
+    for handler in LOGGER.handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
 
 
 def _numbers(row: dict[str, Any]) -> str:

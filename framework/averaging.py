@@ -1,0 +1,28 @@
+"""The moving average of the weights."""
+
+import torch
+from torch import Tensor
+
+from framework.optim import Named
+
+
+class AveragedWeights:
+    """An exponential moving average of the trainable parameters, on this rank's shards: no gather, no copy of the model."""
+
+    def __init__(self, named: Named, *, decay: float) -> None:
+        self.decay = decay
+        self._parameters: list[Tensor] = [parameter for _, parameter in named]
+        self.tensors = {name: parameter.detach().clone() for name, parameter in named}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights, after an optimizer step."""
+        torch._foreach_lerp_(list(self.tensors.values()), self._parameters, 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the weights and the average: once before an evaluation, once after."""
+        for parameter, average in zip(self._parameters, self.tensors.values()):
+            current = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(current)
