@@ -1,4 +1,4 @@
-"""What the loop does and leaves: when it ends, what it keeps, what it measures, and the switches that may not change that."""
+"""What the loop does and leaves: when it ends, what it keeps and measures, and switches that may not change it."""
 
 import json
 import re
@@ -21,7 +21,8 @@ from tests.test_resume import after_step, preempt
 # 3 steps an epoch, the last of 8 samples
 TINY = [
     "dataset=synthetic", "dataset.num_train=40", "dataset.num_val=23", "dataset.num_test=17", "dataset.image_size=8",
-    "model=mlp", "model.dim=8", "global_batch_size=16", "optimizer.lr=0.02", "scheduler=constant", "trainer.log_every=1",
+    "model=mlp", "model.dim=8", "global_batch_size=16", "optimizer.lr=0.02", "scheduler=constant",
+    "trainer.log_every=1",
 ]  # fmt: skip
 BASE = [*TINY, "trainer.max_epochs=4", "trainer.eval_every=5", "checkpoint.every=4"]
 
@@ -232,7 +233,9 @@ def test_the_exported_weights_load_strictly_and_give_the_rows_numbers(base: Ende
 
 
 @pytest.mark.parametrize("strategy", [[], ["parallel=fsdp", "launch.nproc_per_node=2"]], ids=["single", "fsdp 2"])
-def test_the_averaged_weights_are_what_is_evaluated_and_exported(strategy: list[str], base: Ended, tmp_path: Path) -> None:
+def test_the_averaged_weights_are_what_is_evaluated_and_exported(
+    strategy: list[str], base: Ended, tmp_path: Path
+) -> None:
     run = finished(*BASE, *strategy, "trainer.ema_decay=0.8", root=tmp_path / "runs")
     expected = measured(run_config(run), run.weights, "val")
     last = rows_of(run, "val")[-1]
@@ -384,7 +387,7 @@ def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(base: Ended, tmp_p
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ("model.dim=9", r"layers\.0\.0\.bias is torch\.float32 \[8\] in the checkpoint, torch\.float32 \[9\] in this run"),
+        ("model.dim=9", r"0\.bias is torch\.float32 \[8\] in the checkpoint, torch\.float32 \[9\] in this run"),
         ("model.num_layers=1", r"layers\.1\.0\.bias is not in this run"),
         ("model.num_layers=3", r"layers\.2\.0\.bias is not in the checkpoint"),
         ("precision=fp64", r"torch\.float32 \[10\] in the checkpoint, torch\.float64 \[10\] in this run"),

@@ -1,4 +1,4 @@
-"""Optimizers, schedules, the loss scale and the averaged weights: the same numbers under every strategy, and the right ones."""
+"""Optimizers, schedules, loss scale, averaged weights: the right numbers, and the same under every strategy."""
 
 import dataclasses
 import json
@@ -326,7 +326,10 @@ VALUES = {
         {"warmup_steps": 0, "min_lr_ratio": 0.0},
         [0.5 * (1 + math.cos(math.pi * k / 10)) for k in range(10)],
     ),
-    "cosine, warm-up longer than the run": ({"warmup_steps": 20, "min_lr_ratio": 0.0}, [(k + 1) / 20 for k in range(10)]),
+    "cosine, warm-up longer than the run": (
+        {"warmup_steps": 20, "min_lr_ratio": 0.0},
+        [(k + 1) / 20 for k in range(10)],
+    ),
     "cosine, warm-up all of the run": ({"warmup_steps": 10, "min_lr_ratio": 0.0}, [(k + 1) / 10 for k in range(10)]),
     "step": (
         {"warmup_steps": 2, "milestones": [4, 7], "gamma": 0.1},
@@ -359,7 +362,8 @@ def test_every_schedule_is_tested_here_and_never_leaves_0_to_1() -> None:
 
 def test_the_rate_of_every_step_is_the_schedules(tmp_path: Path) -> None:
     line = [arg for arg in FP16 if not arg.startswith("precision")]
-    line += ["scheduler=wsd", "scheduler.warmup_steps=4", "scheduler.decay_steps=6", "optimizer=sgd", "optimizer.lr=0.5"]
+    line += ["scheduler=wsd", "scheduler.warmup_steps=4", "scheduler.decay_steps=6"]
+    line += ["optimizer=sgd", "optimizer.lr=0.5"]
     stopped = command(*line, root=tmp_path / "runs", before=after_step(11, preempt))
     assert stopped.code == 75
     rows = [row for row in finished(*line, root=tmp_path / "runs").rows if row["split"] == "train"]

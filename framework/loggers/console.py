@@ -26,7 +26,7 @@ class Console:
             LOGGER.info("%s", f"step {row['step']}/{self._total_steps}  {row['split']}  " + _numbers(row))
         elif self._progress is not None:
             progress, task = self._progress
-            progress.update(task, completed=row["step"], numbers=_numbers(row))
+            progress.update(task, completed=row["step"], numbers=f"eta {self._eta(row['step'])}  {_numbers(row)}")
         else:
             LOGGER.info("%s", f"step {row['step']}/{self._total_steps}  {_numbers(row)}  eta {self._eta(row['step'])}")
 
@@ -43,16 +43,12 @@ class Console:
 
 def _progress_line(run: RunInfo) -> Any:
     from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
     console = RichConsole(stderr=True)
     progress = Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
         *([BarColumn(bar_width=20)] if console.width >= _WIDTH_FOR_BAR else []),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),  # last: a narrow terminal cuts it
+        TextColumn("step {task.completed}/{task.total}  {task.fields[numbers]}"),  # a narrow terminal cuts its end
         console=console,
     )
     task = progress.add_task("train", total=run.total_steps, completed=run.step, numbers="")
