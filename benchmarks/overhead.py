@@ -26,7 +26,7 @@ OVERRIDES = {
     "cnn": ["model=cnn"],
     "almost nothing": ["model=mlp", "model.num_layers=1", "model.dim=1", "optimizer=sgd"],
 }
-NUM_ROUNDS = 3
+NUM_ROUNDS = 5
 WARM_UP = 100
 
 

@@ -13,7 +13,7 @@ Split = Literal["train", "val", "test"]
 
 
 class Source(Protocol):
-    """One split, loaded."""
+    """One split, loaded: a dataclass, so that it can be put together again around shared arrays (data.sharing)."""
 
     def __len__(self) -> int: ...
 
@@ -24,10 +24,6 @@ class Source(Protocol):
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """What the source holds in memory, by name, for the processes of a node to share one copy; {} if nothing."""
-        ...
-
-    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Source":
-        """Return the same source over other (memory-mapped) arrays of the same names."""
         ...
 
 
@@ -90,9 +86,6 @@ class Arrays:
     def arrays(self) -> dict[str, np.ndarray]:
         return {"inputs": self.inputs, "targets": self.targets}
 
-    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Arrays":
-        return Arrays(arrays["inputs"], arrays["targets"])
-
 
 @dataclass(frozen=True, eq=False)
 class Windows:
@@ -125,9 +118,6 @@ class Windows:
     def arrays(self) -> dict[str, np.ndarray]:
         return {} if isinstance(self.tokens, np.memmap) else {"tokens": self.tokens}
 
-    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Windows":
-        return Windows(arrays["tokens"], self.seq_len) if arrays else self
-
 
 @dataclass(frozen=True, eq=False)
 class Files:
@@ -153,9 +143,6 @@ class Files:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         return {}
-
-    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Files":
-        return self
 
 
 def num_windows(num_tokens: int, *, seq_len: int) -> int:

@@ -134,6 +134,3 @@ class MappedWindows:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         return {}
-
-    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "MappedWindows":
-        return self

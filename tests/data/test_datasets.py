@@ -1,5 +1,6 @@
 """All datasets: YAML files, import costs and sources; and the two that need no file, digits and synthetic."""
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def test_source_over_memory_mapped_arrays_is_the_same_source(source, tmp_path: P
     for name, array in source.arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
     mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in source.arrays}
-    other = source.with_arrays(mapped)
+    other = dataclasses.replace(source, **mapped)
     assert len(other) == len(source)
     for array, mapped_array in zip(everything(source), everything(other), strict=True):
         assert np.array_equal(array, mapped_array)
