@@ -44,6 +44,8 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
         trainer.recorder.close(status="failed", error=f"{type(error).__name__}: {error}")
         raise
     finally:
+        for loader in trainer.loaders.values():
+            loader.close()
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
         del trainer
         gc.collect()

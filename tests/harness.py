@@ -54,14 +54,16 @@ class Ended:
         return load_file(self.directory / "model.safetensors")
 
 
-def begin(*overrides: str, root: Path, before: Callable[[], None] | None = None) -> Any:
+def begin(
+    *overrides: str, root: Path, before: Callable[[], None] | None = None, leave: Callable[[int], None] = os._exit
+) -> Any:
     """Start `python train.py OVERRIDES run.root=ROOT` in a child process of a group of its own; return the process.
 
-    `before` runs in the child first: to plant a fault.
+    `before` runs in the child first: to plant a fault. `leave` ends it; sys.exit does so as an interpreter would.
     """
     root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # so that a child's collector does not touch (and so copy) what it inherits
-    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], _output(root), before))
+    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], _output(root), before, leave))
     process.start()
     return process
 
@@ -80,14 +82,14 @@ def end(process: Any, *, root: Path, timeout_s: float = 120.0) -> Ended:
     return Ended(process.exitcode, _output(root).read_text(), root)
 
 
-def command(
-    *overrides: str, root: Path, before: Callable[[], None] | None = None, timeout_s: float = 120.0
-) -> Ended:
-    """Run `python train.py OVERRIDES run.root=ROOT` to its end. `before` runs in the child first: to plant a fault."""
-    return end(begin(*overrides, root=root, before=before), root=root, timeout_s=timeout_s)
+def command(*overrides: str, root: Path, timeout_s: float = 120.0, **options: Any) -> Ended:
+    """Run `python train.py OVERRIDES run.root=ROOT` to its end; the options are those of `begin`."""
+    return end(begin(*overrides, root=root, **options), root=root, timeout_s=timeout_s)
 
 
-def _child(overrides: list[str], output: Path, before: Callable[[], None] | None) -> None:
+def _child(
+    overrides: list[str], output: Path, before: Callable[[], None] | None, leave: Callable[[int], None]
+) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -102,7 +104,7 @@ def _child(overrides: list[str], output: Path, before: Callable[[], None] | None
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    leave(code)
 
 
 def finished(*overrides: str, root: Path, **options: Any) -> Ended:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,18 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_last_one_inta
     assert "checkpoint not written: rank 0: " in failed.output
     assert failed.summary["status"] == "failed"
     assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
+
+
+def plant_broken_sample() -> None:
+    def transform(self: Synthetic, inputs: torch.Tensor, targets: torch.Tensor, *, keys: object) -> None:
+        raise ValueError("the planted broken sample")
+
+    Synthetic.transform = transform  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp 2"])
+def test_an_error_in_a_loader_process_ends_the_run_and_the_process(strategy: str, tmp_path: Path) -> None:
+    line = [*RUN, *STRATEGIES[strategy], "dataset.num_workers=2", "launch.max_restarts=0"]
+    failed = command(*line, root=tmp_path / "runs", before=plant_broken_sample, timeout_s=30, leave=sys.exit)
+    assert failed.code == 1
+    assert "failed: ValueError: the planted broken sample" in failed.output

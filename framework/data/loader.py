@@ -1,6 +1,7 @@
 """From the order of samples to this rank's micro-batches, as tensors on its device."""
 
 import signal
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -41,6 +42,7 @@ class Loader:
         self.dtype = dtype
         self.num_workers = int(getattr(dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(dataset, "augment", False))
+        self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
 
     def train(self, samples_seen: int) -> Iterator[Step]:
         """Yield the steps after `samples_seen` samples, for ever."""
@@ -51,6 +53,12 @@ class Loader:
         starts = range(0, len(self.source), self.order.global_batch_size)
         for step in self._run(starts, self._evaluation_step):
             yield from step.micro_batches
+
+    def close(self) -> None:
+        """End the loader's processes. They ignore signals, so at exit, after an error, Python would wait for them for ever."""
+        for steps in list(self._running):
+            steps._shutdown_workers()  # type: ignore[attr-defined]  # what the iterator's own __del__ calls
+        self._running.clear()
 
     def _positions(self, samples_seen: int) -> Iterator[int]:
         while True:
@@ -93,6 +101,7 @@ class Loader:
                 multiprocessing_context="fork",
             )
             steps = _start_unsignalled(loader)
+            self._running.add(steps)
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
 
     def _to_device(self, step: Step) -> Step:

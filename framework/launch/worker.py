@@ -72,11 +72,19 @@ def _record_failure(error: Exception, *, rank: int, scratch: Path | None) -> Non
         headline = {
             "rank": rank,
             "time": time.time(),
-            "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "error": _headline(error),
             "where": f"{where.filename}:{where.lineno} in {where.name}",
             "lost_peer": _is_lost_peer(error),
         }
         (scratch / f"failure_{rank}.json").write_text(json.dumps(headline))
+
+
+def _headline(error: Exception) -> str:
+    """Return an error's kind and first line; of one that quotes a loader process's traceback, that traceback's last."""
+    lines = str(error).strip().splitlines() or [""]
+    if lines[0].startswith("Caught ") and "Original Traceback" in str(error):
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _is_lost_peer(error: Exception) -> bool:
