@@ -19,13 +19,23 @@ def state_tensors(
     The optimizer's state is read by parameter name here, not through torch's get_state_dict, which takes fake
     optimizer steps when there is no state yet and so changes training (pytorch#164929).
     """
-    tensors = {f"model/{name}": value for name, value in module.state_dict().items()}
+    tensors = _model_tensors(module)
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
                 tensors[f"optimizer/{name}/{key}"] = value
     if average is not None:
         tensors |= {f"average/{name}": value for name, value in average.tensors.items()}
+    return tensors
+
+
+def _model_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the model's state as `model/NAME`; a tied weight once, under its first name: loading it fills the others."""
+    first_names: dict[int, str] = {}
+    tensors = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if first_names.setdefault(id(value), name) == name:
+            tensors[f"model/{name}"] = value.detach()
     return tensors
 
 
@@ -45,7 +55,7 @@ def restore(
 
     reader = HuggingFaceStorageReader(str(path))
     inventory: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    targets = {f"model/{name}": value for name, value in module.state_dict().items()}
+    targets = _model_tensors(module)
     if average is not None:
         targets |= {f"average/{name}": value for name, value in average.tensors.items()}
     _check(inventory, targets)
