@@ -4,10 +4,12 @@ import sys
 from pathlib import Path
 
 from framework.config import force_values, register_resolvers, sweep_points
+from framework.environment import Environment
 from framework.help import help_text
 from framework.launch.start import check, report, start
-from framework.launch.sweep import start_in_child
+from framework.launch.sweep import Sweep
 from framework.outcome import Exit
+from framework.preemption import PREEMPTION
 from framework.syntax import split_flags
 
 CONF = str(Path(__file__).resolve().parent / "conf")
@@ -15,7 +17,7 @@ CONF = str(Path(__file__).resolve().parent / "conf")
 
 def main(arguments: list[str]) -> int:
     """Run the command line and return the exit code."""
-    flags, overrides, problems = split_flags(arguments)
+    flags, overrides, problems = split_flags(arguments, is_launched=Environment.read().is_launched)
     if "--help" in flags and not problems:
         print(help_text())
         return Exit.FINISHED
@@ -24,30 +26,32 @@ def main(arguments: list[str]) -> int:
             problems += [problem for problem in check(point, world_size=None)[1] if problem not in problems]
     if problems:
         return report(problems)
-    return _through_hydra(arguments) if flags else start(overrides)
+    return _through_hydra(flags, overrides) if flags else start(overrides)
 
 
-def _through_hydra(arguments: list[str]) -> int:
+def _through_hydra(flags: dict[str, str], overrides: list[str]) -> int:
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig
 
-    codes = []
+    sweep = Sweep()
 
     @hydra.main(config_path=CONF, config_name="config", version_base="1.3")
     def run_job(config: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
         GlobalHydra.instance().clear()  # a run composes for itself
-        codes.append(start_in_child(overrides))
-        if codes[-1] == Exit.PREEMPTED:  # so is the sweep: the same command continues both
+        if sweep.run(overrides) == Exit.PREEMPTED:  # so is the sweep: the same command continues both
             sys.exit(Exit.PREEMPTED)
 
     register_resolvers()
-    sys.argv[1:] = force_values(arguments)
+    # flags first: argparse, which reads them for Hydra, takes none between overrides
+    sys.argv[1:] = [*(word for flag in flags.items() for word in flag if word), *force_values(overrides)]
     run_job()
-    return max(codes, default=Exit.FINISHED)
+    return sweep.report()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    PREEMPTION.ignore()  # all is done: a signal must not make this a failure while the interpreter is taken down
+    sys.exit(code)

@@ -157,7 +157,7 @@ mark_after(start.preflight, "check", "preflight")
 def import_torch(config):
     import torch
     marks.append(("import torch", time.time()))
-    problems = check_objects(config)
+    problems = try_out(config)
     marks.append(("model and optimizer checked", time.time()))
     from framework.launch.worker import work
     from framework import build
@@ -173,7 +173,7 @@ def import_torch(config):
     Trainer.train_step = first_step
     marks.append(("import the rest", time.time()))
     return problems
-check_objects, start.preflight.check_objects = start.preflight.check_objects, import_torch
+try_out, start.try_out = start.try_out, import_torch
 start.start(["run.root=" + FOLDER, *OVERRIDES])
 """
 

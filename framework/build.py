@@ -157,7 +157,7 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
             keep_best=saving["keep_best"],
             mode=saving["mode"],
         ),
-        recorder=Recorder(directory, rank=world.rank, sinks=sinks(config) if world.rank == 0 else []),
+        recorder=Recorder(directory, world=world, sinks=sinks(config) if world.rank == 0 else []),
         plan=Plan(
             total_steps=min(count for count in steps if count is not None),
             log_every=settings["log_every"],

@@ -1,6 +1,8 @@
 """Logging: the standard library's, with the rank in every line, to the console and to the run's `train.log`."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOGGER = logging.getLogger("steadfast")
@@ -20,8 +22,22 @@ def start_console(*, rank: int) -> None:
 
 def start_file(path: Path, *, rank: int) -> None:
     """Log to `path` too. All ranks append to the one file: a line is one write, so lines never mix."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s"))
+    _add_file(path, who=f"rank {rank}")
+
+
+@contextmanager
+def launcher_file(path: Path) -> Iterator[None]:
+    """Log to `path` too, for a moment: the launcher's part of a run's log."""
+    _add_file(path, who="launcher")
+    try:
+        yield
+    finally:
+        stop_file()
+
+
+def _add_file(path: Path, *, who: str) -> None:
+    handler = _File(path)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname)s %(message)s"))
     LOGGER.addHandler(handler)
 
 
@@ -30,6 +46,17 @@ def stop_file() -> None:
     for handler in [h for h in LOGGER.handlers if isinstance(h, logging.FileHandler)]:
         LOGGER.removeHandler(handler)
         handler.close()
+
+
+class _File(logging.FileHandler):
+    """A file on a disk that may be full: that a line is lost is no reason for a traceback, or for the run to end."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):  # it writes what is left in its buffer
+            super().close()
 
 
 class _Console(logging.Formatter):

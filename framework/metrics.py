@@ -1,11 +1,13 @@
 """What a run measured: the rows of `metrics.jsonl`, and the last and best of them."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from framework.files import write_atomically
+from framework.log import LOGGER
 
 Row = dict[str, Any]
 
@@ -15,17 +17,26 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, step: int) -> None:
         """Open for appending, having cut back what was written after `step`, where the run continues."""
-        self.path = path
         if path.exists():
             write_rows(path, [row for row in read_rows(path) if row["step"] <= step])
-        self._file = open(path, "a")
+        elif step:
+            LOGGER.warning("%s is gone: the rows before step %d are lost", path, step)
+        self._file = open(path, "ab", buffering=0)
+        self._unwritten = bytearray()
 
     def log(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Write a row. What a full disk does not take is kept, and tried again with the next row."""
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        with contextlib.suppress(OSError):  # `flush` raises it
+            self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            del self._unwritten[: self._file.write(self._unwritten)]
 
     def flush(self) -> None:
-        """Put the rows on the disk: before a checkpoint that counts on them is committed."""
+        """Put the rows on the disk: before a checkpoint that counts on them is committed. OSError if it refuses."""
+        self._write()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -33,13 +44,15 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a `metrics.jsonl`, in order; a line that a crash cut short is left out."""
+    """Return the rows of a `metrics.jsonl`, in order; what is not a row (a line that a crash cut short) is left out."""
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and "split" in row:
+            rows.append(row)
     return rows
 
 

@@ -25,6 +25,11 @@ class Preemption:
         for signum in SIGNALS:
             signal.signal(signum, self._note)
 
+    def ignore(self) -> None:
+        """Have the signals do nothing from now on."""
+        for signum in SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+
     def reset(self) -> None:
         self.signum = None
         self._times = 0

@@ -52,7 +52,7 @@ def _check_data(config: Config) -> tuple[Config, list[Problem]]:
         problems = [_from_line(line) for line in dataset.problems()]
         config, unfilled = build.complete_model(config, dict(dataset.info))
     except Exception as error:  # a constructor refuses its arguments
-        return config, [_from_error("dataset", error)]
+        return config, [from_error("dataset", error)]
     problems = problems or unfilled  # with the data missing, what it would give is not known either
     return config, problems + _task_problems(config, getattr(dataset, "task", None))
 
@@ -70,7 +70,7 @@ def _from_line(line: str) -> Problem:
     return Problem(key, what)
 
 
-def _from_error(group: str, error: Exception) -> Problem:
+def from_error(group: str, error: Exception) -> Problem:
     """Tell a component's refusal under the key that it names (`seq_len=0: ...`), else under its group's."""
     text = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
     named = re.match(rf"(?:{group}\.)?(\w+)=(.*)", text)
@@ -255,20 +255,3 @@ def _check_resume(resume: str, directory: RunDirectory) -> list[Problem]:
     if step_of(path) is None and not candidates(checkpoints_of(path)):
         return [Problem("run.resume", f"{resume!r} has no checkpoint", "the path of a run or of a checkpoint")]
     return []
-
-
-def check_objects(config: Config) -> list[Problem]:
-    """Build the model (without storage) and the optimizer, for what only their constructors know. Imports torch."""
-    import torch
-
-    problems = []
-    try:
-        with torch.device("meta"):
-            model = build.model(config)
-    except Exception as error:
-        return [_from_error("model", error)]
-    try:
-        build.component(config["optimizer"])([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    except Exception as error:
-        problems.append(_from_error("optimizer", error))
-    return problems

@@ -13,7 +13,7 @@ _AT_LEAST_ONE = (
     "log_every every keep_last patience nproc_per_node hidden " + " ".join(MESH_AXES)
 ).split()
 _AT_LEAST_ZERO = (
-    "seed num_workers num_val keep_best weight_decay adamw_weight_decay warmup_steps decay_steps min_delta "
+    "seed num_workers keep_best weight_decay adamw_weight_decay warmup_steps decay_steps min_delta "
     "max_restarts milestones padding noise decode_once_gib"
 ).split()
 _ABOVE_ZERO = "lr adamw_lr eps adamw_eps clip_grad_norm timeout_s bucket_cap_mb rope_theta mlp_ratio max_bytes".split()

@@ -6,12 +6,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from framework import build
 from framework.checkpoint.canonical import full_weights, restore
 from framework.checkpoint.manifest import checkpoints_of, step_of
 from framework.checkpoint.store import CheckpointStore
 from framework.curves import draw_curves
-from framework.files import flush_directory
+from framework.files import flush_directory, replacing
 from framework.log import LOGGER
 from framework.loggers.sink import RunInfo
 from framework.metrics import read_rows, write_rows
@@ -32,6 +34,8 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
         is_finished = trainer.fit()
         if is_finished:
             _leave_results(trainer, config, directory=directory)
+        elif world.rank == 0:
+            LOGGER.info("stopped after step %d, with a checkpoint; the same command continues", trainer.progress.step)
         _close_record(trainer, "finished" if is_finished else "preempted")
         return Exit.FINISHED if is_finished else Exit.PREEMPTED
     except RunEnded as end:
@@ -55,8 +59,11 @@ def _continue(trainer: Trainer, config: dict[str, Any], *, directory: RunDirecto
     """Load the newest valid checkpoint of this run; failing that, the one that `run.resume` names. Collective."""
     found = trainer.store.newest_valid()
     resume = config["run"]["resume"]
-    if found is None and resume not in ("auto", "never", "must"):
-        found = _from_elsewhere(Path(resume), directory=directory, world=world)
+    elsewhere = None if resume in ("auto", "never", "must") else Path(resume)
+    if found is None and elsewhere is not None:
+        found = _from_elsewhere(elsewhere, directory=directory, world=world)
+    elif found is not None and elsewhere is not None and world.rank == 0:
+        LOGGER.info("run.resume=%s is where this run begins: it has checkpoints of its own by now", resume)
     if found is None:
         return
     path, state = found
@@ -67,6 +74,9 @@ def _continue(trainer: Trainer, config: dict[str, Any], *, directory: RunDirecto
     except ValueError as error:
         raise NoValidCheckpoint(f"{path} does not fit this run: {error}") from None
     trainer.load_state_dict(state)
+    if trainer.is_over and path.parent != directory.checkpoints:
+        raise NoValidCheckpoint(f"{path} leaves nothing to train: it has taken {trainer.progress.step} steps, and this run "
+                                f"ends after {trainer.plan.total_steps}, or when early stopping says so")  # fmt: skip
     if world.rank == 0:
         LOGGER.info("continuing from %s", path)
 
@@ -77,10 +87,18 @@ def _from_elsewhere(path: Path, *, directory: RunDirectory, world: World) -> tup
     found = store.named(path) if step_of(path) is not None else store.newest_valid()
     if found is None:
         raise NoValidCheckpoint(f"{path} has no checkpoint")
-    rows = RunDirectory(store.directory.parent).metrics
-    if world.rank == 0 and rows.exists():
-        write_rows(directory.metrics, read_rows(rows))
+    found[1]["metrics"].pop("test", None)  # the other run's end is not this one's
+    world.together(
+        lambda: _take_over_rows(RunDirectory(store.directory.parent).metrics, directory.metrics),
+        what=f"the rows of {path} not taken over",
+        rank_0_only=True,
+    )
     return found
+
+
+def _take_over_rows(theirs: Path, ours: Path) -> None:
+    if theirs.exists():
+        write_rows(ours, [row for row in read_rows(theirs) if row["split"] != "test"])
 
 
 def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDirectory, world: World) -> None:
@@ -116,15 +134,25 @@ def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDi
     if trainer.average is not None:
         trainer.average.swap()  # what was evaluated is what is kept
     weights = full_weights(trainer.engine.module)
-    if trainer.world.rank == 0:
-        from safetensors.torch import save_file
 
-        beside = directory.weights.with_name(".model.safetensors")
-        save_file(weights, beside, metadata={"format": "pt"})  # one key: with more, their order varies
-        beside.chmod(0o644)  # safetensors writes for the owner alone
-        beside.replace(directory.weights)
-        flush_directory(directory.path)
+    def write() -> None:
+        _write_weights(weights, directory)
         draw_curves(directory.metrics, directory.curves, title=f"{config['name']}/{config['run']['id']}")
+
+    trainer.world.together(write, what="the results not written", rank_0_only=True)
+
+
+def _write_weights(weights: dict[str, Tensor], directory: RunDirectory) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with replacing(directory.weights) as beside:
+        try:
+            save_file(weights, beside, metadata={"format": "pt"})  # one key: with more, their order varies
+        except SafetensorError as error:  # how it tells that the disk is full
+            raise OSError(str(error)) from error
+        beside.chmod(0o644)  # safetensors writes for the owner alone
+    flush_directory(directory.path)
 
 
 def _close_record(trainer: Trainer, status: str, **values: Any) -> None:

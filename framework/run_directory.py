@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.files import write_atomically
+from framework.log import LOGGER
 from framework.outcome import Exit, RunEnded
 
 
@@ -33,17 +34,34 @@ class RunDirectory:
     def read_summary(self) -> dict[str, Any]:
         """Return the summary, or an empty one if there is none yet."""
         try:
-            return json.loads(self.summary.read_text())
-        except (FileNotFoundError, ValueError):
+            summary = json.loads(self.summary.read_text())
+        except (OSError, ValueError):
             return {}
+        return summary if isinstance(summary, dict) else {}
 
     def update_summary(self, **values: Any) -> None:
         """Change some of the summary's values. Rank 0, or the parent when the workers are gone."""
         write_atomically(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n")
 
+    def record_end(self, **values: Any) -> None:
+        """Write into the summary how the run ended. A disk that refuses is a warning: the exit code says the same."""
+        try:
+            self.update_summary(**values)
+        except OSError as error:
+            LOGGER.warning("%s could not be written: %s", self.summary, error.strerror)
+
     @property
     def is_finished(self) -> bool:
-        return self.read_summary().get("status") == "finished" and self.weights.exists()
+        return self.read_summary().get("status") == "finished" and self._has_whole_weights()
+
+    def _has_whole_weights(self) -> bool:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.weights, framework="np"):  # reads the header, and compares it with the file's size
+                return True
+        except (OSError, SafetensorError):
+            return False
 
     def move_aside(self) -> Path:
         """Rename the whole directory to the next free `NAME.old-N`, so that a fresh one can take its place."""

@@ -1,7 +1,7 @@
 """The world: which process this is, on which device, and the collectives that all of them take part in."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.environment import Environment, set_default
+from framework.outcome import DiskFailed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,6 +107,23 @@ class World:
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank. Collective."""
         return self.gather(value)[0]
+
+    def together(self, action: Callable[[], Any], *, what: str, rank_0_only: bool = False) -> list[Any]:
+        """Run `action`, which uses the disk, and return every rank's result: no rank is left waiting. Collective.
+
+        DiskFailed on every rank, saying `what` could not be done, where an OSError hits one of them.
+        """
+        result, fault = None, None
+        if not rank_0_only or self.rank == 0:
+            try:
+                result = action()
+            except OSError as error:
+                fault = " ".join(str(error).split())
+        outcomes = self.gather((result, fault))
+        for rank, (_, problem) in enumerate(outcomes):
+            if problem is not None:
+                raise DiskFailed(f"{what}: rank {rank}: {problem}; the last valid checkpoint is intact")
+        return [value for value, _ in outcomes]
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""

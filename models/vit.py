@@ -27,8 +27,7 @@ class ViT(nn.Module):
         super().__init__()
         if image_size % patch_size:
             raise ValueError(
-                f"image_size={image_size} is not a multiple of patch_size={patch_size}: patches must tile the image; "
-                f"set patch_size to a divisor of {image_size}"
+                f"patch_size={patch_size}: patches must tile the image of image_size={image_size}; choose a divisor of it"
             )
         if dim % num_heads:
             raise ValueError(

@@ -1,8 +1,12 @@
 """A run that fails says what, where and why, leaves what it had, and no process."""
 
+import errno
 import json
+import os
+import re
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,13 @@ def test_an_error_in_a_worker_is_told_in_three_lines(strategy: str, rank: int, t
     assert f"[rank {rank}] ERROR Traceback" in (failed.directory / "train.log").read_text()
     assert failed.summary["status"] == "failed"
     assert failed.summary["error"] == f"rank {rank}: LookupError: the planted fault"
+
+
+def test_an_error_that_comes_again_is_not_tried_a_third_time(tmp_path: Path) -> None:
+    failed = command(*RUN, *STRATEGIES["ddp 2"], root=tmp_path / "runs", before=lambda: plant_error(1))
+    assert failed.code == 1
+    assert re.findall(r"restart (\d of \d)", failed.output) == ["1 of 3"]
+    assert failed.summary["restarts"] == 1
 
 
 def plant_nan(rank: int, step: int) -> None:
@@ -85,15 +96,22 @@ def test_data_that_cannot_be_loaded_ends_the_run_at_once(strategy: str, tmp_path
     assert "ValueError: dataset.root: the planted broken file" in failed.output
 
 
-def plant_full_disk() -> None:
-    """From the first save on, no file may grow beyond 16 KiB: rows and log fit, a checkpoint's tensors do not."""
-    save = CheckpointStore.save
+def from_the_first_save(act: Callable[[], object]) -> Callable[[], None]:
+    def plant() -> None:
+        save = CheckpointStore.save
 
-    def limited(*args, **kwargs):  # type: ignore[no-untyped-def]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
-        return save(*args, **kwargs)
+        def limited(*args, **kwargs):  # type: ignore[no-untyped-def]
+            act()
+            return save(*args, **kwargs)
 
-    CheckpointStore.save = limited  # type: ignore[method-assign]
+        CheckpointStore.save = limited  # type: ignore[method-assign]
+
+    return plant
+
+
+def limit_files_to_16_kib() -> None:
+    """Rows and log fit, a checkpoint's tensors do not."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
@@ -104,10 +122,49 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_last_one_inta
     whole = finished(*line, root=tmp_path / "whole")
     begun = command(*line, root=tmp_path / "runs", before=after_step(6, preempt))
     assert begun.code == 75, begun.output
-    failed = command(*line, root=tmp_path / "runs", before=plant_full_disk)
+    failed = command(*line, root=tmp_path / "runs", before=from_the_first_save(limit_files_to_16_kib))
     assert failed.code == 74, failed.output
-    assert "checkpoint not written: rank 0: " in failed.output
+    assert "checkpoint of step 8 not written: rank 0: " in failed.output
     assert failed.summary["status"] == "failed"
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
+
+
+def let_no_file_grow() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def let_no_flush_succeed() -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.fsync = fsync
+
+
+@pytest.mark.parametrize(
+    ("strategy", "disk_fails"),
+    [("single", let_no_file_grow), ("single", let_no_flush_succeed), ("ddp 2", let_no_flush_succeed)],
+)
+def test_a_disk_without_room_for_anything_ends_the_run_quietly(
+    strategy: str, disk_fails: Callable[[], None], tmp_path: Path
+) -> None:
+    line = [*RUN, *STRATEGIES[strategy]]
+    whole = finished(*line, root=tmp_path / "whole")
+    reader, writer = os.pipe()
+
+    def plant() -> None:
+        os.dup2(writer, 2)  # what is told must not need the disk either
+        from_the_first_save(disk_fails)()
+
+    failed = command(*line, root=tmp_path / "runs", before=plant)
+    os.close(writer)
+    with open(reader) as pipe:
+        told = pipe.read()
+    assert failed.code == 74, told
+    assert "Traceback" not in told and "Logging error" not in told
+    assert "restart" not in told
+    assert re.search(r"\n\[rank 0\] ERROR: checkpoint of step 4 not written: rank 0: \[Errno \d+\] (File|No)", told), told
+    assert re.search(r"\n\[rank 0\] WARNING: .*/summary.json could not be written: (File|No) ", told), told
+    assert not list(failed.directory.glob(".*")) and not list((failed.directory / "checkpoints").iterdir())
     assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
 
 

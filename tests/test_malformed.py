@@ -303,6 +303,7 @@ FLAGS = {
     "--cfg job nonsense": ["nonsense: is not key=value (key=value, or group=option)"],
     "-m seed=1,2,x model=cnn,cnnn": ["seed: 'x' is not valid (an integer)", f"model: no option 'cnnn' ({one_of('model')}; did you mean cnn?)"],
     "-m lr=1,2": ["lr: unknown key (did you mean optimizer.lr?)"],
+    "lr=1,2 -m seed=1": ["lr: unknown key (did you mean optimizer.lr?)"],
 }
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from framework import schedules
+from framework.averaging import AveragedWeights
 from framework.build import component
 from framework.config import options
 from framework.engine import DataParallelEngine
-from framework.averaging import AveragedWeights
 from framework.loss_scale import LossScale
 from framework.optim import adamw, muon, sgd, trainable
 from framework.outcome import Diverged

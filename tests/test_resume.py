@@ -1,11 +1,14 @@
 """A run that was interrupted ends as if nothing had happened."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from framework.environment import Environment
 from framework.preemption import PREEMPTION
@@ -124,3 +127,102 @@ def test_a_run_continues_on_another_number_of_processes(across: Ended, tmp_path:
         stopped = command(*line, f"launch.nproc_per_node={ranks}", root=root, before=after_step(step, preempt))
         assert stopped.code == 75, stopped.output
     assert_close(finished(*line, "launch.nproc_per_node=1", root=tmp_path / "runs"), across)
+
+
+# --- from another run, and from records that somebody has damaged
+
+
+def test_a_run_that_begins_with_another_has_its_own_test_row_alone(across: Ended, tmp_path: Path) -> None:
+    shorter = finished(*ACROSS, "trainer.max_epochs=1", root=tmp_path / "first")
+    longer = finished(*ACROSS, "trainer.max_epochs=2", f"run.resume={shorter.directory}", root=tmp_path / "second")
+    assert [(row["step"], row["split"]) for row in longer.rows if row["split"] == "test"] == [(14, "test")]
+    assert [row["step"] for row in longer.rows if row["split"] == "train"] == list(range(1, 15))
+    again = command(*ACROSS, "trainer.max_epochs=2", f"run.resume={shorter.directory}", root=tmp_path / "second")
+    assert again.code == 0 and f"run.resume={shorter.directory} is not used" in again.output
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(epochs: int, across: Ended, tmp_path: Path) -> None:
+    line = [*ACROSS, f"trainer.max_epochs={epochs}", "name=other", f"run.resume={across.directory}"]
+    refused = command(*line, root=tmp_path / "second")
+    assert refused.code == 65
+    assert f"leaves nothing to train: it has taken 21 steps, and this run ends after {7 * epochs}" in refused.output
+    assert "is off for the rest" not in refused.output
+    assert not list(refused.directory.glob("checkpoints/*"))
+
+
+def test_the_checkpoint_that_was_named_is_not_passed_over(across: Ended, tmp_path: Path) -> None:
+    damaged = tmp_path / "run" / "checkpoints" / "step_00000021"
+    shutil.copytree(across.directory / "checkpoints" / damaged.name, damaged)
+    (damaged / "state.json").write_text("{}")
+    refused = command(*ACROSS, "trainer.max_epochs=4", f"run.resume={damaged}", root=tmp_path / "second")
+    assert refused.code == 65
+    told = [line for line in refused.output.splitlines() if str(damaged) in line]
+    assert told == [f"[rank 0] ERROR: {damaged}: state.json has 2 bytes instead of "
+                    f"{(across.directory / 'checkpoints' / damaged.name / 'state.json').stat().st_size}"]  # fmt: skip
+
+
+def spoil_rows(directory: Path) -> None:
+    with open(directory / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n[1]\n{"no": "step"}\n\xff\xfe\n{"step": 3, "spl')
+
+
+def spoil_summary(directory: Path) -> None:
+    (directory / "summary.json").write_text("[]")
+
+
+@pytest.mark.parametrize("spoil", [spoil_rows, spoil_summary])
+def test_spoiled_records_do_not_stop_a_run(
+    spoil: Callable[[Path], None], uninterrupted: dict[str, Ended], tmp_path: Path
+) -> None:
+    stopped = command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt))
+    assert "stopped after step 9, with a checkpoint; the same command continues" in stopped.output
+    spoil(stopped.directory)
+    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted["single"])
+
+
+def test_lost_rows_are_said_to_be_lost(tmp_path: Path) -> None:
+    stopped = command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt))
+    (stopped.directory / "metrics.jsonl").unlink()
+    ended = finished(*RUN, root=tmp_path / "runs")
+    assert "metrics.jsonl is gone: the rows before step 9 are lost" in ended.output
+    assert ended.rows[0]["step"] == 10
+
+
+def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(
+    uninterrupted: dict[str, Ended], tmp_path: Path
+) -> None:
+    ended = finished(*RUN, root=tmp_path / "runs")
+    with open(ended.directory / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted["single"])
+
+
+# --- one weight under two names
+
+TIED = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=40", "dataset.seq_len=12",
+        "model=gpt", "model.tie_embeddings=true", "model.dim=16", "model.num_layers=3", "model.num_heads=2",
+        "global_batch_size=8", "trainer.max_epochs=2", "trainer.log_every=1", "checkpoint.every=null",
+        "trainer.ema_decay=0.9", "precision=fp64", "micro_batch_size=4"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    folder = tmp_path_factory.mktemp("tied")
+    return {name: finished(*TIED, f"optimizer={name}", root=folder / name) for name in ("adamw", "muon")}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_tied_weight_is_saved_once_and_stays_tied(
+    strategy: str, optimizer: str, tied: dict[str, Ended], tmp_path: Path
+) -> None:
+    line = [*TIED, f"optimizer={optimizer}", *STRATEGIES[strategy]]
+    stopped = command(*line, root=tmp_path / "runs", before=after_step(4, preempt))
+    assert stopped.code == 75, stopped.output
+    ended = finished(*line, root=tmp_path / "runs")
+    assert_close(ended, tied[optimizer])
+    assert torch.equal(ended.weights["embedding.weight"], ended.weights["head.weight"])
+    first = next((stopped.directory / "checkpoints").iterdir())
+    names = {name for path in first.glob("*.safetensors") for name in safe_open(path, framework="pt").keys()}
+    assert "model/embedding.weight" in names and "model/head.weight" not in names

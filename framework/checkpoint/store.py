@@ -1,5 +1,6 @@
 """A run's checkpoints: saved by all ranks, committed by one, verified on load, deleted only after their successor."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -31,24 +32,16 @@ class CheckpointStore:
         """
         target = self.directory / manifest.directory_name(step)
         beside = self.directory / f".tmp_{target.name}"
-        self._together(lambda: self._clear(beside), rank_0_only=True)
-        files = self._together(lambda: self._write(beside, tensors))
-        self._together(lambda: self._commit(beside, target, files, state), rank_0_only=True)
+        together = functools.partial(self.world.together, what=f"checkpoint of step {step} not written")
+        try:
+            together(lambda: self._clear(beside), rank_0_only=True)
+            files = together(lambda: self._write(beside, tensors))
+            together(lambda: self._commit(beside, target, files, state), rank_0_only=True)
+        except DiskFailed:
+            if self.world.rank == 0:
+                manifest.sweep(self.directory)  # room for the summary, which is to say so
+            raise
         return target
-
-    def _together(self, action: Any, *, rank_0_only: bool = False) -> list[Any]:
-        """Run `action`, and fail on all ranks if it fails on one: no rank is left waiting. Returns all results."""
-        result, error = None, None
-        if not rank_0_only or self.world.rank == 0:
-            try:
-                result = action()
-            except OSError as caught:
-                error = f"{caught.strerror or caught}: {caught.filename or self.directory}"
-        outcomes = self.world.gather((result, error))
-        for rank, (_, problem) in enumerate(outcomes):
-            if problem is not None:
-                raise DiskFailed(f"checkpoint not written: rank {rank}: {problem}; the last valid one is intact")
-        return [value for value, _ in outcomes]
 
     def _clear(self, beside: Path) -> None:
         self.directory.mkdir(exist_ok=True)
@@ -69,7 +62,8 @@ class CheckpointStore:
                 save(tensors, storage_writer=writer, **among)
         except CheckpointException as error:
             failure = next(iter(error.failures.values()))[0]
-            raise OSError(str(failure)) from error
+            # only the disk's refusals are expected; anything else is an error of ours or of the model's
+            raise failure if isinstance(failure, OSError) else RuntimeError(f"checkpoint: {failure}") from error
         return {path.name: manifest.digest(path) for path in beside.glob(f"shard-{self.world.rank + 1:05d}-*")}
 
     def _commit(self, beside: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
@@ -110,9 +104,9 @@ class CheckpointStore:
 
     def named(self, path: Path) -> tuple[Path, dict[str, Any]]:
         """Return the one checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
-        found = self._first_valid([path])
-        assert found is not None
-        return found
+        if reason := self._fault(path):
+            raise NoValidCheckpoint(f"{path}: {reason}")
+        return path, load_state(path)
 
     def _first_valid(self, paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
         reasons = []

@@ -14,6 +14,7 @@ from framework.data.order import Order, Part, parts
 from framework.data.source import Dataset, Source
 from framework.engine import MicroBatch, Step
 from framework.keys import keys
+from framework.parent import die_with_parent
 from framework.preemption import SIGNALS
 
 
@@ -98,6 +99,7 @@ class Loader:
                 sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not asked
                 num_workers=self.num_workers,
                 collate_fn=_as_it_is,
+                worker_init_fn=_die_with_parent,
                 multiprocessing_context="fork",
             )
             steps = _start_unsignalled(loader)
@@ -134,6 +136,10 @@ class _AtPosition(torch.utils.data.Dataset[Step]):
 
 def _as_it_is(step: Any) -> Any:
     return step
+
+
+def _die_with_parent(worker: int) -> None:
+    die_with_parent()  # torch's own watchdog looks every five seconds, and a queue may break before
 
 
 def _start_unsignalled(loader: DataLoader[Step]) -> Iterator[Step]:

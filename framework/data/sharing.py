@@ -1,17 +1,13 @@
 """One copy of a small dataset for all processes of a node: decoded by the first, mapped by the others."""
 
 import dataclasses
-import shutil
-import tempfile
-from pathlib import Path
+import os
 from typing import Any
 
 import numpy as np
 
 from framework.data.source import Dataset, Source, Split
 from framework.world import World
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
@@ -26,26 +22,42 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
     if world.local_world_size == 1:
         assert source is not None
         return source
-    offer = _offer(source) if source is not None else None
-    kind, rest, names, folder = world.gather(offer)[world.rank - world.local_rank]  # of this node's first process
-    arrays = {name: np.load(f"{folder}/{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    offer = _Offer.of(source) if source is not None else None
+    taken = world.gather(offer)[world.rank - world.local_rank].take()  # from this node's first process
     world.barrier()
-    if world.local_rank == 0 and folder is not None:
-        shutil.rmtree(folder)  # the mappings live on without their names, and die with the last process
-    return kind(**rest, **arrays)
+    if offer is not None:
+        offer.withdraw()  # the mappings live on, and the memory goes with the last of them
+    return taken
 
 
-def _offer(source: Source) -> tuple[type[Source], dict[str, Any], list[str], str | None]:
-    """Take a source (a dataclass) apart: its class, its small fields, and its arrays, the last in files."""
-    names = list(source.arrays)
-    rest = {f.name: getattr(source, f.name) for f in dataclasses.fields(source) if f.name not in names}  # type: ignore[arg-type]  # a Protocol cannot say "dataclass"
-    return type(source), rest, names, _write(source.arrays) if names else None
+@dataclasses.dataclass
+class _Offer:
+    """A source (a dataclass) taken apart. Its arrays lie in memory files without a name: there is none to be left behind."""
+
+    kind: type[Source]
+    rest: dict[str, Any]  # the fields that are not arrays
+    pid: int
+    descriptors: dict[str, int]  # of the files, by the arrays' names
+
+    @classmethod
+    def of(cls, source: Source) -> "_Offer":
+        arrays = source.arrays
+        rest = {f.name: getattr(source, f.name) for f in dataclasses.fields(source) if f.name not in arrays}  # type: ignore[arg-type]  # a Protocol cannot say "dataclass"
+        return cls(type(source), rest, os.getpid(), {name: _memory_file(array) for name, array in arrays.items()})
+
+    def take(self) -> Source:
+        """Put the source together around a mapping of each array. In any process of the node."""
+        paths = {name: f"/proc/{self.pid}/fd/{descriptor}" for name, descriptor in self.descriptors.items()}
+        arrays = {name: np.load(path, mmap_mode="r", allow_pickle=False) for name, path in paths.items()}
+        return self.kind(**self.rest, **arrays)
+
+    def withdraw(self) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
 
 
-def _write(arrays: dict[str, np.ndarray]) -> str:
-    size = sum(array.nbytes for array in arrays.values())
-    fits = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size
-    folder = tempfile.mkdtemp(prefix="steadfast_data_", dir=_SHARED_MEMORY if fits else None)
-    for name, array in arrays.items():
-        np.save(f"{folder}/{name}.npy", array, allow_pickle=False)
-    return folder
+def _memory_file(array: np.ndarray) -> int:
+    descriptor = os.memfd_create("steadfast_data")
+    with open(descriptor, "wb", closefd=False) as file:
+        np.save(file, array, allow_pickle=False)
+    return descriptor

@@ -1,29 +1,28 @@
 """Workers on this machine: torch elastic's agent, in this process, with workers forked from it while it is warm."""
 
+import hashlib
 import importlib
-import json
 import logging
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from framework import log
+from framework.environment import set_default
 from framework.frozen import Frozen
-from framework.launch.worker import work, work_in_child
+from framework.launch.worker import Failure, recorded_failures, work, work_in_child
 from framework.log import LOGGER
 from framework.outcome import Exit
 from framework.run_directory import RunDirectory
@@ -31,61 +30,84 @@ from framework.run_directory import RunDirectory
 
 def launch(config: dict[str, Any], *, frozen: Frozen) -> int:
     """Run the workers to their end. Returns the exit code. No process is left behind."""
-    scratch = Path(tempfile.mkdtemp(prefix="steadfast_"))
     directory = RunDirectory(Path(config["run"]["dir"]))
+    if config["launch"]["nproc_per_node"] > 1:
+        return _launch_group(config, frozen=frozen, directory=directory)
     try:
-        if config["launch"]["nproc_per_node"] == 1:
-            return work(frozen, scratch)  # one process needs no group of them: this one will do
-        return _launch_group(config, frozen=frozen, scratch=scratch)
-    except ChildFailedError as error:
-        _report(_first_failure(error, scratch, num_ranks=config["launch"]["nproc_per_node"]), directory)
-        return Exit.FAILED
+        return work(frozen, None)  # one process needs no group of them: this one will do
     except Exception as error:
-        failure = _failures(scratch)[0] if _failures(scratch) else {"rank": 0, "error": str(error), "where": "launch"}
-        _report(failure, directory)
-        return Exit.FAILED
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        return _report(Failure.of(error, rank=0), directory)
 
 
-def _launch_group(config: dict[str, Any], *, frozen: Frozen, scratch: Path) -> int:
-    settings = config["launch"]
-    # a forked child cannot use CUDA if its parent has; and what a CPU worker needs, it inherits imported
-    start_method = "spawn" if torch.cuda.is_available() else "fork"
+def _launch_group(config: dict[str, Any], *, frozen: Frozen, directory: RunDirectory) -> int:
     importlib.import_module(config["parallel"]["_target_"].rpartition(".")[0])
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we report, in three lines
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", message=".*fork.*multi-threaded", category=DeprecationWarning)
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=settings["nproc_per_node"],
-        run_id=config["run"]["id"],
-        rdzv_backend=_OneNode.NAME,
-        max_restarts=settings["max_restarts"],
-        monitor_interval=0.1,
-        start_method=start_method,
-        signals_to_handle="SIGQUIT",  # the others are ours: workers stop at a step boundary (framework.preemption)
-        logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
-    )
-    rendezvous_handler_registry._registry.pop(_OneNode.NAME, None)
-    rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
-    codes = elastic_launch(agent, work_in_child)(frozen, scratch)
-    return max(codes.values())
+    # the other signals are ours: workers stop at a step boundary (framework.preemption)
+    set_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
+    with _scratch(directory) as scratch:
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=config["launch"]["nproc_per_node"],
+            entrypoint=work_in_child,
+            args=(frozen, scratch),
+            rdzv_handler=_OneNode(config["run"]["id"]),
+            max_restarts=config["launch"]["max_restarts"],
+        )
+        agent = _Agent(spec, directory=directory, scratch=scratch)
+        result = agent.run()
+    if agent.failure is not None and result.is_failed():
+        return _report(agent.failure, directory)
+    return max(result.return_values.values())
+
+
+@contextmanager
+def _scratch(directory: RunDirectory) -> Iterator[Path]:
+    """Yield a temporary folder, after removing those of this run's earlier attempts that were killed with their parent."""
+    prefix = f"steadfast_{hashlib.sha256(str(directory.path.absolute()).encode()).hexdigest()[:16]}_"
+    for leftover in Path(tempfile.gettempdir()).glob(prefix + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+class _Agent(LocalElasticAgent):
+    """Torch elastic's agent; it tells why it restarts the workers, and does not repeat what fails in the same way."""
+
+    def __init__(self, spec: WorkerSpec, *, directory: RunDirectory, scratch: Path) -> None:
+        # a forked child cannot use CUDA if its parent has; and what a CPU worker needs, it inherits imported
+        start_method = "spawn" if torch.cuda.is_available() else "fork"
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(scratch)), start_method=start_method)
+        self.failure: Failure | None = None  # of the latest attempt
+        self._directory = directory
+        self._scratch = scratch
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            before, max_restarts = self.failure, worker_group.spec.max_restarts
+            number = max_restarts - self._remaining_restarts + 1
+            recorded = recorded_failures(self._scratch, attempt=number - 1)
+            self.failure = _cause(recorded, result.failures, num_ranks=len(worker_group.workers))
+            if before is not None and (self.failure.error, self.failure.where) == (before.error, before.where):
+                self._remaining_restarts = 0
+            if self._remaining_restarts > 0:
+                with log.launcher_file(self._directory.log):
+                    LOGGER.warning("%s; restart %d of %d", self.failure, number, max_restarts)
+        return result
 
 
 class _OneNode(RendezvousHandler):
     """The rendezvous of a node alone: nothing to agree on, and so no port to listen on."""
 
-    NAME = "steadfast-one-node"
-
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
         self._round = 0
         self._is_closed = False
 
     def get_backend(self) -> str:
-        return self.NAME
+        return "one-node"
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
@@ -113,28 +135,24 @@ class _OneNode(RendezvousHandler):
         return True
 
 
-def _failures(scratch: Path) -> list[dict[str, Any]]:
-    """Return what the workers recorded of their ends, the first first; those who only lost a peer last."""
-    found = [json.loads(path.read_text()) for path in scratch.glob("failure_*.json")]
-    return sorted(found, key=lambda failure: (failure["lost_peer"], failure["time"]))
+def _cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, num_ranks: int) -> Failure:
+    """Return the failure that caused the others: a worker that was killed leaves peers that merely miss it.
 
-
-def _first_failure(error: ChildFailedError, scratch: Path, *, num_ranks: int) -> dict[str, Any]:
-    """Return the failure that caused the others: a worker that was killed leaves peers that merely miss it."""
-    recorded = _failures(scratch)
-    if recorded and not recorded[0]["lost_peer"]:
+    `recorded` are those that the workers have written down; `ended` are the processes that the agent has seen end.
+    """
+    if recorded and not recorded[0].lost_peer:
         return recorded[0]
-    silent = sorted(set(range(num_ranks)) - {failure["rank"] for failure in recorded})
-    killed = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
+    silent = sorted(set(range(num_ranks)) - {failure.rank for failure in recorded})
     for rank in silent:
-        if rank in killed:
-            return {"rank": rank, "error": f"killed by {killed[rank].signal_name()}", "where": f"process {killed[rank].pid}"}
+        if rank in ended and ended[rank].exitcode < 0:
+            return Failure(rank, f"killed by {ended[rank].signal_name()}", f"process {ended[rank].pid}")
     if silent:  # the agent has looked at one process only, and that was a peer
-        return {"rank": silent[0], "error": "killed, without a word", "where": "no place in the code"}
+        return Failure(silent[0], "killed, without a word", "no place in the code")
     return recorded[0]
 
 
-def _report(failure: dict[str, Any], directory: RunDirectory) -> None:
-    directory.update_summary(status="failed", error=f"rank {failure['rank']}: {failure['error']}")
-    LOGGER.error("%s", f"rank {failure['rank']} failed: {failure['error']}\n"
-                       f"  at {failure['where']}\n  the whole story is in {directory.log}")  # fmt: skip
+def _report(failure: Failure, directory: RunDirectory) -> Exit:
+    directory.record_end(status="failed", error=f"rank {failure.rank}: {failure.error}")
+    with log.launcher_file(directory.log):
+        LOGGER.error("%s\n  at %s\n  the whole story is in %s", failure, failure.where, directory.log)
+    return Exit.FAILED

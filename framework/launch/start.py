@@ -14,6 +14,7 @@ from framework.outcome import Exit
 from framework.preemption import PREEMPTION
 from framework.problems import Problem
 from framework.run_directory import Busy, Lock, RunDirectory
+from framework.tryout import try_out
 
 
 def start(overrides: list[str]) -> int:
@@ -59,8 +60,10 @@ def begin(overrides: list[str], *, world_size: int | None) -> Begun | Exit:
     starts_over = config["run"]["resume"] == "never"
     if directory.is_finished and not starts_over:
         _tell_result(directory)
+        if config["run"]["resume"] not in ("auto", "must"):
+            LOGGER.info("run.resume=%s is not used", config["run"]["resume"])
         return Exit.FINISHED
-    if problems := preflight.check_objects(config):
+    if problems := try_out(config):
         return report(problems)
     lock = Lock(directory.path)
     try:
@@ -69,10 +72,13 @@ def begin(overrides: list[str], *, world_size: int | None) -> Begun | Exit:
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
             lock.release()
             lock.take()
+        return Begun(config, freeze(config, directory.path), lock)
     except Busy as busy:
         LOGGER.error("%s", busy)
-        return Exit.FAILED
-    return Begun(config, freeze(config, directory.path), lock)
+        return busy.code
+    except OSError as error:
+        LOGGER.error("the run's directory cannot be written: %s", error)
+        return Exit.DISK
 
 
 def check(overrides: list[str], *, world_size: int | None) -> tuple[dict[str, Any], list[Problem]]:
@@ -82,15 +88,15 @@ def check(overrides: list[str], *, world_size: int | None) -> tuple[dict[str, An
 
 
 def report(problems: list[Problem]) -> Exit:
-    """Print the problems, a line each."""
-    for problem in problems:
+    """Print the problems, a line each. Under a launcher one of its processes speaks."""
+    for problem in problems if Environment.read().rank == 0 else []:
         print(problem, file=sys.stderr)
     return Exit.CONFIGURATION
 
 
 def _tell_result(directory: RunDirectory) -> None:
     summary = directory.read_summary()
-    LOGGER.info("finished already, at step %s: %s", summary["step"], directory.path)
-    for split, rows in summary["metrics"].items():
+    LOGGER.info("finished already, at step %s: %s", summary.get("step"), directory.path)
+    for split, rows in summary.get("metrics", {}).items():
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in rows["last"].items() if isinstance(value, float))
         LOGGER.info("%s", f"  {split:5}  {numbers}")

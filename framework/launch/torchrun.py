@@ -6,9 +6,9 @@ from pathlib import Path
 
 from framework.environment import Environment
 from framework.frozen import Frozen
-from framework.launch.parent import die_with_parent
 from framework.log import LOGGER
 from framework.outcome import Exit
+from framework.parent import die_with_parent
 
 
 def join(overrides: list[str], *, environment: Environment) -> int:

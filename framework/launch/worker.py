@@ -1,19 +1,22 @@
 """What a worker process does, however it was started: read the frozen configuration, join the others, run."""
 
+import dataclasses
 import json
 import logging
 import os
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from framework import log
 from framework.environment import Environment
+from framework.files import write_atomically
 from framework.frozen import Frozen, thaw
-from framework.launch.parent import die_with_parent
 from framework.log import LOGGER
+from framework.parent import die_with_parent
 from framework.preemption import PREEMPTION
 from framework.run import execute
 from framework.run_directory import RunDirectory
@@ -28,7 +31,7 @@ def work(frozen: Frozen, scratch: Path | None) -> int:
     try:
         return _work(frozen, environment=environment, scratch=scratch)
     except Exception as error:
-        _record_failure(error, rank=environment.rank, scratch=scratch)
+        _record_failure(error, environment=environment, scratch=scratch)
         raise
     finally:
         log.stop_file()
@@ -61,22 +64,42 @@ def _check_configuration(world: World, frozen: Frozen) -> None:
         raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
 
 
-def _record_failure(error: Exception, *, rank: int, scratch: Path | None) -> None:
+def _record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:
     """Keep the whole story in train.log, and the headline where the parent finds it."""
     for handler in LOGGER.handlers:
         if isinstance(handler, logging.FileHandler):
             record = LOGGER.makeRecord(LOGGER.name, logging.ERROR, "", 0, "%s", (traceback.format_exc(),), None)
             handler.handle(record)
     if scratch is not None:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        headline = {
-            "rank": rank,
-            "time": time.time(),
-            "error": _headline(error),
-            "where": f"{where.filename}:{where.lineno} in {where.name}",
-            "lost_peer": _is_lost_peer(error),
-        }
-        (scratch / f"failure_{rank}.json").write_text(json.dumps(headline))
+        failure = Failure.of(error, rank=environment.rank)
+        text = json.dumps(dataclasses.asdict(failure))
+        write_atomically(scratch / f"failure_{environment.attempt}_{environment.rank}.json", text)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a worker ended: the headline."""
+
+    rank: int
+    error: str
+    where: str
+    lost_peer: bool = False  # the error only says that another rank is gone
+    time: float = 0.0  # seconds since the epoch
+
+    @classmethod
+    def of(cls, error: Exception, *, rank: int) -> "Failure":
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}:{place.lineno} in {place.name}"
+        return cls(rank, _headline(error), where, lost_peer=_is_lost_peer(error), time=time.time())
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed: {self.error}"
+
+
+def recorded_failures(scratch: Path, *, attempt: int) -> list[Failure]:
+    """Return what the workers of an attempt have recorded of their ends, the first first; those who lost a peer last."""
+    found = [Failure(**json.loads(path.read_text())) for path in scratch.glob(f"failure_{attempt}_*.json")]
+    return sorted(found, key=lambda failure: (failure.lost_peer, failure.time))
 
 
 def _headline(error: Exception) -> str:
@@ -84,11 +107,11 @@ def _headline(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     if lines[0].startswith("Caught ") and "Original Traceback" in str(error):
         return lines[-1]
+    if lines[0].endswith(":"):  # it only announces what follows
+        lines = [" ".join(" ".join(lines).split())[:500]]
     return f"{type(error).__name__}: {lines[0]}"
 
 
 def _is_lost_peer(error: Exception) -> bool:
     """Return whether an error only says that another rank is gone."""
     return any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
-
-

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from framework.environment import variable
 from framework.loggers.sink import RunInfo
+from framework.metrics import read_rows
 
 
 class Wandb:
@@ -29,6 +30,11 @@ class Wandb:
             config=run.config,
             settings=wandb.Settings(console="off", silent=True),
         )
+        # What wandb does not have of the steps before: all of them offline, where each start writes a file of its own
+        # and a kill loses what it held; online, what had not been sent.
+        for row in read_rows(run.directory / "metrics.jsonl"):
+            if row["step"] >= self._run.starting_step:
+                self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
         shown = {name: value for name, value in row.items() if name not in ("step", "split") and value is not None}

@@ -1,10 +1,12 @@
 """Workers of our own: they end with their parent, however it ends, and what a signal interrupts can be continued."""
 
+import hashlib
 import json
 import os
 import re
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +90,10 @@ def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(
     assert_same_bits(ended, undisturbed)
     assert ended.summary["restarts"] == 1
     assert_gone(run.pids)
+    # the agent looks at one process that has ended; if that is the peer, the signal's name is lost, the rank is not
+    told = rf"rank {rank} failed: killed(, without a word| by SIGKILL); restart 1 of 3\n"
+    assert len(re.findall(told, ended.output)) == 1, ended.output
+    assert len(re.findall(r"\[launcher\] WARNING " + told, (ended.directory / "train.log").read_text())) == 1
 
 
 def test_without_restarts_kill_9_of_a_worker_names_it(tmp_path: Path) -> None:
@@ -96,7 +102,6 @@ def test_without_restarts_kill_9_of_a_worker_names_it(tmp_path: Path) -> None:
     run.resume()
     ended = run.end()
     assert ended.code == 1
-    # the agent looks at one process that has ended; if that is the peer, the signal's name is lost, the rank is not
     assert re.search("rank 1 failed: killed(, without a word| by SIGKILL)\n", ended.output), ended.output
     assert ended.summary["error"].startswith("rank 1: killed")
     assert_gone(run.pids)
@@ -107,10 +112,18 @@ def test_kill_9_of_the_parent_leaves_no_orphan_and_the_same_command_continues(
 ) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)
     os.kill(run.process.pid, signal.SIGKILL)
+    assert leftovers(Ended(0, "", run.root))
     again = command(*TWO, root=run.root)  # at once: the lock is free as soon as the last worker is gone
     assert_gone(run.pids, timeout_s=1.0)
     assert again.code == 0, again.output
     assert_same_bits(again, undisturbed)
+    assert not leftovers(again)
+
+
+def leftovers(ended: Ended) -> list[Path]:
+    """The launcher's temporary folders of this run."""
+    key = hashlib.sha256(str(ended.directory.absolute()).encode()).hexdigest()[:16]
+    return list(Path(tempfile.gettempdir()).glob(f"steadfast_{key}_*"))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])

@@ -41,6 +41,12 @@ def test_a_wrong_configuration_is_reported_once_and_makes_no_directory(tmp_path:
     assert not failed.root.exists()
 
 
+def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
+    failed = torchrun(*DDP, "-m", "seed=1,2", root=tmp_path / "runs")
+    assert failed.output.count("-m: a sweep cannot run under torchrun (python train.py -m ..., with ") == 1, failed.output
+    assert not failed.root.exists()
+
+
 def test_kill_9_of_torchrun_leaves_no_orphan(tmp_path: Path) -> None:
     long = [*DDP, "trainer.max_epochs=100000", f"run.root={tmp_path / 'runs'}"]
     agent = subprocess.Popen([*TORCHRUN, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,0 +1,54 @@
+"""Building the model and the optimizer for nothing, to find what only they know to be wrong, before the run starts."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from framework import build
+from framework.preflight import from_error
+from framework.problems import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Config = dict[str, Any]
+
+
+def try_out(config: Config) -> list[Problem]:
+    """Build the model (without storage) and the optimizer, and run a batch's shape through, for what only they know.
+
+    Imports torch, and what its optimizers import at their first step.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = build.model(config)
+    except Exception as error:
+        return [from_error("model", error)]
+    try:
+        build.component(config["optimizer"])([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    except Exception as error:
+        return [from_error("optimizer", error)]
+    return _check_forward(model, info=build.dataset(config).info)
+
+
+def _check_forward(model: "nn.Module", *, info: Mapping[str, int]) -> list[Problem]:
+    """Refuse a model that cannot take a batch of this data: shapes alone, no number is computed."""
+    import torch
+
+    if {"in_channels", "image_size"} <= info.keys():
+        batch = torch.empty(2, info["in_channels"], info["image_size"], info["image_size"], device="meta")
+    elif {"vocab_size", "seq_len"} <= info.keys():
+        batch = torch.empty(2, info["seq_len"], dtype=torch.long, device="meta")
+    else:
+        return []  # data of a kind of its own
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model.eval()(batch)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if isinstance(error, NotImplementedError) or "meta" in text:  # it asks for numbers, not only for shapes
+            return []
+        what = f"does not take a batch of shape {list(batch.shape)} of this dataset"
+        return [Problem("model", what, f"{text[:200]}; choose another model or dataset")]
+    return []
