@@ -239,7 +239,7 @@ IMAGES = {"num_classes": 10, "in_channels": 1}
         (ResNet, IMAGES | {"depth": 20}, r"depth=20 .*18, 34, 50, 101"),
         (ResNet, IMAGES | {"stem": "mnist"}, r"stem='mnist' .*cifar, imagenet"),
         (ResNet, IMAGES | {"norm": "none"}, r"norm='none' .*group, batch"),
-        (ViT, IMAGES | {"image_size": 28, "patch_size": 8}, r"image_size=28 .*patch_size=8.*a divisor of 28"),
+        (ViT, IMAGES | {"image_size": 28, "patch_size": 8}, r"patch_size=8: .*image_size=28; choose a divisor"),
         (ViT, IMAGES | {"image_size": 8, "dim": 30}, r"dim=30 .*num_heads=4.*a multiple of 4"),
         (GPT, {"vocab_size": 17, "seq_len": 12, "dim": 12}, r"dim=12 .*2 \* num_heads=8.*a multiple of 8"),
         (GPT, {"vocab_size": 17, "seq_len": 12, "num_layers": 0}, r"num_layers=0: .*set num_layers >= 1"),
