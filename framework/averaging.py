@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from framework.optim import Named
+from framework.optim import Trainable
 
 
 class AveragedWeights:
     """An exponential moving average of the trainable parameters, on this rank's shards: no gather, no copy of the model."""
 
-    def __init__(self, named: Named, *, decay: float) -> None:
+    def __init__(self, trained: list[Trainable], *, decay: float) -> None:
         self.decay = decay
-        self._parameters: list[Tensor] = [parameter for _, parameter in named]
-        self.tensors = {name: parameter.detach().clone() for name, parameter in named}
+        self._parameters: list[Tensor] = [item.parameter for item in trained]
+        self.tensors = {item.name: item.parameter.detach().clone() for item in trained}
 
     @torch.no_grad()
     def update(self) -> None:

@@ -131,6 +131,11 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
+def option_node(group: str, option: str) -> dict[str, Any]:
+    """Return what an option's file says, as it stands there."""
+    return yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
+
+
 def _refusal(override: Override, text: str) -> Problem | None:
     key = override.key_or_group
     if key.split("/")[0].split(".")[0] == "hydra":

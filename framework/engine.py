@@ -1,12 +1,14 @@
 """The seam between the loop and the strategies: an Engine turns micro-batches into gradients, whatever runs where."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from framework.keys import key
+from framework.optim import BuildOptimizer, MakeOptimizer, Trainable
+from framework.tree import Tree, call, map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -16,8 +18,8 @@ class MicroBatch(NamedTuple):
     """What goes through the model at once. `number` counts the micro-batches of the global batch; it keys randomness."""
 
     number: int
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tree
+    targets: Tree
     is_padding: bool = False  # runs with weight zero, so that every rank enters the same collectives
 
 
@@ -32,9 +34,9 @@ class Step(NamedTuple):
 class Task(Protocol):
     """What the numbers mean: the loss, the metrics, what counts as one sample. All are SUMS over samples, shape ()."""
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+    def loss(self, outputs: Any, targets: Any) -> Tensor: ...
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]: ...
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]: ...
 
 
 Sums = dict[str, Tensor]
@@ -70,6 +72,9 @@ class Engine(Protocol):
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
 
+    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+        """Build the optimizer of what this rank updates. `trained` are the parameters in `module`."""
+
 
 class Forward:
     """One micro-batch through the model: random draws keyed, autocast on, sums over samples out."""
@@ -87,14 +92,14 @@ class Forward:
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(value)
 
-    def __call__(self, model: Callable[[Tensor], Tensor], micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch) -> tuple[Tree, Tensor]:
         """Return (outputs, sum of the losses)."""
         if self.autocast is None:
-            outputs = model(micro_batch.inputs)
+            outputs = call(model, micro_batch.inputs)
         else:
             with torch.autocast(self.device.type, dtype=self.autocast):
-                outputs = model(micro_batch.inputs)
-            outputs = outputs.float()
+                outputs = call(model, micro_batch.inputs)
+            outputs = map_tensors(Tensor.float, outputs)
         return outputs, self.task.loss(outputs, micro_batch.targets)
 
 
@@ -117,6 +122,7 @@ class DataParallelEngine:
         dp_size: int = 1,
         set_sync: Callable[[bool], None] | None = None,
         broadcast: Callable[[Sequence[Tensor]], None] | None = None,
+        make_optimizer: MakeOptimizer | None = None,
         num_warm_ups: int = 0,
     ) -> None:
         self.module = module
@@ -127,6 +133,7 @@ class DataParallelEngine:
         self._forward = forward
         self._set_sync = set_sync
         self._broadcast = broadcast
+        self._make_optimizer = make_optimizer
         self._num_warm_ups = num_warm_ups
         self._seeds: dict[float, Tensor] = {}
         self._buffers = persistent_buffers(module)
@@ -156,10 +163,10 @@ class DataParallelEngine:
             self._seeds[scale] = torch.full((), scale, dtype=like.dtype, device=like.device)
         return self._seeds[scale]
 
-    def _measured(self, outputs: Tensor, loss: Tensor, micro_batch: MicroBatch, *, with_metrics: bool) -> Sums:
+    def _measured(self, outputs: Tree, loss: Tensor, micro_batch: MicroBatch, *, with_metrics: bool) -> Sums:
         sums = {"loss": loss}
         if with_metrics:
-            sums |= self._forward.task.metrics(outputs.detach(), micro_batch.targets)
+            sums |= self._forward.task.metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets)
         return {name: torch.zeros_like(value) for name, value in sums.items()} if micro_batch.is_padding else sums
 
     def _snapshot(self) -> list[Tensor]:
@@ -195,6 +202,9 @@ class DataParallelEngine:
     def sync_buffers(self) -> None:
         if self._broadcast is not None and self._buffers:
             self._broadcast(self._buffers)
+
+    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+        return build(trained) if self._make_optimizer is None else self._make_optimizer(build, trained)
 
 
 def add(sums: Sums, more: Sums) -> None:

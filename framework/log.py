@@ -16,7 +16,7 @@ def start_console(*, rank: int) -> None:
     handler.setFormatter(_Console(rank=rank))
     LOGGER.handlers.clear()
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(logging.DEBUG)
     LOGGER.propagate = False
 
 

@@ -1,50 +1,73 @@
 """Optimizers by name, and their parameter groups."""
 
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
 from framework.muon import Muon
 
-Named = list[tuple[str, nn.Parameter]]
+
+class Trainable(NamedTuple):
+    """A parameter that wants a gradient: all of it, or this rank's shard."""
+
+    name: str  # the model's own
+    parameter: nn.Parameter
+    is_hidden: bool  # a matrix between the first and the last layer of the whole model
 
 
-def trainable(module: nn.Module) -> Named:
-    """Return the named parameters that want a gradient, in the model's order."""
-    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+BuildOptimizer = Callable[[list[Trainable]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[BuildOptimizer, list[Trainable]], torch.optim.Optimizer]  # a strategy's way of building one
 
 
-def _by_decay(named: Named, weight_decay: float) -> list[dict[str, object]]:
+def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
+    """Return the parameters that want a gradient, in the model's order. `hidden` names those that are hidden."""
+    named = module.named_parameters()
+    return [Trainable(name, parameter, name in hidden) for name, parameter in named if parameter.requires_grad]
+
+
+def hidden_matrices(model: nn.Module) -> list[str]:
+    """Return the names of the matrices between the first and the last layer. `model` is the whole, before any cut."""
+    matrices = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.ndim >= 2]
+    return [name for name, parameter in matrices[1:-1] if parameter.ndim == 2]
+
+
+def _by_decay(trained: list[Trainable], weight_decay: float) -> list[dict[str, object]]:
     """Decay matrices and kernels, not vectors (biases, norms): the usual two groups, or one where there is no decay."""
+    parameters = [item.parameter for item in trained]
     if weight_decay == 0:
-        return [{"params": [parameter for _, parameter in named], "weight_decay": 0.0}]
-    matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
-    vectors = [parameter for _, parameter in named if parameter.ndim < 2]
+        return [{"params": parameters, "weight_decay": 0.0}]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
 def adamw(
-    named: Named, *, lr: float, betas: list[float], eps: float, weight_decay: float
+    trained: list[Trainable], *, lr: float, betas: list[float], eps: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019)."""
-    return torch.optim.AdamW(_by_decay(named, weight_decay), lr=lr, betas=_pair(betas), eps=eps, fused=True)
+    return torch.optim.AdamW(_by_decay(trained, weight_decay), lr=lr, betas=_pair(betas), eps=eps, fused=True)
 
 
-def adam(named: Named, *, lr: float, betas: list[float], eps: float) -> torch.optim.Optimizer:
+def adam(trained: list[Trainable], *, lr: float, betas: list[float], eps: float) -> torch.optim.Optimizer:
     """Adam (Kingma & Ba 2015)."""
-    return torch.optim.Adam([p for _, p in named], lr=lr, betas=_pair(betas), eps=eps, fused=True)
+    return torch.optim.Adam([item.parameter for item in trained], lr=lr, betas=_pair(betas), eps=eps, fused=True)
 
 
 def sgd(
-    named: Named, *, lr: float, momentum: float, nesterov: bool, weight_decay: float
+    trained: list[Trainable], *, lr: float, momentum: float, nesterov: bool, weight_decay: float
 ) -> torch.optim.Optimizer:
     """Stochastic gradient descent with momentum."""
+    if nesterov and momentum == 0:
+        raise ValueError("nesterov=true: needs momentum above 0")
     # not fused: fused SGD fails on FSDP2's shards
-    return torch.optim.SGD(_by_decay(named, weight_decay), lr=lr, momentum=momentum, nesterov=nesterov)
+    return torch.optim.SGD(_by_decay(trained, weight_decay), lr=lr, momentum=momentum, nesterov=nesterov)
 
 
 def muon(
-    named: Named,
+    trained: list[Trainable],
     *,
     lr: float,
     momentum: float,
@@ -54,11 +77,9 @@ def muon(
     adamw_eps: float,
 ) -> torch.optim.Optimizer:
     """Muon for the matrices between the first and the last layer, AdamW for everything else."""
-    matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
-    hidden = {id(parameter) for parameter in matrices[1:-1] if parameter.ndim == 2}
     return Muon(
-        [parameter for _, parameter in named if id(parameter) in hidden],
-        others=[parameter for _, parameter in named if id(parameter) not in hidden],
+        [item.parameter for item in trained if item.is_hidden],
+        others=[item.parameter for item in trained if not item.is_hidden],
         lr=lr,
         momentum=momentum,
         weight_decay=weight_decay,

@@ -1,5 +1,7 @@
-"""How a run can end: the exit codes (sysexits.h), and the exceptions that carry them."""
+"""How a run can end: the exit codes (sysexits.h), the exceptions that carry them, and how to tell of an error."""
 
+import re
+import traceback
 from enum import IntEnum
 
 
@@ -35,3 +37,33 @@ class DiskFailed(RunEnded):
     """A checkpoint could not be written; the last valid one is intact."""
 
     code = Exit.DISK
+
+
+def headline(error: Exception) -> str:
+    """Return an error's kind and first line; of one that quotes a loader process's traceback, that traceback's last."""
+    lines = str(error).strip().splitlines() or [""]
+    if _quotes_another(error):
+        return lines[-1]
+    if is_lost_peer(error):
+        return "another process of the run has ended; if it left a word, that is in train.log"
+    if lines[0].endswith(":"):  # it only announces what follows
+        lines = [" ".join(" ".join(lines).split())[:500]]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def place_of(error: Exception) -> str:
+    """Return where an error was raised: `FILE:LINE in FUNCTION`."""
+    if _quotes_another(error):
+        return "{}:{} in {}".format(*re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))[-1])
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.filename}:{place.lineno} in {place.name}"
+
+
+def _quotes_another(error: Exception) -> bool:
+    """Return whether torch has raised an error of a loader process again, with its traceback in the text."""
+    return str(error).startswith("Caught ") and "Original Traceback" in str(error)
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Return whether an error only says that another rank is gone."""
+    return any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))

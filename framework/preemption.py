@@ -37,7 +37,8 @@ class Preemption:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is None and self.speaks:
             # not through logging, whose lock the interrupted code may hold
-            os.write(2, f"{signal.Signals(signum).name}: stopping after this step; Ctrl-C again stops at once\n".encode())
+            again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
+            os.write(2, f"{signal.Signals(signum).name}: stopping after this step{again}\n".encode())
         self.signum = self.signum or signum
         self._times += signum == signal.SIGINT
         children = multiprocessing.active_children()

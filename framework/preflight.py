@@ -218,7 +218,7 @@ def _check_run(config: Config) -> list[Problem]:
     directory = RunDirectory(Path(run["dir"]))
     if problems or (problems := _check_writable(directory.path)):
         return problems
-    return _check_identity(config, directory) + _check_resume(run["resume"], directory)
+    return _check_contents(directory) or _check_identity(config, directory) + _check_resume(run["resume"], directory)
 
 
 def _check_writable(path: Path) -> list[Problem]:
@@ -231,9 +231,20 @@ def _check_writable(path: Path) -> list[Problem]:
         return [Problem(key, f"{nearest} is not a directory", "a directory, or a path where one can be made")]
     if not os.access(nearest, os.W_OK | os.X_OK):
         return [Problem(key, f"{nearest} cannot be written", "a directory that can")]
+    if shutil.disk_usage(nearest).total == 0:
+        return [Problem(key, f"{nearest} cannot hold files", "a directory on a disk")]
     if shutil.disk_usage(nearest).free < 1 << 20:
         return [Problem(key, f"the disk of {nearest} is full", "a disk with room")]
     return []
+
+
+def _check_contents(directory: RunDirectory) -> list[Problem]:
+    """Refuse a directory with files that are no run's: a run would mix its own with them."""
+    strangers = directory.strangers()
+    if not strangers:
+        return []
+    what = f"{directory.path} is not a run's: it holds {shown(strangers[0])}"
+    return [Problem("run.dir", what, "a directory of its own, which the run makes")]
 
 
 def _check_identity(config: Config, directory: RunDirectory) -> list[Problem]:

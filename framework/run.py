@@ -18,7 +18,7 @@ from framework.log import LOGGER
 from framework.loggers.sink import RunInfo
 from framework.metrics import read_rows, write_rows
 from framework.modules import batch_dependent_layers
-from framework.outcome import Exit, NoValidCheckpoint, RunEnded
+from framework.outcome import Exit, NoValidCheckpoint, RunEnded, headline
 from framework.run_directory import RunDirectory
 from framework.trainer import Trainer
 from framework.world import World
@@ -45,7 +45,7 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
         return end.code
     except Exception as error:
         # not the counters, which may be collective: the sinks (and a terminal's cursor) must not be left as they are
-        trainer.recorder.close(status="failed", error=f"{type(error).__name__}: {error}")
+        trainer.recorder.close(status="failed", error=headline(error))
         raise
     finally:
         for loader in trainer.loaders.values():
@@ -68,7 +68,9 @@ def _continue(trainer: Trainer, config: dict[str, Any], *, directory: RunDirecto
         return
     path, state = found
     if state["facts"] != trainer.facts:
-        raise NoValidCheckpoint(f"{path} does not fit this run: it has {state['facts']}, this run {trainer.facts}")
+        differing = [f"{name} is {state['facts'].get(name)} there and {value} here"
+                     for name, value in trainer.facts.items() if state["facts"].get(name) != value]  # fmt: skip
+        raise NoValidCheckpoint(f"{path} does not fit this run: {'; '.join(differing)}")
     try:
         restore(path, module=trainer.engine.module, optimizer=trainer.optimizer, average=trainer.average, world=world)
     except ValueError as error:
@@ -112,10 +114,11 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
     )
     num_parameters = sum(parameter.numel() for parameter in trainer.engine.module.parameters())
     if world.world_size > 1:
-        LOGGER.info("%s", f"process {os.getpid()} on {socket.gethostname()}, {world.device}")
+        LOGGER.debug("%s", f"process {os.getpid()} on {socket.gethostname()}, {world.device}")  # for train.log
     if world.rank == 0:
         LOGGER.info("%s", f"training {num_parameters:,} parameters for {info.total_steps} steps on {world.world_size} x "
                           f"{world.device.type}, in {directory.path}")  # fmt: skip
+        _warn_of_low_rate(trainer)
         kinds = batch_dependent_layers(trainer.engine.module)
         if kinds and trainer.engine.mesh is not None and config["micro_batch_size"] is None:
             LOGGER.warning("the model has %s: what it computes depends on the number of processes unless "
@@ -127,6 +130,15 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
         parameters=num_parameters,
         **trainer.summary(),
     )
+
+
+def _warn_of_low_rate(trainer: Trainer) -> None:
+    """Say so if the schedule never lets the learning rate near its peak: a warm-up longer than the run."""
+    total = trainer.plan.total_steps
+    highest = max(trainer.schedule(step, total) for step in {0, total - 1, *range(0, total, max(1, total // 1000))})
+    if highest < 0.5:
+        LOGGER.warning("the learning rate never gets beyond %.2g of optimizer.lr in these %d steps: look at scheduler.*",
+                       highest, total)  # fmt: skip
 
 
 def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDirectory) -> None:

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from framework.files import write_atomically
+from framework.frozen import frozen_run_id
 from framework.log import LOGGER
 from framework.outcome import Exit, RunEnded
+
+_NAMES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "model.safetensors", "train.log",
+          "curves.png", "tensorboard", "wandb", "wandb_id")  # fmt: skip
 
 
 class Busy(RunEnded):
@@ -30,6 +34,12 @@ class RunDirectory:
         self.weights = path / "model.safetensors"
         self.log = path / "train.log"
         self.curves = path / "curves.png"
+
+    def strangers(self) -> list[str]:
+        """Return the names in the directory that are no run's, if it is none: it has no frozen configuration."""
+        if frozen_run_id(self.path) is not None or not self.path.is_dir():
+            return []
+        return sorted(name for name in os.listdir(self.path) if not name.startswith(".") and name not in _NAMES)
 
     def read_summary(self) -> dict[str, Any]:
         """Return the summary, or an empty one if there is none yet."""

@@ -1,7 +1,7 @@
 """The typed schema of the configuration: what a key may hold, checked without importing torch."""
 
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -188,6 +188,8 @@ def _unknown(key: str, value: Any, *, known: list[str]) -> Problem:
     return Problem(key, "unknown key", did_you_mean(key, known) or listing)
 
 
+_UNIONS = (UnionType, Union)  # the second where a Literal is a member
+
 _NAMES = {
     int: "an integer",
     float: "a number",
@@ -202,7 +204,7 @@ _NAMES = {
 
 def _described(annotation: Any, *, key: str) -> str:
     """Say what a key of this type holds."""
-    if isinstance(annotation, UnionType):
+    if get_origin(annotation) in _UNIONS:
         return ", or ".join(_described(member, key=key) for member in get_args(annotation))
     if get_origin(annotation) is Literal:
         choices = [str(shown(choice)).strip("'") for choice in get_args(annotation)]
@@ -215,9 +217,10 @@ _YES, _NO = (1, "yes", "on", "True"), (0, "no", "off", "False")
 
 def _meant(value: Any, annotation: Any, *, key: str) -> str | None:
     """Return the value of the right type that was probably meant."""
-    types = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    if get_origin(annotation) is Literal:
-        return nearest(str(value), [choice for choice in get_args(annotation) if isinstance(choice, str)])
+    types = get_args(annotation) if get_origin(annotation) in _UNIONS else (annotation,)
+    choices = [choice for kind in types if get_origin(kind) is Literal for choice in get_args(kind)]
+    if choices and value not in (None, False):
+        return nearest(str(value), [choice for choice in choices if isinstance(choice, str)])
     if type(None) in types and (value is False or str(value).lower() in ("none", "off", "")):
         return "null"
     if bool in types and (value in _YES or value in _NO):

@@ -51,6 +51,7 @@ class Trainer:
         world: World,
         engine: Engine,
         optimizer: torch.optim.Optimizer,
+        lr: float,
         schedule: Callable[[int, int], float],
         loaders: dict[str, Loader],
         store: CheckpointStore,
@@ -65,6 +66,7 @@ class Trainer:
         self.world = world
         self.engine = engine
         self.optimizer = optimizer
+        self.lr = lr  # the peak; a rank's own groups may have others, or none of it
         self.schedule = schedule
         self.loaders = loaders
         self.store = store
@@ -77,7 +79,7 @@ class Trainer:
         self.facts = facts  # what a checkpoint must have in common with the run that loads it
         self.progress = Progress()
         self.peak_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
         self.loss_watch = torch.zeros((), device=world.device)  # adding up losses, it stays non-finite once one was
         self.last_log = (time.monotonic(), 0)
         self.last_tick = time.monotonic()
@@ -152,7 +154,7 @@ class Trainer:
             "step": self.progress.step,
             "split": "train",
             **means,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.lr * self.schedule(self.progress.step - 1, self.plan.total_steps),
             "grad_norm": norm if math.isfinite(norm) else None,  # fp16 has skipped the step; JSON has no infinity
             "samples_per_s": (self.progress.samples_seen - seen) / max(now - then, 1e-9),
             "epoch": step.epoch,

@@ -20,13 +20,15 @@ def try_out(config: Config) -> list[Problem]:
     """
     import torch
 
+    from framework.optim import hidden_matrices, trainable
+
     try:
         with torch.device("meta"):
             model = build.model(config)
     except Exception as error:
         return [from_error("model", error)]
     try:
-        build.component(config["optimizer"])([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+        build.component(config["optimizer"])(trainable(model, hidden=hidden_matrices(model)))
     except Exception as error:
         return [from_error("optimizer", error)]
     return _check_forward(model, info=build.dataset(config).info)

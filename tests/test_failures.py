@@ -180,4 +180,6 @@ def test_an_error_in_a_loader_process_ends_the_run_and_the_process(strategy: str
     line = [*RUN, *STRATEGIES[strategy], "dataset.num_workers=2", "launch.max_restarts=0"]
     failed = command(*line, root=tmp_path / "runs", before=plant_broken_sample, timeout_s=30, leave=sys.exit)
     assert failed.code == 1
-    assert "failed: ValueError: the planted broken sample" in failed.output
+    told = failed.output[failed.output.index("[rank 0] ERROR") :].splitlines()
+    assert told[0].endswith("failed: ValueError: the planted broken sample")
+    assert re.fullmatch(r"  at .*test_failures.py:\d+ in transform", told[1])  # not where torch raised it again

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     ["environment", "log", "keys", "splitmix", "files", "frozen", "outcome", "problems", "ranges", "signatures", "schema", "syntax",
      "config", "help", "preemption", "parent", "world", "run_directory", "torchvision_import"],
-    ["engine", "modules", "optim", "muon", "loss_scale", "averaging", "schedules", "precision", "metrics", "checkpoint/", "tasks/"],
+    ["tree", "engine", "modules", "optim", "muon", "loss_scale", "averaging", "schedules", "precision", "metrics", "checkpoint/", "tasks/"],
     ["parallel/", "data/", "loggers/"],
     ["recorder", "trainer", "curves"],
     ["build", "run", "preflight", "tryout"],
@@ -20,7 +20,7 @@ FLOORS = [
 ]  # fmt: skip
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 PACKAGES_APART = FLOORS[2]  # these never import each other
-HYDRA = {"train.py", "framework/config.py", "framework/build.py"}
+HYDRA = {"train.py", "framework/config.py"}
 
 FRAMEWORK = sorted((ROOT / "framework").rglob("*.py"))
 MODELS = sorted((ROOT / "models").rglob("*.py"))

@@ -36,8 +36,8 @@ SECTION = "a section, whose keys are set as in {0}.KEY=VALUE"
 SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text with a comma \"'a,b'\")"
 HYDRA = "is Hydra's own and does nothing in a single run (run.root and run.dir say where a run goes)"
 MONITOR = "one of val/loss, val/accuracy, train/loss, train/accuracy"
-GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes; set it, or choose another model or dataset)"
-GIVES_TOKENS = "needs a value, and the dataset does not give one (it gives vocab_size, seq_len; set it, or choose another model or dataset)"
+GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
+GIVES_TOKENS = "needs a value, and the dataset does not give one (it gives vocab_size, seq_len, which fits model=gpt)"
 NO_CLASS = "(the dotted path of a class or function, in the module that defines it)"
 
 # A command line and its lines on stderr.
@@ -192,7 +192,7 @@ MALFORMED: dict[str, list[str]] = {
     "model._target_=models.nope.X": [f"model._target_: 'models.nope.X' is not valid {NO_CLASS}"],
     "model.channels=[]": ["model.channels: []: a CNN needs at least one block; give one width per block, e.g. [32, 64]"],
     "optimizer.betas=[0.9]": ["optimizer.betas: [0.9] must be two numbers, as in [0.9, 0.999]"],
-    "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": ["optimizer: Nesterov momentum requires a momentum and zero dampening"],
+    "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": ["optimizer.nesterov: true: needs momentum above 0"],
 }  # fmt: skip
 
 
@@ -312,3 +312,25 @@ def test_flags_are_checked_too(line: str, tmp_path: Path) -> None:
     ended = python(str(REPOSITORY / "train.py"), *line.split(" "), directory=tmp_path)
     assert (ended.returncode, ended.stdout, lines(ended.stderr)) == (Exit.CONFIGURATION, "", FLAGS[line])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_directory_with_files_that_are_no_runs_is_refused(resume: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "docs").mkdir(parents=True)
+    (home / "thesis.txt").write_text("years of work")
+    line = [f"run.dir={home}", f"run.resume={resume}"]
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == Exit.CONFIGURATION
+    what = f"run.dir: {home} is not a run's: it holds 'docs' (a directory of its own, which the run makes)"
+    assert lines(refused.output) == [what]
+    assert sorted(path.name for path in home.iterdir()) == ["docs", "thesis.txt"]
+
+
+def test_a_component_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    arguments = "num_classes: int, in_channels: int, image_size: int, dim: int, num_layers: int, dropout: float"
+    (tmp_path / "broken.py").write_text(f"import torhc\nclass Broken:\n    def __init__(self, *, {arguments}): ...\n")
+    program = f"import sys; sys.path.append({str(tmp_path)!r}); from framework.launch.start import start; "
+    ended = python("-c", program + "start(['model=mlp', 'model._target_=broken.Broken'])", directory=tmp_path)
+    what = "cannot be imported (ModuleNotFoundError: No module named 'torhc')"
+    assert lines(ended.stderr) == [f"model._target_: broken.Broken {what}"]

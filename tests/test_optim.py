@@ -17,7 +17,7 @@ from framework.build import component
 from framework.config import options
 from framework.engine import DataParallelEngine
 from framework.loss_scale import LossScale
-from framework.optim import adamw, muon, sgd, trainable
+from framework.optim import Trainable, adamw, hidden_matrices, muon, sgd, trainable
 from framework.outcome import Diverged
 from framework.precision import PRECISIONS
 from framework.trainer import Trainer
@@ -95,6 +95,10 @@ def model() -> nn.Module:
                          nn.Linear(5, 6), nn.Linear(6, 3))  # fmt: skip
 
 
+def trained(module: nn.Module) -> list[Trainable]:
+    return trainable(module, hidden=hidden_matrices(module))
+
+
 def names_by_decay(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[float, list[str]]:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     by_decay: dict[float, list[str]] = {}
@@ -110,20 +114,20 @@ def names_by_decay(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[
 )
 def test_vectors_are_not_decayed(make: Callable[..., torch.optim.Optimizer]) -> None:
     module = model()
-    by_decay = names_by_decay(make(trainable(module), weight_decay=0.3), module)
+    by_decay = names_by_decay(make(trained(module), weight_decay=0.3), module)
     assert by_decay[0.3] == ["0.weight", "3.weight", "5.weight", "6.weight"]
     assert by_decay[0.0] == ["0.bias", "1.weight", "1.bias", "3.bias", "4.weight", "4.bias", "5.bias", "6.bias"]
 
 
 def test_without_decay_there_is_one_group() -> None:
     module = model()
-    (group,) = sgd(trainable(module), lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0).param_groups
+    (group,) = sgd(trained(module), lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0).param_groups
     assert len(group["params"]) == len(list(module.parameters()))
 
 
 def test_muon_orthogonalises_matrices_between_the_first_and_the_last() -> None:
     module = model()
-    made = muon(trainable(module), lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95],
+    made = muon(trained(module), lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95],
                 adamw_eps=1e-8)  # fmt: skip
     by_decay = names_by_decay(made, module)
     assert by_decay[0.1] == ["3.weight", "5.weight"]
@@ -133,14 +137,14 @@ def test_muon_orthogonalises_matrices_between_the_first_and_the_last() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     module = model()
     module[0].requires_grad_(False)
-    assert [name for name, _ in trainable(module)] == [n for n, _ in module.named_parameters() if n[0] != "0"]
+    assert [item.name for item in trained(module)] == [n for n, _ in module.named_parameters() if n[0] != "0"]
 
 
 def test_one_muon_step_is_the_formula() -> None:
     torch.manual_seed(0)
     first, hidden, last = (nn.Parameter(torch.randn(6, 4, dtype=torch.float64)) for _ in range(3))
     before, grad = hidden.detach().clone(), torch.randn(6, 4, dtype=torch.float64)
-    made = muon([("a", first), ("b", hidden), ("c", last)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3,
+    made = muon([Trainable("a", first, False), Trainable("b", hidden, True), Trainable("c", last, False)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3,
                 adamw_betas=[0.9, 0.95], adamw_eps=1e-8)  # fmt: skip
     hidden.grad = grad.clone()
     made.step()
@@ -155,7 +159,7 @@ def test_one_muon_step_is_the_formula() -> None:
 def test_our_adamw_inside_muon_is_torchs() -> None:
     torch.manual_seed(0)
     mine, theirs = (nn.Parameter(torch.arange(5, dtype=torch.float64)) for _ in range(2))
-    ours = muon([("a", mine)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-2, adamw_betas=[0.9, 0.95],
+    ours = muon([Trainable("a", mine, False)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-2, adamw_betas=[0.9, 0.95],
                 adamw_eps=1e-8)  # fmt: skip
     reference = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for _ in range(5):
@@ -293,7 +297,7 @@ def test_averaged_weights_are_the_closed_form() -> None:
     torch.manual_seed(0)
     weights = torch.randn(8, 3, dtype=torch.float64)  # w_0 and seven steps
     parameter = nn.Parameter(weights[0].clone())
-    average = AveragedWeights([("w", parameter)], decay=0.8)
+    average = AveragedWeights([Trainable("w", parameter, False)], decay=0.8)
     for step in range(1, 8):
         parameter.data.copy_(weights[step])
         average.update()
@@ -304,7 +308,7 @@ def test_averaged_weights_are_the_closed_form() -> None:
 
 def test_swapping_twice_changes_nothing() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    average = AveragedWeights([("w", parameter)], decay=0.5)
+    average = AveragedWeights([Trainable("w", parameter, False)], decay=0.5)
     parameter.data.fill_(3.0)
     average.update()
     average.swap()

@@ -59,7 +59,7 @@ def restore(
     if average is not None:
         targets |= {f"average/{name}": value for name, value in average.tensors.items()}
     _check(inventory, targets)
-    states = _optimizer_targets(inventory, module)
+    states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
     with world.checkpointing() as among:
         load(targets, storage_reader=reader, **among)
@@ -81,10 +81,15 @@ def _check(inventory: Mapping[str, Any], targets: dict[str, Tensor]) -> None:
         raise ValueError("; ".join(faults[:5]) + more)
 
 
-def _optimizer_targets(inventory: Mapping[str, Any], module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return empty tensors for every stored state: like the parameter where the shape is its own, plain otherwise."""
+def _optimizer_targets(
+    inventory: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Return empty tensors for every stored state of this rank's optimizer: like the parameter where the shape is its own."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     states: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
+        if id(parameter) not in optimized:
+            continue
         prefix = f"optimizer/{name}/"
         for stored, entry in inventory.items():
             key = stored.removeprefix(prefix)

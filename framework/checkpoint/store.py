@@ -109,14 +109,14 @@ class CheckpointStore:
         return path, load_state(path)
 
     def _first_valid(self, paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
-        reasons = []
+        reasons: list[str] = []
         for path in paths:
             reason = self._fault(path)
             if reason is None:
+                for passed_over in reasons if self.world.rank == 0 else []:
+                    LOGGER.warning("checkpoint passed over: %s", passed_over)
                 return path, load_state(path)
             reasons.append(f"{path}: {reason}")
-            if self.world.rank == 0:
-                LOGGER.warning("checkpoint passed over: %s", reasons[-1])
         if reasons:
             raise NoValidCheckpoint("\n".join([*reasons, "no valid checkpoint is left; run.resume=never starts over"]))
         return None

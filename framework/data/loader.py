@@ -16,6 +16,7 @@ from framework.engine import MicroBatch, Step
 from framework.keys import keys
 from framework.parent import die_with_parent
 from framework.preemption import SIGNALS
+from framework.tree import Tree, map_tensors
 
 
 class Loader:
@@ -78,13 +79,13 @@ class Loader:
         mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
         # a run of samples without gaps, so it is fetched, decoded and augmented at once
         first, last = min(part.start for part in mine), max(part.stop for part in mine)
-        inputs, targets = self._fetch(samples[first:last], None if augment_keys is None else augment_keys[first:last])
-        return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, first) for part in mine])
+        batch = self._fetch(samples[first:last], None if augment_keys is None else augment_keys[first:last])
+        return Step(epoch, len(samples), [_micro_batch(part, *batch, span=(first, last)) for part in mine])
 
-    def _fetch(self, samples: np.ndarray, augment_keys: np.ndarray | None) -> tuple[Tensor, Tensor]:
+    def _fetch(self, samples: np.ndarray, augment_keys: np.ndarray | None) -> tuple[Tree, Tree]:
         stored = (torch.from_numpy(array) for array in self.source.gather(samples))
         inputs, targets = self.dataset.transform(*stored, keys=augment_keys)
-        return self._cast(inputs), self._cast(targets)
+        return map_tensors(self._cast, inputs), map_tensors(self._cast, targets)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() and tensor.dtype != self.dtype else tensor
@@ -107,21 +108,28 @@ class Loader:
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
 
     def _to_device(self, step: Step) -> Step:
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, non_blocking=True)
+
         moved = [
             micro_batch._replace(
-                inputs=micro_batch.inputs.to(self.device, non_blocking=True),
-                targets=micro_batch.targets.to(self.device, non_blocking=True),
+                inputs=map_tensors(move, micro_batch.inputs), targets=map_tensors(move, micro_batch.targets)
             )
             for micro_batch in step.micro_batches
         ]
         return step._replace(micro_batches=moved)
 
 
-def _micro_batch(part: Part, inputs: Tensor, targets: Tensor, first: int) -> MicroBatch:
-    if part.stop - part.start == len(targets):
+def _micro_batch(part: Part, inputs: Tree, targets: Tree, *, span: tuple[int, int]) -> MicroBatch:
+    """Cut a part out of a batch that holds the samples of `span`."""
+    if (part.start, part.stop) == span:
         return MicroBatch(part.number, inputs, targets, part.is_padding)
-    at = slice(part.start - first, part.stop - first)
-    return MicroBatch(part.number, inputs[at], targets[at], part.is_padding)
+    at = slice(part.start - span[0], part.stop - span[0])
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[at]
+
+    return MicroBatch(part.number, map_tensors(cut, inputs), map_tensors(cut, targets), part.is_padding)
 
 
 class _AtPosition(torch.utils.data.Dataset[Step]):

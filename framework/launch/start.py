@@ -10,6 +10,7 @@ from framework.config import compose
 from framework.environment import Environment
 from framework.frozen import Frozen, freeze
 from framework.log import LOGGER
+from framework.metrics import read_rows
 from framework.outcome import Exit
 from framework.preemption import PREEMPTION
 from framework.problems import Problem
@@ -96,7 +97,11 @@ def report(problems: list[Problem]) -> Exit:
 
 def _tell_result(directory: RunDirectory) -> None:
     summary = directory.read_summary()
+    rows = read_rows(directory.metrics) if directory.metrics.exists() else []
+    if all(row["step"] != summary.get("step") for row in rows):
+        LOGGER.warning("%s has lost its last rows", directory.metrics)
     LOGGER.info("finished already, at step %s: %s", summary.get("step"), directory.path)
     for split, rows in summary.get("metrics", {}).items():
-        numbers = "  ".join(f"{name} {value:.4f}" for name, value in rows["last"].items() if isinstance(value, float))
+        row = {name: value for name, value in rows["last"].items() if name not in ("lr", "grad_norm", "samples_per_s")}
+        numbers = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if isinstance(value, float))
         LOGGER.info("%s", f"  {split:5}  {numbers}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from framework.environment import Environment
 from framework.frozen import Frozen
 from framework.log import LOGGER
-from framework.outcome import Exit
+from framework.outcome import Exit, headline
 from framework.parent import die_with_parent
 
 
@@ -23,7 +23,7 @@ def join(overrides: list[str], *, environment: Environment) -> int:
     try:
         return work(decision, None)
     except Exception as error:
-        LOGGER.error("rank %d failed: %s: %s", environment.rank, type(error).__name__, error)
+        LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
         return Exit.FAILED
 
 

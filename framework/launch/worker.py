@@ -16,6 +16,7 @@ from framework.environment import Environment
 from framework.files import write_atomically
 from framework.frozen import Frozen, thaw
 from framework.log import LOGGER
+from framework.outcome import headline, is_lost_peer, place_of
 from framework.parent import die_with_parent
 from framework.preemption import PREEMPTION
 from framework.run import execute
@@ -88,9 +89,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, *, rank: int) -> "Failure":
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}:{place.lineno} in {place.name}"
-        return cls(rank, _headline(error), where, lost_peer=_is_lost_peer(error), time=time.time())
+        return cls(rank, headline(error), place_of(error), lost_peer=is_lost_peer(error), time=time.time())
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.error}"
@@ -100,18 +99,3 @@ def recorded_failures(scratch: Path, *, attempt: int) -> list[Failure]:
     """Return what the workers of an attempt have recorded of their ends, the first first; those who lost a peer last."""
     found = [Failure(**json.loads(path.read_text())) for path in scratch.glob(f"failure_{attempt}_*.json")]
     return sorted(found, key=lambda failure: (failure.lost_peer, failure.time))
-
-
-def _headline(error: Exception) -> str:
-    """Return an error's kind and first line; of one that quotes a loader process's traceback, that traceback's last."""
-    lines = str(error).strip().splitlines() or [""]
-    if lines[0].startswith("Caught ") and "Original Traceback" in str(error):
-        return lines[-1]
-    if lines[0].endswith(":"):  # it only announces what follows
-        lines = [" ".join(" ".join(lines).split())[:500]]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
-def _is_lost_peer(error: Exception) -> bool:
-    """Return whether an error only says that another rank is gone."""
-    return any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))

@@ -1,10 +1,15 @@
 """DistributedDataParallel: every process holds the whole model; gradients are summed over processes."""
 
+from typing import Any, Literal
+
 import torch._dynamo  # noqa: F401  # DDP's constructor imports it: here, workers inherit it from their warm parent
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from framework.engine import DataParallelEngine, Engine, Forward
+from framework.optim import MakeOptimizer
+from framework.parallel.compression.register import register
 from framework.world import World
 
 
@@ -18,20 +23,43 @@ def ddp(
     gradient_as_bucket_view: bool,
     static_graph: bool,
     find_unused_parameters: bool,
+    compression: Literal["fp16", "bf16", "powersgd", "int8", "top_k"] | None,
 ) -> Engine:
     """Replicate the model. Collective."""
-    model.to(world.device)
-    mesh = world.mesh(replicate=replicate)
-    wrapper = DistributedDataParallel(
+    return replicated(
         model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        process_group=mesh.get_group(),
-        forward_sync_buffers=False,  # the buffers follow micro-batch 0 (DataParallelEngine)
+        world=world,
+        forward=forward,
+        mesh=world.mesh(replicate=replicate),
+        compression=compression,
         bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=gradient_as_bucket_view,
         static_graph=static_graph,
         find_unused_parameters=find_unused_parameters,
     )
+
+
+def replicated(
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    mesh: DeviceMesh,
+    make_optimizer: MakeOptimizer | None = None,
+    compression: str | None = None,
+    **options: Any,
+) -> Engine:
+    """Return the Engine of a model that every rank of the world holds whole. `options` are DDP's own. Collective."""
+    model.to(world.device)
+    wrapper = DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        process_group=mesh.get_group(),
+        forward_sync_buffers=False,  # the buffers follow micro-batch 0 (DataParallelEngine)
+        **options,
+    )
+    if compression is not None:
+        register(wrapper, compression, group=mesh.get_group())
 
     def set_sync(last: bool) -> None:
         wrapper.require_backward_grad_sync = last  # what DDP.no_sync() sets, without a context for each micro-batch
@@ -45,8 +73,8 @@ def ddp(
         dp_size=mesh.size(),
         set_sync=set_sync,
         broadcast=world.broadcast,
+        make_optimizer=make_optimizer,
         # The reducer lays its buckets out anew after the first backward pass, and the layout decides in which order
         # a ring sums: a run that is resumed would take its first step in another order than one that was not.
         num_warm_ups=2,
     )
-

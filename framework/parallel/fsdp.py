@@ -1,31 +1,84 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the processes."""
 
+from typing import Literal
+
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from framework.engine import DataParallelEngine, Engine, Forward
 from framework.modules import blocks_of
 from framework.world import World
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
+
 
 def fsdp(
-    model: nn.Module, *, world: World, forward: Forward, shard: int | None, reshard_after_forward: bool
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    shard: int | None,
+    reshard_after_forward: bool,
+    param_dtype: Literal["bf16", "fp16", "fp32"] | None,
+    reduce_dtype: Literal["bf16", "fp16", "fp32"] | None,
+    cpu_offload: bool,
 ) -> Engine:
     """Shard the model, block by block: one block's parameters are gathered at a time. Collective."""
-    model.to(world.device)  # every rank has built the same full weights: sharding only drops what others keep
     mesh = world.mesh(shard=shard)
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    assert isinstance(model, FSDPModule)
+    shard_blocks(
+        model,
+        mesh=mesh,
+        device=world.device,
+        reshard_after_forward=reshard_after_forward,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        cpu_offload=cpu_offload,
+    )
+    return sharded_engine(model, mesh=mesh, world=world, forward=forward)
 
+
+def shard_blocks(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    reshard_after_forward: bool,
+    param_dtype: str | None,
+    reduce_dtype: str | None,
+    cpu_offload: bool,
+) -> None:
+    """Shard each block, and what is outside of them, over the mesh's last axis; replicate over the first if it has two."""
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload else OffloadPolicy()
+    compute = _DTYPES[param_dtype]
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[reduce_dtype])
+    if not cpu_offload:
+        model.to(device)  # every rank has built the same full weights: sharding only drops what others keep
+    if compute is not None:  # running statistics of 16 bits do not move
+        for layer in model.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
+    for block in [*blocks_of(model), model]:
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
+
+
+def sharded_engine(model: nn.Module, *, mesh: DeviceMesh, world: World, forward: Forward) -> Engine:
+    """Return the Engine of a sharded model of which every rank of the world runs its own samples."""
+    assert isinstance(model, FSDPModule)
     return DataParallelEngine(
         model,
         model=model,
         forward=forward,
         mesh=mesh,
-        dp_rank=mesh.get_local_rank(),
-        dp_size=mesh.size(),
+        dp_rank=world.rank,
+        dp_size=world.world_size,
         set_sync=model.set_requires_gradient_sync,
         broadcast=world.broadcast,
     )

@@ -3,12 +3,16 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from framework.tasks.outputs import main_output
+
 
 class Regression:
-    """outputs_BN and targets_BN, floating point."""
+    """outputs (B, N) and targets_BN, floating point."""
 
-    def loss(self, outputs_BN: Tensor, targets_BN: Tensor) -> Tensor:
+    def loss(self, outputs: Tensor, targets_BN: Tensor) -> Tensor:
+        outputs_BN = main_output(outputs)
         return F.mse_loss(outputs_BN, targets_BN.reshape(outputs_BN.shape), reduction="sum") / outputs_BN[0].numel()
 
-    def metrics(self, outputs_BN: Tensor, targets_BN: Tensor) -> dict[str, Tensor]:
+    def metrics(self, outputs: Tensor, targets_BN: Tensor) -> dict[str, Tensor]:
+        outputs_BN = main_output(outputs)
         return {"mae": F.l1_loss(outputs_BN, targets_BN.reshape(outputs_BN.shape), reduction="sum") / outputs_BN[0].numel()}

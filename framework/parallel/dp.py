@@ -1,0 +1,18 @@
+"""nn.DataParallel: one process; each micro-batch is cut over its devices."""
+
+import torch
+from torch import nn
+
+from framework.engine import DataParallelEngine, Engine, Forward
+from framework.log import LOGGER
+from framework.world import World
+
+
+def dp(model: nn.Module, *, world: World, forward: Forward) -> Engine:
+    """Run the model on all CUDA devices of this process, or, with one device or none, as it is."""
+    model.to(world.device)
+    num_devices = torch.cuda.device_count() if world.device.type == "cuda" else 1
+    if num_devices > 1:
+        return DataParallelEngine(model, model=nn.DataParallel(model), forward=forward)
+    LOGGER.info("parallel=dp: there is one device (%s), so the model runs as with parallel=single", world.device)
+    return DataParallelEngine(model, model=model, forward=forward)

@@ -1,0 +1,35 @@
+"""HSDP: shards within a group of processes (a node), replicas of them across groups."""
+
+from typing import Literal
+
+from torch import nn
+
+from framework.engine import Engine, Forward
+from framework.parallel.fsdp import shard_blocks, sharded_engine
+from framework.world import World
+
+
+def hsdp(
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    replicate: int | None,
+    shard: int | None,
+    reshard_after_forward: bool,
+    param_dtype: Literal["bf16", "fp16", "fp32"] | None,
+    reduce_dtype: Literal["bf16", "fp16", "fp32"] | None,
+    cpu_offload: bool,
+) -> Engine:
+    """Shard the model over the inner axis of the mesh and replicate it over the outer. Collective."""
+    mesh = world.mesh(replicate=replicate, shard=shard)
+    shard_blocks(
+        model,
+        mesh=mesh,
+        device=world.device,
+        reshard_after_forward=reshard_after_forward,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        cpu_offload=cpu_offload,
+    )
+    return sharded_engine(model, mesh=mesh, world=world, forward=forward)

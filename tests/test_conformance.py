@@ -1,0 +1,136 @@
+"""The promise: how a run is executed does not change what it computes. Every strategy against one process, in float64."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from framework import config
+from framework.config import CONF, options
+from framework.ranges import MESH_AXES
+from tests.harness import Ended, assert_close, finished
+
+# Epochs of 4 steps of 14 samples and a short one of 10: micro-batches of 4, 4, 4 and 2, or of 4, 4 and 2, so that no
+# rank's share is even.
+RUN = ["precision=fp64", "global_batch_size=14", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=10",
+       "trainer.log_every=1", "trainer.eval_every=5", "trainer.clip_grad_norm=0.5", "scheduler.warmup_steps=3",
+       "checkpoint.every=null"]  # fmt: skip
+IMAGES = ["dataset=synthetic", "dataset.num_train=66", "dataset.num_val=31", "dataset.num_test=32"]
+SMALL = [*IMAGES, "dataset.image_size=8"]
+TOKENS = [*IMAGES, "dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=12", "dataset.vocab_size=16"]
+RESNET18 = "torchvision's resnet18"
+MODELS = {
+    "mlp": [*SMALL, "model=mlp", "model.dim=24", "model.num_layers=4", "model.dropout=0.1"],
+    "cnn with BatchNorm": [*SMALL, "model=cnn", "model.channels=[4,8,8]", "model.norm=batch"],
+    "vit": [*SMALL, "model=vit", "model.dim=16", "model.num_layers=4", "model.num_heads=4"],
+    "gpt, tied": [*TOKENS, "model=gpt", "model.dim=16", "model.num_layers=4", "model.num_heads=4",
+                  "model.tie_embeddings=true"],  # fmt: skip
+    "two inputs": ["dataset=pairs", "model=two_inputs"],
+    # at its end an image of 32 x 32 is one pixel: over fewer than 7 samples BatchNorm would make noise of rounding
+    RESNET18: ["dataset=synthetic", "dataset.num_train=33", "dataset.num_val=7", "dataset.num_test=7",
+               "model=torchvision", "model.name=resnet18", "micro_batch_size=7", "scheduler.warmup_steps=100"],  # fmt: skip
+}
+# what the two files of a user's own model and dataset say
+OWN_OPTIONS = {
+    "model/two_inputs.yaml": "_target_: tests.two_inputs.TwoInputs\nnum_classes: null\ndim: 6\n",
+    "dataset/pairs.yaml": "defaults:\n  - override /task@_global_.task: classification\n\n"
+                          "_target_: tests.two_inputs.Pairs\nnum_samples: 66\nnum_workers: 0\n",
+}  # fmt: skip
+OPTIMIZERS = {
+    "adamw": ["optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.1"],
+    "sgd": ["optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9"],
+}
+
+
+def layouts(strategy: str) -> list[tuple[int, list[str]]]:
+    """Return the numbers of ranks on which a strategy is tested, with its mesh: from the axes that its YAML names."""
+    node = yaml.safe_load((CONF / "parallel" / f"{strategy}.yaml").read_text())
+    axes = [name for name in MESH_AXES if name in node]
+    if not axes:
+        return [(1, [])]
+    inner = [f"parallel.{name}=1" for name in axes[1:-1]]
+    if len(axes) == 1:
+        return [(2, []), (3, []), (4, [])]
+    along_last = [(ranks, [f"parallel.{axes[0]}=1", *inner, f"parallel.{axes[-1]}={ranks}"]) for ranks in (2, 3)]
+    return [*along_last, (4, [f"parallel.{axes[0]}=2", *inner, f"parallel.{axes[-1]}=2"])]
+
+
+CASES = [(strategy, *layout) for strategy in options("parallel") if strategy != "single" for layout in layouts(strategy)]
+CASES += [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.static_graph=true"]),
+          ("ddp", 2, ["parallel.gradient_as_bucket_view=false", "parallel.bucket_cap_mb=1"]),
+          ("ddp", 2, ["parallel.find_unused_parameters=true"]),
+          ("fsdp", 2, ["trainer.activation_checkpointing=true", "parallel.reshard_after_forward=false"]),
+          ("fsdp", 2, ["parallel.cpu_offload=true"])]  # fmt: skip
+IDS = [f"{strategy} {ranks} " + " ".join(option.partition(".")[2] for option in mesh) for strategy, ranks, mesh in CASES]
+One = Callable[[str, str], Ended]
+
+
+@pytest.fixture(scope="session")
+def own_options(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
+    """Return what makes a command know the options of OWN_OPTIONS."""
+    conf = tmp_path_factory.mktemp("own") / "conf"
+    shutil.copytree(CONF, conf)
+    for name, text in OWN_OPTIONS.items():
+        (conf / name).write_text(text)
+    return lambda: setattr(config, "CONF", conf)
+
+
+@pytest.fixture(scope="session")
+def one_process(own_options: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> One:
+    done: dict[tuple[str, str], Ended] = {}
+
+    def run(model: str, optimizer: str) -> Ended:
+        if (model, optimizer) not in done:
+            line = [*RUN, *MODELS[model], *OPTIMIZERS[optimizer]]
+            done[model, optimizer] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs", before=own_options)
+        return done[model, optimizer]
+
+    return run
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("strategy", "ranks", "mesh"), CASES, ids=IDS)
+def test_ranks_compute_what_one_process_does(
+    strategy: str,
+    ranks: int,
+    mesh: list[str],
+    model: str,
+    one_process: One,
+    own_options: Callable[[], None],
+    tmp_path: Path,
+) -> None:
+    if model == RESNET18 and ranks > 2:
+        pytest.skip("eleven million parameters in float64: on two ranks only")
+    for optimizer in OPTIMIZERS if ranks <= 2 and model != RESNET18 else ["adamw"]:
+        line = [*RUN, *MODELS[model], *OPTIMIZERS[optimizer], f"parallel={strategy}", *mesh]
+        root = tmp_path / optimizer
+        run = finished(*line, f"launch.nproc_per_node={ranks}", root=root, before=own_options)
+        assert_close(run, one_process(model, optimizer))
+
+
+# a batch of 2 among 3 ranks: one of them has nothing to do in any step
+WHOLE = [*SMALL, "precision=fp64", "model=cnn", "model.channels=[4,8]", "global_batch_size=2", "trainer.max_epochs=null",
+         "trainer.max_steps=20", "trainer.log_every=1", "optimizer=sgd", "optimizer.lr=0.01"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def one_process_whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*WHOLE, root=tmp_path_factory.mktemp("whole") / "runs")
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "mesh"), CASES, ids=IDS)
+def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(
+    strategy: str, ranks: int, mesh: list[str], one_process_whole: Ended, tmp_path: Path
+) -> None:
+    line = [*WHOLE, f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
+    run = finished(*line, root=tmp_path / "runs")
+    assert_close(run, one_process_whole)
+    assert "depends on the number of processes" not in run.output
+
+
+def test_a_model_with_batch_statistics_is_told_to_set_micro_batch_size(tmp_path: Path) -> None:
+    line = [*WHOLE, "model.norm=batch", "model.dropout=0.5", "parallel=ddp", "launch.nproc_per_node=2"]
+    run = finished(*line, "global_batch_size=8", root=tmp_path / "runs")
+    assert run.output.count("the model has BatchNorm2d and Dropout: what it computes depends on the number of") == 1
