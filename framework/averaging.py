@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from framework.optim import Trainable
+from framework.shards import by_mesh
 
 
 class AveragedWeights:
@@ -17,7 +18,8 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the weights, after an optimizer step."""
-        torch._foreach_lerp_(list(self.tensors.values()), self._parameters, 1 - self.decay)
+        for averages, parameters in zip(by_mesh(self.tensors.values()), by_mesh(self._parameters)):
+            torch._foreach_lerp_(averages, parameters, 1 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:

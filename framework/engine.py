@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.keys import key
 from framework.optim import BuildOptimizer, MakeOptimizer, Trainable
+from framework.shards import by_mesh, whole
 from framework.tree import Tree, call, map_tensors
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ class DataParallelEngine:
     `model` is what is called (a wrapper, or `module` itself); `set_sync(True)` is called before the last micro-batch,
     whose backward pass completes the gradients of all ranks, `set_sync(False)` before the others. The wrapper
     averages over `dp_size` ranks; since a loss here is a sum over the GLOBAL count, that average is undone first.
+    Of ranks that work on the same samples (tensor parallelism) one has `is_counted`.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class DataParallelEngine:
         mesh: "DeviceMesh | None" = None,
         dp_rank: int = 0,
         dp_size: int = 1,
+        is_counted: bool = True,
         set_sync: Callable[[bool], None] | None = None,
         broadcast: Callable[[Sequence[Tensor]], None] | None = None,
         make_optimizer: MakeOptimizer | None = None,
@@ -129,6 +133,7 @@ class DataParallelEngine:
         self.mesh = mesh
         self.dp_rank = dp_rank
         self.dp_size = dp_size
+        self.is_counted = is_counted
         self._model = model
         self._forward = forward
         self._set_sync = set_sync
@@ -167,7 +172,9 @@ class DataParallelEngine:
         sums = {"loss": loss}
         if with_metrics:
             sums |= self._forward.task.metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets)
-        return {name: torch.zeros_like(value) for name, value in sums.items()} if micro_batch.is_padding else sums
+        if micro_batch.is_padding or not self.is_counted:
+            return {name: torch.zeros_like(value) for name, value in sums.items()}
+        return sums
 
     def _snapshot(self) -> list[Tensor]:
         return [buffer.clone() for buffer in self._buffers]
@@ -182,11 +189,12 @@ class DataParallelEngine:
             return self._measured(outputs, loss, micro_batch, with_metrics=True)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        if hasattr(norm, "full_tensor"):  # a DTensor, whose module takes a while to import
-            norm = norm.full_tensor()
+        kinds = by_mesh([p for p in self._parameters if p.grad is not None])
+        norms = [whole(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in kinds]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+            for kind in kinds:
+                clip_grads_with_norm_(kind, max_norm, norm)
         return norm
 
     def warm_up(self, step: Step) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.outcome import Diverged
+from framework.shards import by_mesh
 
 
 class LossScale:
@@ -25,7 +26,8 @@ class LossScale:
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divide the gradients by the scale, in place."""
         if self.value != 1.0:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self.value)
+            for gradients in by_mesh(p.grad for p in parameters if p.grad is not None):
+                torch._foreach_mul_(gradients, 1.0 / self.value)
 
     @property
     def is_dynamic(self) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from framework.shards import whole
+
 
 class Muon(torch.optim.Optimizer):
     """Momentum orthogonalised by a Newton-Schulz iteration, and AdamW for what is not a hidden matrix.
@@ -54,7 +56,7 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum)  # Nesterov
-        update = _like(parameter, self._orthogonalise(_whole(update)))
+        update = _like(parameter, self._orthogonalise(whole(update)))
         parameter.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * 0.2 * max(parameter.shape) ** 0.5)
 
     def _orthogonalise(self, matrix: Tensor) -> Tensor:
@@ -79,10 +81,6 @@ class Muon(torch.optim.Optimizer):
         state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
         root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(eps)
         parameter.addcdiv_(state["exp_avg"], root, value=-lr / (1 - beta1**step))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _like(parameter: nn.Parameter, whole: Tensor) -> Tensor:

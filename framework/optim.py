@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from framework.muon import Muon
+from framework.shards import by_mesh
 
 
 class Trainable(NamedTuple):
@@ -34,14 +35,14 @@ def hidden_matrices(model: nn.Module) -> list[str]:
 
 
 def _by_decay(trained: list[Trainable], weight_decay: float) -> list[dict[str, object]]:
-    """Decay matrices and kernels, not vectors (biases, norms): the usual two groups, or one where there is no decay."""
+    """Decay matrices and kernels, not vectors (biases, norms); no group mixes shards over different meshes."""
     parameters = [item.parameter for item in trained]
     if weight_decay == 0:
-        return [{"params": parameters, "weight_decay": 0.0}]
+        return [{"params": alike, "weight_decay": 0.0} for alike in by_mesh(parameters)]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [{"params": alike, "weight_decay": decay}
+            for several, decay in ((matrices, weight_decay), (vectors, 0.0)) for alike in by_mesh(several)]  # fmt: skip
 
 
 def adamw(
@@ -53,7 +54,7 @@ def adamw(
 
 def adam(trained: list[Trainable], *, lr: float, betas: list[float], eps: float) -> torch.optim.Optimizer:
     """Adam (Kingma & Ba 2015)."""
-    return torch.optim.Adam([item.parameter for item in trained], lr=lr, betas=_pair(betas), eps=eps, fused=True)
+    return torch.optim.Adam(_by_decay(trained, 0.0), lr=lr, betas=_pair(betas), eps=eps, fused=True)
 
 
 def sgd(

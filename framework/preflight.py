@@ -12,8 +12,8 @@ from framework import build
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config import options
 from framework.frozen import frozen_run_id
+from framework.mesh import MESH_AXES
 from framework.problems import Problem, did_you_mean, shown
-from framework.ranges import MESH_AXES
 from framework.run_directory import RunDirectory
 from framework.schema import COMPONENTS, schema_problems
 from framework.signatures import metrics_of
@@ -120,10 +120,10 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, opti
         return [Problem(f"parallel.{open_axes[-1]}", "null, as is another axis", "at most one of them")]
     if product < 1 or (count % product if open_axes else count != product):
         given = [f"parallel.{name}={size}" for name, size in axes.items() if size is not None]
-        needed = f"{' x '.join(given)} needs {product} processes: " if len(given) > 1 else ""
         key, _, value = given[0].partition("=")
-        what = f"{value}, but {source} process{'es' * (count != 1)}"
-        return [Problem(key, what, f"{needed}launch.nproc_per_node={product}, or null for what is left")]
+        arithmetic = f"{' x '.join(given)} = {product}" if len(given) > 1 else value
+        what = f"{arithmetic}, but {source} process{'es' * (count != 1)}"
+        return [Problem(key, what, f"try launch.nproc_per_node={product}, or null for what is left of it")]
     return []
 
 

@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from framework.mesh import MESH_AXES
 from framework.problems import Problem, shown
-
-MESH_AXES = ("replicate", "shard", "tensor", "pipeline", "context")
 
 _AT_LEAST_ONE = (
     "dim depth patch_size image_size in_channels channels vocab_size seq_len max_steps max_epochs eval_every "

@@ -1,9 +1,11 @@
 """Building the model and the optimizer for nothing, to find what only they know to be wrong, before the run starts."""
 
+import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from framework import build
+from framework.mesh import MESH_AXES, resolve_axes
 from framework.preflight import from_error
 from framework.problems import Problem
 
@@ -31,7 +33,18 @@ def try_out(config: Config) -> list[Problem]:
         build.component(config["optimizer"])(trainable(model, hidden=hidden_matrices(model)))
     except Exception as error:
         return [from_error("optimizer", error)]
-    return _check_forward(model, info=build.dataset(config).info)
+    return _check_strategy(model, config) or _check_forward(model, info=build.dataset(config).info)
+
+
+def _check_strategy(model: "nn.Module", config: Config) -> list[Problem]:
+    """Ask the strategy's module, if it has a function `problems`, whether it can run this model."""
+    module = importlib.import_module(config["parallel"]["_target_"].rpartition(".")[0])
+    if not hasattr(module, "problems"):
+        return []
+    options = {name: value for name, value in config["parallel"].items() if name != "_target_"}
+    axes = {name: options[name] for name in MESH_AXES if name in options}
+    options |= resolve_axes(axes, world_size=config["launch"]["nproc_per_node"])
+    return [from_error("parallel", ValueError(line)) for line in module.problems(model, **options)]
 
 
 def _check_forward(model: "nn.Module", *, info: Mapping[str, int]) -> list[Problem]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.environment import Environment, set_default
+from framework.mesh import resolve_axes
 from framework.outcome import DiskFailed
 
 if TYPE_CHECKING:
@@ -153,20 +154,6 @@ class World:
         mine = torch.tensor([int(flag)])
         self._flags.append((dist.all_reduce(mine, group=self.control, async_op=True), mine))
         return before
-
-
-def resolve_axes(axes: dict[str, int | None], *, world_size: int) -> dict[str, int]:
-    """Fill the one axis that is None with what is left of `world_size`. ValueError if the sizes do not multiply to it."""
-    known = 1
-    for size in axes.values():
-        known *= size or 1
-    open_axes = [name for name, size in axes.items() if size is None]
-    sizes = {name: size or world_size // known for name, size in axes.items()}
-    product = known if not open_axes else known * (world_size // known)
-    if product != world_size or len(open_axes) > 1:
-        arithmetic = " x ".join(f"{name}={size}" for name, size in axes.items())
-        raise ValueError(f"mesh {arithmetic} does not make {world_size} processes")
-    return sizes
 
 
 def _store(environment: Environment, *, scratch: Path | None, timeout: timedelta) -> dist.Store:

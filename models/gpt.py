@@ -62,6 +62,13 @@ class GPT(nn.Module):
         """List the transformer blocks, first to last; each maps (B, T, D) to (B, T, D)."""
         return list(self.layers)
 
+    def tensor_plan(self) -> dict[str, str]:
+        """Say how to cut the linear layers: attention by heads, the MLP by its hidden units, the logits by tokens."""
+        plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
+        plan |= {"layers.*.attention.out": "rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+        is_tied = self.head.weight is self.embedding.weight
+        return plan if is_tied else plan | {"head": "gather"}
+
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits of the next token, shape (B, T, V), for token ids (int64)."""
         if tokens_BT.shape[1] > self.seq_len:

@@ -53,6 +53,11 @@ class ViT(nn.Module):
         """List the transformer blocks, first to last; each maps (B, T, D) to (B, T, D)."""
         return list(self.layers)
 
+    def tensor_plan(self) -> dict[str, str]:
+        """Say how to cut the linear layers: attention by heads, the MLP by its hidden units."""
+        plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
+        return plan | {"layers.*.attention.out": "rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, shape (B, K)."""
         x_BTD = self.patches(x_BCHW).flatten(start_dim=2).transpose(1, 2)

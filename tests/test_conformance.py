@@ -9,8 +9,8 @@ import yaml
 
 from framework import config
 from framework.config import CONF, options
-from framework.ranges import MESH_AXES
-from tests.harness import Ended, assert_close, finished
+from framework.mesh import MESH_AXES
+from tests.harness import Ended, assert_close, command, finished
 
 # Epochs of 4 steps of 14 samples and a short one of 10: micro-batches of 4, 4, 4 and 2, or of 4, 4 and 2, so that no
 # rank's share is even.
@@ -34,7 +34,7 @@ MODELS = {
 }
 # what the two files of a user's own model and dataset say
 OWN_OPTIONS = {
-    "model/two_inputs.yaml": "_target_: tests.two_inputs.TwoInputs\nnum_classes: null\ndim: 6\n",
+    "model/two_inputs.yaml": "_target_: tests.two_inputs.TwoInputs\nnum_classes: null\ndim: 12\n",
     "dataset/pairs.yaml": "defaults:\n  - override /task@_global_.task: classification\n\n"
                           "_target_: tests.two_inputs.Pairs\nnum_samples: 66\nnum_workers: 0\n",
 }  # fmt: skip
@@ -63,7 +63,12 @@ CASES += [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.static_
           ("ddp", 2, ["parallel.find_unused_parameters=true"]),
           ("fsdp", 2, ["trainer.activation_checkpointing=true", "parallel.reshard_after_forward=false"]),
           ("fsdp", 2, ["parallel.cpu_offload=true"])]  # fmt: skip
-IDS = [f"{strategy} {ranks} " + " ".join(option.partition(".")[2] for option in mesh) for strategy, ranks, mesh in CASES]
+
+
+def name(strategy: str, ranks: int, mesh: list[str]) -> str:
+    return " ".join([strategy, str(ranks), *(option.partition(".")[2] for option in mesh)])
+
+
 One = Callable[[str, str], Ended]
 
 
@@ -90,8 +95,35 @@ def one_process(own_options: Callable[[], None], tmp_path_factory: pytest.TempPa
     return run
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("strategy", "ranks", "mesh"), CASES, ids=IDS)
+# what cannot be, and the line that says so
+REFUSED = {
+    ("tensor", 3, "vit"): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a divisor, or ",
+    ("tensor", 3, "gpt, tied"): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a ",
+    ("tensor", 3, "cnn with BatchNorm"): "parallel.tensor: 3: CNN has no linear layer that divides by it; let the model answer",
+    ("tensor", 4, "cnn with BatchNorm"): "parallel.tensor: 4: CNN has no linear layer that divides by it; let the model answer",
+}
+REFUSED |= {("fsdp+tp", 3, model): REFUSED["tensor", 3, model] for model in ("vit", "gpt, tied", "cnn with BatchNorm")}
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "model"), REFUSED)
+def test_what_a_strategy_cannot_do_is_refused_before_the_start(
+    strategy: str, ranks: int, model: str, own_options: Callable[[], None], tmp_path: Path
+) -> None:
+    mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, ranks))
+    line = [*RUN, *MODELS[model], f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
+    refused = command(*line, root=tmp_path / "runs", before=own_options)
+    assert refused.code == 78
+    assert refused.output.startswith(REFUSED[strategy, ranks, model]) and refused.output.count("\n") == 1
+    assert "ddp, zero, fsdp or hsdp" in refused.output
+    assert not list((tmp_path / "runs").iterdir())
+
+
+# eleven million parameters in float64: on two ranks only
+CROSSED = [(*case, model) for case in CASES for model in MODELS
+           if (case[0], case[1], model) not in REFUSED and (model != RESNET18 or case[1] <= 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "mesh", "model"), CROSSED, ids=[f"{name(*c[:3])}-{c[3]}" for c in CROSSED])
 def test_ranks_compute_what_one_process_does(
     strategy: str,
     ranks: int,
@@ -101,8 +133,6 @@ def test_ranks_compute_what_one_process_does(
     own_options: Callable[[], None],
     tmp_path: Path,
 ) -> None:
-    if model == RESNET18 and ranks > 2:
-        pytest.skip("eleven million parameters in float64: on two ranks only")
     for optimizer in OPTIMIZERS if ranks <= 2 and model != RESNET18 else ["adamw"]:
         line = [*RUN, *MODELS[model], *OPTIMIZERS[optimizer], f"parallel={strategy}", *mesh]
         root = tmp_path / optimizer
@@ -111,7 +141,7 @@ def test_ranks_compute_what_one_process_does(
 
 
 # a batch of 2 among 3 ranks: one of them has nothing to do in any step
-WHOLE = [*SMALL, "precision=fp64", "model=cnn", "model.channels=[4,8]", "global_batch_size=2", "trainer.max_epochs=null",
+WHOLE = [*SMALL, "dataset.num_classes=12", "precision=fp64", "model=cnn", "model.channels=[4,8]", "global_batch_size=2", "trainer.max_epochs=null",
          "trainer.max_steps=20", "trainer.log_every=1", "optimizer=sgd", "optimizer.lr=0.01"]  # fmt: skip
 
 
@@ -120,7 +150,7 @@ def one_process_whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*WHOLE, root=tmp_path_factory.mktemp("whole") / "runs")
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "mesh"), CASES, ids=IDS)
+@pytest.mark.parametrize(("strategy", "ranks", "mesh"), CASES, ids=[name(*case) for case in CASES])
 def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(
     strategy: str, ranks: int, mesh: list[str], one_process_whole: Ended, tmp_path: Path
 ) -> None:

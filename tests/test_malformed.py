@@ -168,7 +168,8 @@ MALFORMED: dict[str, list[str]] = {
     "checkpoint.monitor=val/acuracy": [f"checkpoint.monitor: 'val/acuracy' is not valid ({MONITOR}; did you mean val/accuracy?)"],
     "trainer.early_stopping.monitor=mae": [f"trainer.early_stopping.monitor: 'mae' is not valid ({MONITOR})"],
     "launch.nproc_per_node=2": ["launch.nproc_per_node: 2 processes, but parallel=single is one (1, or parallel=ddp, parallel=fsdp)"],
-    "parallel=ddp parallel.replicate=3 launch.nproc_per_node=2": ["parallel.replicate: 3, but launch.nproc_per_node gives 2 processes (launch.nproc_per_node=3, or null for what is left)"],
+    "parallel=ddp parallel.replicate=3 launch.nproc_per_node=2": ["parallel.replicate: 3, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=3, or null for what is left of it)"],
+    "parallel=hsdp parallel.replicate=2 parallel.shard=3 launch.nproc_per_node=4": ["parallel.replicate: parallel.replicate=2 x parallel.shard=3 = 6, but launch.nproc_per_node gives 4 processes (try launch.nproc_per_node=6, or null for what is left of it)"],
     # data, machine
     "model=gpt": [f"model.vocab_size: {GIVES_IMAGES}", f"model.seq_len: {GIVES_IMAGES}"],
     "dataset=text": [f"model.{key}: {GIVES_TOKENS}" for key in ("num_classes", "in_channels", "image_size")],

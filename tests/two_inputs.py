@@ -10,7 +10,7 @@ from framework.data.source import Arrays
 class TwoInputs(nn.Module):
     """Classifies a pair of vectors. One of its parameters is frozen."""
 
-    def __init__(self, *, num_classes: int, dim: int = 6) -> None:
+    def __init__(self, *, num_classes: int, dim: int = 12) -> None:
         super().__init__()
         self.left = nn.Linear(3, dim)
         self.right = nn.Linear(5, dim)

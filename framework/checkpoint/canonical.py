@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.averaging import AveragedWeights
+from framework.shards import whole
 from framework.world import World
 
 
@@ -111,6 +112,5 @@ def full_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the whole model on the CPU, one tensor of its own for every name. Collective: shards are gathered one by one."""
     weights = {}
     for name, value in module.state_dict().items():
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        weights[name] = whole.detach().to("cpu", copy=True).contiguous()  # a copy: tied weights may not share memory
+        weights[name] = whole(value).detach().to("cpu", copy=True).contiguous()  # a copy: tied weights may not share memory
     return weights

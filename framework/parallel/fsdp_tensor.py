@@ -1,0 +1,54 @@
+"""FSDP2 over tensor parallelism: layers cut within a group of processes, and those parts sharded across the groups."""
+
+import warnings
+from typing import Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from framework.engine import DataParallelEngine, Engine, Forward
+from framework.parallel.fsdp import shard_blocks
+from framework.parallel.tensor import cut_layers, problems
+from framework.world import World
+
+__all__ = ["fsdp_tensor", "problems"]  # the layers are cut as in `tensor`
+
+
+def fsdp_tensor(
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    shard: int | None,
+    tensor: int | None,
+    reshard_after_forward: bool,
+    param_dtype: Literal["bf16", "fp16", "fp32"] | None,
+    reduce_dtype: Literal["bf16", "fp16", "fp32"] | None,
+) -> Engine:
+    """Cut the linear layers over the inner axis of the mesh, then shard everything over the outer. Collective."""
+    # a gathered output is a view of a DTensor; nobody changes it in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    model.to(world.device)
+    mesh = world.mesh(shard=shard, tensor=tensor)
+    cut_layers(model, mesh=mesh["tensor"])
+    shard_blocks(
+        model,
+        mesh=mesh["shard"],
+        device=world.device,
+        reshard_after_forward=reshard_after_forward,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        cpu_offload=False,
+    )
+    assert isinstance(model, FSDPModule)
+    return DataParallelEngine(
+        model,
+        model=model,
+        forward=forward,
+        mesh=mesh,
+        dp_rank=mesh["shard"].get_local_rank(),
+        dp_size=mesh["shard"].size(),
+        is_counted=mesh["tensor"].get_local_rank() == 0,
+        set_sync=model.set_requires_gradient_sync,
+        broadcast=world.broadcast,
+    )

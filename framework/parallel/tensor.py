@@ -1,0 +1,90 @@
+"""Tensor parallelism: each layer's matrices are cut over the processes, which all work on the same samples."""
+
+import fnmatch
+from collections import Counter
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from framework.engine import DataParallelEngine, Engine, Forward
+from framework.world import World
+
+
+def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None) -> Engine:
+    """Cut the model's linear layers over all processes. Collective."""
+    model.to(world.device)
+    mesh = world.mesh(tensor=tensor)
+    cut_layers(model, mesh=mesh)
+    return DataParallelEngine(
+        model,
+        model=model,
+        forward=forward,
+        mesh=mesh,
+        is_counted=world.rank == 0,
+        broadcast=world.broadcast,
+    )
+
+
+def problems(model: nn.Module, *, tensor: int, **others: object) -> list[str]:
+    """Say why this model cannot be cut over so many processes."""
+    try:
+        styles_of(model, num_parts=tensor)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def cut_layers(model: nn.Module, *, mesh: DeviceMesh) -> None:
+    """Turn the weights that the plan names into shards over the one-dimensional mesh. Collective.
+
+    What no plan names stays whole, and is computed by every process alike.
+    """
+    parallelize_module(model, mesh, styles_of(model, num_parts=mesh.size()))
+
+
+def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:
+    """Return how each layer is cut, by its name.
+
+    The plan is the model's own (`tensor_plan()`: a pattern of layer names -> colwise, rowwise, or gather, which is
+    colwise with its outputs gathered at once), or else `derived_plan`. ValueError if it cannot be followed.
+    """
+    answer = getattr(model, "tensor_plan", None)
+    plan: dict[str, str] = answer() if callable(answer) else derived_plan(model, num_parts=num_parts)
+    styles: dict[str, ParallelStyle] = {}
+    for name, layer in model.named_modules():
+        cut = next((cut for pattern, cut in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if cut is not None:
+            styles[name] = _style(name, layer, cut, num_parts=num_parts)
+    if not styles:
+        raise ValueError(f"tensor={num_parts}: {type(model).__name__} has no linear layer that divides by it; let the "
+                         "model answer tensor_plan(), or take ddp, zero, fsdp or hsdp, which take any model")  # fmt: skip
+    return styles
+
+
+def derived_plan(model: nn.Module, *, num_parts: int) -> dict[str, str]:
+    """Return a plan that is right for any model: linear layers are cut by their outputs, which are gathered at once.
+
+    Only layers that divide, that are nn.Linear itself (what derives from it may use its weight in other ways) and whose
+    weight is theirs alone.
+    """
+    uses = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
+    return {name: "gather" for name, layer in model.named_modules()
+            if type(layer) is nn.Linear and uses[id(layer.weight)] == 1 and layer.out_features % num_parts == 0}  # fmt: skip
+
+
+def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> ParallelStyle:
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"tensor_plan() says to cut {name}, a {type(layer).__name__}; only linear layers can be cut")
+    size = layer.in_features if cut == "rowwise" else layer.out_features
+    if size % num_parts:  # a head cut in two would attend to the wrong numbers
+        raise ValueError(f"tensor={num_parts}: does not divide the {size} features of {name}; take a divisor, or ddp, "
+                         "zero, fsdp or hsdp, which take any number")  # fmt: skip
+    if cut == "colwise":
+        return ColwiseParallel()
+    if cut == "rowwise":
+        return RowwiseParallel()
+    if cut == "gather":
+        return ColwiseParallel(output_layouts=Replicate())
+    raise ValueError(f"tensor_plan() says {cut!r} of {name}; it can say colwise, rowwise or gather")
