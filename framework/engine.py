@@ -74,6 +74,9 @@ class Engine(Protocol):
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
 
+    def can_pause(self, step: int) -> bool:
+        """Return whether the state after this many steps is one that any strategy can continue from."""
+
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         """Build the optimizer of what this rank updates. `trained` are the parameters in `module`."""
 
@@ -210,6 +213,9 @@ class DataParallelEngine:
     def sync_buffers(self) -> None:
         if self._broadcast is not None and self._buffers:
             self._broadcast(self._buffers)
+
+    def can_pause(self, step: int) -> bool:
+        return True
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return build(trained) if self._make_optimizer is None else self._make_optimizer(build, trained)

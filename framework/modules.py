@@ -33,6 +33,10 @@ def batch_dependent_layers(model: nn.Module) -> list[str]:
     return sorted(kinds)
 
 
+def has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in model.modules())
+
+
 def recompute_activations(model: nn.Module) -> None:
     """Keep only the inputs of the model's blocks and run their forward again in the backward pass: memory for time.
 

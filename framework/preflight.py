@@ -176,6 +176,7 @@ def _check_batch(config: Config) -> list[Problem]:
     if trainer.get("max_steps", 0) is None and trainer.get("max_epochs", 0) is None:
         what = "null, as is trainer.max_epochs: the run would never end"
         problems.append(Problem("trainer.max_steps", what, "a number for one of them"))
+    problems += _check_sync(config)
     for key in ("checkpoint.monitor", "trainer.early_stopping.monitor"):
         problems += _check_monitor(config, key)
     model = config["model"]
@@ -183,6 +184,16 @@ def _check_batch(config: Config) -> list[Problem]:
     if isinstance(dim, int) and isinstance(heads, int) and heads > 0 and dim % heads:
         problems.append(Problem("model.num_heads", f"{heads} does not divide model.dim={dim}", _divisors(dim)))
     return problems
+
+
+def _check_sync(config: Config) -> list[Problem]:
+    """Refuse evaluations and checkpoints between the steps after which the processes agree."""
+    sync_every = config["parallel"].get("sync_every")
+    if not isinstance(sync_every, int) or sync_every < 1:
+        return []
+    periods = {"trainer.eval_every": config["trainer"].get("eval_every"), "checkpoint.every": config["checkpoint"].get("every")}
+    return [Problem(key, f"{every} is not a multiple of parallel.sync_every={sync_every}", "the processes agree only then")
+            for key, every in periods.items() if isinstance(every, int) and every % sync_every]  # fmt: skip
 
 
 def _divisors(number: int) -> str:

@@ -99,7 +99,7 @@ class Trainer:
             if is_logged:
                 self.log_step(step, sums, grad_norm)
             is_best = (self.is_over or self.is_due(plan.eval_every, at=progress.step)) and self.evaluate("val")
-            preempted = self.world.any_flag(PREEMPTION.requested)
+            preempted = self.world.any_flag(PREEMPTION.requested) and self.engine.can_pause(progress.step)
             if self.is_over:
                 self.evaluate("test")
             if self.is_over or preempted or is_best or self.is_due(plan.checkpoint_every, at=progress.step):

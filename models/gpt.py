@@ -37,6 +37,7 @@ class GPT(nn.Module):
                 f"rotary positions turn its dims in pairs; set dim to a multiple of {2 * num_heads}"
             )
         self.seq_len = seq_len
+        self.num_heads = num_heads
         self.embedding = nn.Embedding(vocab_size, dim)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(Block(dim=dim, num_heads=num_heads, dropout=dropout) for _ in range(num_layers))
@@ -61,6 +62,10 @@ class GPT(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """List the transformer blocks, first to last; each maps (B, T, D) to (B, T, D)."""
         return list(self.layers)
+
+    def mixers(self) -> list[nn.Module]:
+        """List the modules in which tokens meet; each takes and returns tensors (B, N, T, E)."""
+        return [module for module in self.modules() if isinstance(module, CausalMix)]
 
     def tensor_plan(self) -> dict[str, str]:
         """Say how to cut the linear layers: attention by heads, the MLP by its hidden units, the logits by tokens."""

@@ -54,12 +54,11 @@ def replicated(
     wrapper = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        process_group=mesh.get_group(),
         forward_sync_buffers=False,  # the buffers follow micro-batch 0 (DataParallelEngine)
         **options,
     )
     if compression is not None:
-        register(wrapper, compression, group=mesh.get_group())
+        register(wrapper, compression, group=wrapper.process_group)
 
     def set_sync(last: bool) -> None:
         wrapper.require_backward_grad_sync = last  # what DDP.no_sync() sets, without a context for each micro-batch
@@ -69,8 +68,8 @@ def replicated(
         model=wrapper,
         forward=forward,
         mesh=mesh,
-        dp_rank=mesh.get_local_rank(),
-        dp_size=mesh.size(),
+        dp_rank=world.rank,
+        dp_size=world.world_size,
         set_sync=set_sync,
         broadcast=world.broadcast,
         make_optimizer=make_optimizer,

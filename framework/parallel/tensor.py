@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from framework.engine import DataParallelEngine, Engine, Forward
+from framework.modules import has_dropout
 from framework.world import World
 
 
@@ -30,9 +31,12 @@ def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | No
 def problems(model: nn.Module, *, tensor: int, **others: object) -> list[str]:
     """Say why this model cannot be cut over so many processes."""
     try:
-        styles_of(model, num_parts=tensor)
+        styles = styles_of(model, num_parts=tensor)
     except ValueError as error:
         return [str(error)]
+    if tensor > 1 and has_dropout(model) and any(isinstance(style, RowwiseParallel) for style in styles.values()):
+        return ["the model has dropout, whose draws between layers cut by columns and by rows would depend on the number "
+                "of processes; set model.dropout=0"]  # fmt: skip
     return []
 
 

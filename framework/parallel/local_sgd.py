@@ -1,0 +1,101 @@
+"""Post-local SGD: every process trains on its own, and now and then all average what they have. NOT equal to one process."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from framework.engine import DataParallelEngine, Engine, Forward, MicroBatch, Step, Sums
+from framework.optim import BuildOptimizer, Trainable
+from framework.world import World
+
+
+def local_sgd(
+    model: nn.Module, *, world: World, forward: Forward, replicate: int | None, sync_every: int, sync_first: int
+) -> Engine:
+    """Replicate the model. Collective."""
+    mesh = world.mesh(replicate=replicate)
+    model.to(world.device)
+    plain = DataParallelEngine(
+        model,
+        model=model,
+        forward=forward,
+        mesh=mesh,
+        dp_rank=mesh.get_local_rank(),
+        dp_size=mesh.size(),
+        broadcast=world.broadcast,
+    )
+    return LocalSGD(plain, sync_every=sync_every, sync_first=sync_first)
+
+
+class LocalSGD:
+    """An Engine whose gradients are those of this process's samples alone, after the first `sync_first` steps.
+
+    After every `sync_every`-th step, parameters and optimizer state are averaged over the processes, both, so that they
+    all stand at the same point: a checkpoint can be taken there, and only there.
+    Source: Lin et al. 2020, "Don't use large mini-batches, use local SGD"; averaged momentum: Yu et al. 2019.
+    """
+
+    def __init__(self, engine: DataParallelEngine, *, sync_every: int, sync_first: int) -> None:
+        self.module = engine.module
+        self.mesh = engine.mesh
+        self.dp_rank = engine.dp_rank
+        self.dp_size = engine.dp_size
+        self._engine = engine
+        self._sync_every = sync_every
+        self._sync_first = sync_first
+        self._index = 0  # of the latest step
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        self._index = index
+        is_local = index >= self._sync_first
+        if is_local:  # weighed by this process's count instead of the global one
+            mine = sum(len(m.targets) for m in step.micro_batches if not m.is_padding)
+            step = step._replace(num_samples=max(1, mine) * self.dp_size)
+        sums = self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
+        if not is_local:
+            self._average(p.grad for p in self.module.parameters() if p.grad is not None)
+        return sums
+
+    def forward(self, micro_batch: MicroBatch) -> Sums:
+        return self._engine.forward(micro_batch)
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Clip by this process's norm; return the root of the mean square over the processes, on which all agree."""
+        square = self._engine.clip_grad_norm(max_norm).square()
+        dist.all_reduce(square)
+        return (square / self.dp_size).sqrt()
+
+    def warm_up(self, step: Step) -> None:
+        pass
+
+    def sync_buffers(self) -> None:
+        self._engine.sync_buffers()
+        if not self.can_pause(self._index + 1):  # at the end of a run; elsewhere they agree, and rounding must not move them
+            self._average_all()
+
+    def can_pause(self, step: int) -> bool:
+        return step % self._sync_every == 0 or step <= self._sync_first
+
+    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+        self._optimizer = build(trained)
+        self._optimizer.register_step_post_hook(self._after_step)
+        return self._optimizer
+
+    def _after_step(self, *_: object) -> None:
+        if (self._index + 1) % self._sync_every == 0:
+            self._average_all()
+
+    def _average_all(self) -> None:
+        assert self._optimizer is not None
+        self._average(p.data for p in self.module.parameters() if p.requires_grad)
+        states = (self._optimizer.state[p] for p in self.module.parameters() if p in self._optimizer.state)
+        self._average(value for state in states for value in state.values() if value is not None and value.ndim > 0)
+
+    def _average(self, tensors: Iterator[Tensor]) -> None:
+        sent = [(tensor, dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
+        for tensor, work in sent:
+            work.wait()
+            tensor.div_(self.dp_size)
