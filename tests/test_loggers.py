@@ -286,7 +286,7 @@ def test_without_a_terminal_the_console_is_plain_lines(base: Ended) -> None:
 def test_train_log_holds_lines_of_every_rank_with_the_rank(tmp_path: Path) -> None:
     run = finished(*RUN, *DDP, root=tmp_path / "runs")
     lines = (run.directory / "train.log").read_text().splitlines()
-    pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[rank ([01])\] INFO (.*)"
+    pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[rank ([01])\] (?:INFO|DEBUG) (.*)"
     parsed = [re.fullmatch(pattern, line) for line in lines]
     assert all(parsed), lines
     said = {rank: [found[2] for found in parsed if found and found[1] == rank] for rank in "01"}

@@ -1,5 +1,6 @@
 """Context parallelism: each sample's tokens are cut over the processes, for sequences longer than one device holds."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -152,13 +153,15 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(tensor: Tensor, *, counts: list[int], group: dist.ProcessGroup, direction: str) -> Tensor:
-    size = group.size()
     if direction == "to heads":
-        sent = [part.contiguous() for part in tensor.chunk(size, dim=1)]
-        shape = list(sent[0].shape)
-        received = [tensor.new_empty(shape[:2] + [count] + shape[3:]) for count in counts]
+        sent = list(tensor.chunk(group.size(), dim=1))
+        shapes = [[*sent[0].shape[:2], count, *sent[0].shape[3:]] for count in counts]
     else:
-        sent = [part.contiguous() for part in tensor.split(counts, dim=2)]
-        received = [torch.empty_like(sent[group.rank()]) for _ in range(size)]
-    dist.all_to_all(received, sent, group=group)
-    return torch.cat(received, dim=2 if direction == "to heads" else 1)
+        sent = list(tensor.split(counts, dim=2))
+        shapes = [list(sent[group.rank()].shape)] * group.size()
+    flat = torch.cat([part.flatten() for part in sent])
+    sizes = [math.prod(shape) for shape in shapes]
+    received = flat.new_empty(sum(sizes))
+    dist.all_to_all_single(received, flat, sizes, [part.numel() for part in sent], group=group)
+    parts = [part.view(shape) for part, shape in zip(received.split(sizes), shapes)]
+    return torch.cat(parts, dim=2 if direction == "to heads" else 1)

@@ -1,0 +1,146 @@
+"""A run begun under any strategy is continued under any other: the same state, bit for bit, and the same way onward."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from framework import config, run
+from framework.checkpoint.canonical import restore, state_tensors
+from framework.checkpoint.store import CheckpointStore
+from framework.config import CONF, options
+from framework.shards import whole
+from framework.world import World
+from tests.harness import Ended, assert_close, command, finished
+from tests.test_conformance import NOT_EQUAL, layouts
+from tests.test_resume import after_step, preempt
+
+# AdamW with two groups, a frozen matrix and vector, tied weights, an average of the weights
+RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=40", "dataset.num_val=6",
+       "dataset.num_test=6", "dataset.seq_len=7", "dataset.vocab_size=12", "model=frozen_gpt", "precision=fp64",
+       "global_batch_size=6", "micro_batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=10",
+       "trainer.log_every=1", "trainer.eval_every=null", "checkpoint.every=null", "trainer.ema_decay=0.8",
+       "optimizer.weight_decay=0.1", "optimizer.lr=0.01", "trainer.clip_grad_norm=1.0"]  # fmt: skip
+OPTION = ("_target_: tests.frozen_gpt.FrozenGPT\nvocab_size: null\nseq_len: null\ndim: 16\nnum_layers: 4\nnum_heads: 4\n"
+          "tie_embeddings: true\n")  # fmt: skip
+STRATEGIES = [name for name in options("parallel") if name not in NOT_EQUAL]
+
+
+def line(strategy: str, ranks: int | None = None) -> list[str]:
+    """Return the overrides of a strategy, on the fewest ranks that it is tested on, or on so many."""
+    count, mesh = next(layout for layout in layouts(strategy) if ranks in (None, layout[0])) if strategy != "single" else (1, [])
+    return [f"parallel={strategy}", f"launch.nproc_per_node={count}", *mesh]
+
+
+@pytest.fixture(scope="session")
+def own_option(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
+    conf = tmp_path_factory.mktemp("own") / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "model" / "frozen_gpt.yaml").write_text(OPTION)
+    return lambda: setattr(config, "CONF", conf)
+
+
+def note_state(path: Path) -> Callable[[], None]:
+    """Return what makes a command write down the hash of each whole tensor of its state, whenever it saves or restores."""
+
+    def write(tensors: dict[str, torch.Tensor], world: World) -> None:
+        mine = {name: hashlib.sha256(whole(tensor).cpu().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+        merged: dict[str, str] = {}
+        for theirs in world.gather(mine):
+            assert all(merged.setdefault(name, value) == value for name, value in theirs.items()), "ranks differ"
+        if world.rank == 0:
+            path.write_text(json.dumps(merged))
+
+    def plant() -> None:
+        original = CheckpointStore.save
+
+        def save(self: CheckpointStore, step: int, tensors: dict[str, torch.Tensor], state: object) -> object:
+            write(tensors, self.world)
+            return original(self, step, tensors, state)
+
+        def restore_and_write(*args, world, **kwargs):  # type: ignore[no-untyped-def]
+            restore(*args, world=world, **kwargs)
+            write(state_tensors(kwargs["module"], kwargs["optimizer"], kwargs["average"]), world)
+            CheckpointStore.save = original  # type: ignore[method-assign]  # what was restored is what counts
+
+        CheckpointStore.save = save  # type: ignore[method-assign,assignment]
+        run.restore = restore_and_write
+
+    return plant
+
+
+def together(*acts: Callable[[], None]) -> Callable[[], None]:
+    def plant() -> None:
+        for act in acts:
+            act()
+
+    return plant
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*RUN, root=tmp_path_factory.mktemp("whole") / "runs", before=own_option)
+
+
+@pytest.fixture(scope="session")
+def begun(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ended, str]]:
+    """Return a function: a strategy -> its run, stopped after step 5, and the hashes of its state."""
+    done: dict[str, tuple[Ended, str]] = {}
+
+    def begin(strategy: str) -> tuple[Ended, str]:
+        if strategy not in done:
+            folder = tmp_path_factory.mktemp("begun")
+            # two ranks agree a step later than one
+            cut = 5 if line(strategy)[1].endswith("=1") else 4
+            before = together(own_option, note_state(folder / "state"), after_step(cut, preempt))
+            stopped = command(*RUN, *line(strategy), root=folder / "runs", before=before)
+            assert stopped.code == 75, stopped.output
+            assert stopped.summary["step"] == 5
+            done[strategy] = stopped, (folder / "state").read_text()
+        return done[strategy]
+
+    return begin
+
+
+@pytest.mark.parametrize("second", STRATEGIES)
+@pytest.mark.parametrize("first", STRATEGIES)
+def test_a_run_goes_on_under_another_strategy(
+    first: str,
+    second: str,
+    begun: Callable[[str], tuple[Ended, str]],
+    own_option: Callable[[], None],
+    uninterrupted: Ended,
+    tmp_path: Path,
+) -> None:
+    stopped, state = begun(first)
+    before = together(own_option, note_state(tmp_path / "state"))
+    ended = finished(*RUN, *line(second), f"run.resume={stopped.directory}", root=tmp_path / "runs", before=before)
+    assert json.loads((tmp_path / "state").read_text()) == json.loads(state)
+    assert_close(ended, uninterrupted)
+
+
+CHAINS = [
+    [("ddp", 2), ("fsdp", 3), ("tensor", 2), ("single", None), ("hsdp", 4), ("ddp", 4)],
+    [("zero", 3), ("context", 4), ("fsdp+tp", 4), ("zero", 2), ("dp", None), ("fsdp", 2)],
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_chain_of_strategies_comes_to_the_same_end(
+    chain: list[tuple[str, int | None]], own_option: Callable[[], None], uninterrupted: Ended, tmp_path: Path
+) -> None:
+    previous: Ended | None = None
+    step = 0
+    for hop, (strategy, ranks) in enumerate(chain):
+        resume = [f"run.resume={previous.directory}"] if previous else []
+        is_last = hop == len(chain) - 1
+        before = own_option if is_last else together(own_option, after_step(step + 1, preempt))
+        hopped = command(*RUN, *line(strategy, ranks), *resume, root=tmp_path / str(hop), before=before)
+        assert hopped.code == (0 if is_last else 75), hopped.output
+        previous, step = hopped, hopped.summary["step"]
+    assert previous is not None
+    assert_close(previous, uninterrupted)
