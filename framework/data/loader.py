@@ -44,6 +44,7 @@ class Loader:
         self.dtype = dtype
         self.num_workers = int(getattr(dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(dataset, "augment", False))
+        self._cuts: dict[int, tuple[list[Part], slice]] = {}  # by size: a full global batch, and the short one
         self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
 
     def train(self, samples_seen: int) -> Iterator[Step]:
@@ -76,11 +77,17 @@ class Loader:
         return self._step(0, np.arange(start, min(start + self.order.global_batch_size, len(self.source))), None)
 
     def _step(self, epoch: int, samples: np.ndarray, augment_keys: np.ndarray | None) -> Step:
-        mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        # a run of samples without gaps, so it is fetched, decoded and augmented at once
-        first, last = min(part.start for part in mine), max(part.stop for part in mine)
-        batch = self._fetch(samples[first:last], None if augment_keys is None else augment_keys[first:last])
-        return Step(epoch, len(samples), [_micro_batch(part, *batch, span=(first, last)) for part in mine])
+        mine, span = self._cut(len(samples))
+        keys = None if augment_keys is None else augment_keys[span]
+        inputs, targets = self._fetch(samples[span], keys)
+        return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, span=span) for part in mine])
+
+    def _cut(self, num_samples: int) -> tuple[list[Part], slice]:
+        """Return this rank's parts of a global batch, and their span: without gaps, so that it is fetched at once."""
+        if num_samples not in self._cuts:
+            mine = parts(num_samples, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
+            self._cuts[num_samples] = mine, slice(min(part.start for part in mine), max(part.stop for part in mine))
+        return self._cuts[num_samples]
 
     def _fetch(self, samples: np.ndarray, augment_keys: np.ndarray | None) -> tuple[Tree, Tree]:
         stored = (torch.from_numpy(array) for array in self.source.gather(samples))
@@ -120,11 +127,11 @@ class Loader:
         return step._replace(micro_batches=moved)
 
 
-def _micro_batch(part: Part, inputs: Tree, targets: Tree, *, span: tuple[int, int]) -> MicroBatch:
+def _micro_batch(part: Part, inputs: Tree, targets: Tree, *, span: slice) -> MicroBatch:
     """Cut a part out of a batch that holds the samples of `span`."""
-    if (part.start, part.stop) == span:
+    if (part.start, part.stop) == (span.start, span.stop):
         return MicroBatch(part.number, inputs, targets, part.is_padding)
-    at = slice(part.start - span[0], part.stop - span[0])
+    at = slice(part.start - span.start, part.stop - span.start)
 
     def cut(tensor: Tensor) -> Tensor:
         return tensor[at]
