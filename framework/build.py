@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from framework.config import option_node, options
@@ -11,7 +12,8 @@ from framework.problems import Problem
 from framework.signatures import arguments_of
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
 
     from framework.engine import Engine, Task
     from framework.run_directory import RunDirectory
@@ -76,12 +78,23 @@ def model(config: Config) -> "nn.Module":
     return component(config["model"])()
 
 
+def example(info: Mapping[str, int], *, dtype: "torch.dtype | None" = None) -> "Tensor | None":
+    """Return two samples' inputs, without storage, as a dataset's `info` describes them; None for data of another kind."""
+    import torch
+
+    if {"in_channels", "image_size"} <= info.keys():
+        return torch.empty(2, info["in_channels"], info["image_size"], info["image_size"], dtype=dtype, device="meta")
+    if {"vocab_size", "seq_len"} <= info.keys():
+        return torch.empty(2, info["seq_len"], dtype=torch.long, device="meta")
+    return None
+
+
 def engine(config: Config, module: "nn.Module", *, world: "World") -> "Engine":
     """Put the model under the chosen precision and strategy. Collective."""
     import torch
 
     from framework.engine import Forward
-    from framework.modules import compile_blocks, has_compiler, recompute_activations
+    from framework.modules import blocks_of, chain_of, compile_blocks, has_compiler, has_dropout, recompute_activations
     from framework.precision import PRECISIONS
 
     precision = PRECISIONS[config["precision"]["name"]]
@@ -94,7 +107,15 @@ def engine(config: Config, module: "nn.Module", *, world: "World") -> "Engine":
     elif config["trainer"]["compile"] and world.rank == 0:
         LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
                        "without, at the model's own speed")  # fmt: skip
-    forward = Forward(task(config), seed=config["seed"], device=world.device, autocast=precision.autocast)
+    forward = Forward(
+        task(config),
+        seed=config["seed"],
+        device=world.device,
+        autocast=precision.autocast,
+        example=example(dataset(config).info, dtype=precision.parameters),
+    )
+    if has_dropout(module):
+        forward.key_draws(chain_of(module) or blocks_of(module))
     return component(config["parallel"])(module, world=world, forward=forward)
 
 

@@ -1,5 +1,6 @@
 """The seam between the loop and the strategies: an Engine turns micro-batches into gradients, whatever runs where."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -84,18 +85,41 @@ class Engine(Protocol):
 class Forward:
     """One micro-batch through the model: random draws keyed, autocast on, sums over samples out."""
 
-    def __init__(self, task: Task, *, seed: int, device: torch.device, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        *,
+        seed: int,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        example: Tensor | None = None,
+    ) -> None:
         self.task = task
+        self.example = example  # a batch of two samples' inputs, without storage; None if their kind is not known
         self.seed = seed
         self.device = device
         self.autocast = autocast
+        self._at = (0, 0)
 
     def seed_draws(self, *, step: int, micro_batch: int) -> None:
         """Key what the model draws (dropout) by step and micro-batch: whichever rank runs it, it draws the same."""
-        value = key(self.seed, "forward", step, micro_batch)
+        self._at = (step, micro_batch)
+        self._seed(key(self.seed, "forward", step, micro_batch))
+
+    def _seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(value)
+
+    def key_draws(self, units: Sequence[nn.Module]) -> None:
+        """Key each unit's draws by its number too: then they are the same wherever the units lie (in a pipeline)."""
+
+        def seed_unit(unit: nn.Module, _: object, *, number: int) -> None:
+            if unit.training:
+                self._seed(key(self.seed, "forward", *self._at, number))
+
+        for number, unit in enumerate(units):
+            unit.register_forward_pre_hook(functools.partial(seed_unit, number=number))
 
     def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch) -> tuple[Tree, Tensor]:
         """Return (outputs, sum of the losses)."""

@@ -23,6 +23,17 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def chain_of(model: nn.Module) -> list[nn.Module] | None:
+    """Return modules that, called one after the other, are the model's forward; None if they are not known.
+
+    The model's own answer (`chain()`), or the children of an nn.Sequential.
+    """
+    answer = getattr(model, "chain", None)
+    if callable(answer):
+        return list(answer())
+    return list(model.children()) if isinstance(model, nn.Sequential) else None
+
+
 def batch_dependent_layers(model: nn.Module) -> list[str]:
     """Return the kinds of layers, sorted, that couple the samples of a micro-batch or draw randomness for it."""
     kinds = set()

@@ -112,7 +112,10 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
         total_steps=trainer.plan.total_steps,
         config=config,
     )
-    num_parameters = sum(parameter.numel() for parameter in trainer.engine.module.parameters())
+    sizes: dict[str, int] = {}
+    for part in world.gather({name: parameter.numel() for name, parameter in trainer.engine.module.named_parameters()}):
+        sizes |= part  # a stage of a pipeline has a part of them
+    num_parameters = sum(sizes.values())
     if world.world_size > 1:
         LOGGER.debug("%s", f"process {os.getpid()} on {socket.gethostname()}, {world.device}")  # for train.log
     if world.rank == 0:
@@ -145,7 +148,7 @@ def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDi
     """Write the weights and the curves. Collective: the weights are gathered."""
     if trainer.average is not None:
         trainer.average.swap()  # what was evaluated is what is kept
-    weights = full_weights(trainer.engine.module)
+    weights = full_weights(trainer.engine.module, world=trainer.world)
 
     def write() -> None:
         _write_weights(weights, directory)

@@ -1,7 +1,6 @@
 """Building the model and the optimizer for nothing, to find what only they know to be wrong, before the run starts."""
 
 import importlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from framework import build
@@ -10,7 +9,7 @@ from framework.preflight import from_error
 from framework.problems import Problem
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 Config = dict[str, Any]
 
@@ -33,7 +32,7 @@ def try_out(config: Config) -> list[Problem]:
         build.component(config["optimizer"])(trainable(model, hidden=hidden_matrices(model)))
     except Exception as error:
         return [from_error("optimizer", error)]
-    return _check_strategy(model, config) or _check_forward(model, info=build.dataset(config).info)
+    return _check_strategy(model, config) or _check_forward(model, build.example(build.dataset(config).info))
 
 
 def _check_strategy(model: "nn.Module", config: Config) -> list[Problem]:
@@ -47,16 +46,12 @@ def _check_strategy(model: "nn.Module", config: Config) -> list[Problem]:
     return [from_error("parallel", ValueError(line)) for line in module.problems(model, **options)]
 
 
-def _check_forward(model: "nn.Module", *, info: Mapping[str, int]) -> list[Problem]:
+def _check_forward(model: "nn.Module", batch: "Tensor | None") -> list[Problem]:
     """Refuse a model that cannot take a batch of this data: shapes alone, no number is computed."""
     import torch
 
-    if {"in_channels", "image_size"} <= info.keys():
-        batch = torch.empty(2, info["in_channels"], info["image_size"], info["image_size"], device="meta")
-    elif {"vocab_size", "seq_len"} <= info.keys():
-        batch = torch.empty(2, info["seq_len"], dtype=torch.long, device="meta")
-    else:
-        return []  # data of a kind of its own
+    if batch is None:
+        return []
     try:
         with torch.no_grad(), torch.device("meta"):
             model.eval()(batch)

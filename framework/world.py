@@ -91,6 +91,15 @@ class World:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
+    def send(self, value: Tensor, *, to: int) -> None:
+        """Send a CPU tensor to one rank, which calls `receive`."""
+        dist.send(value, dst=to, group=self.control)
+
+    def receive(self, value: Tensor, *, source: int) -> Tensor:
+        """Overwrite a CPU tensor by what `source` sends, and return it."""
+        dist.recv(value, src=source, group=self.control)
+        return value
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum a CPU tensor over all ranks, in place. Collective."""
         if self.control is not None:

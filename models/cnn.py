@@ -45,6 +45,7 @@ class CNN(nn.Module):
                 )
             )
             size, width_in = size // 2 if halve else size, width_out
+        self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(width_in, num_classes)
 
@@ -52,12 +53,16 @@ class CNN(nn.Module):
         """List the convolutional blocks, first to last."""
         return list(self.layers)
 
+    def chain(self) -> list[nn.Module]:
+        """List the modules that, called one after the other, are the forward."""
+        return [*self.layers, self.pool, self.dropout, self.head]
+
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, shape (B, K)."""
-        for layer in self.layers:
-            x_BCHW = layer(x_BCHW)
-        x_BC = x_BCHW.mean(dim=(2, 3))
-        return self.head(self.dropout(x_BC))
+        x = x_BCHW
+        for link in self.chain():
+            x = link(x)
+        return x
 
 
 def _convolution(width_in: int, *, width_out: int, norm: str) -> list[nn.Module]:

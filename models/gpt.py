@@ -63,6 +63,10 @@ class GPT(nn.Module):
         """List the transformer blocks, first to last; each maps (B, T, D) to (B, T, D)."""
         return list(self.layers)
 
+    def chain(self) -> list[nn.Module]:
+        """List the modules that, called one after the other, are the forward."""
+        return [self.embedding, self.dropout, *self.layers, self.norm, self.head]
+
     def mixers(self) -> list[nn.Module]:
         """List the modules in which tokens meet; each takes and returns tensors (B, N, T, E)."""
         return [module for module in self.modules() if isinstance(module, CausalMix)]
@@ -81,10 +85,10 @@ class GPT(nn.Module):
                 f"a sample has {tokens_BT.shape[1]} tokens, but seq_len={self.seq_len} is the most this model takes; "
                 f"cut the sample or raise seq_len"
             )
-        x_BTD = self.dropout(self.embedding(tokens_BT))
-        for layer in self.layers:
-            x_BTD = layer(x_BTD)
-        return self.head(self.norm(x_BTD))
+        x = tokens_BT
+        for link in self.chain():
+            x = link(x)
+        return x
 
 
 class Block(nn.Module):

@@ -25,6 +25,7 @@ class MLP(nn.Module):
         if num_layers < 1:
             raise ValueError(f"num_layers={num_layers}: an MLP needs at least one hidden layer; set num_layers >= 1")
         widths = [in_channels * image_size**2] + [dim] * num_layers
+        self.flatten = nn.Flatten()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(width_in, width_out), nn.GELU(), nn.Dropout(dropout))
             for width_in, width_out in pairwise(widths)
@@ -35,9 +36,13 @@ class MLP(nn.Module):
         """List the hidden layers, first to last."""
         return list(self.layers)
 
+    def chain(self) -> list[nn.Module]:
+        """List the modules that, called one after the other, are the forward."""
+        return [self.flatten, *self.layers, self.head]
+
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, shape (B, K)."""
-        x_BD = x_BCHW.flatten(start_dim=1)
-        for layer in self.layers:
-            x_BD = layer(x_BD)
-        return self.head(x_BD)
+        x = x_BCHW
+        for link in self.chain():
+            x = link(x)
+        return x

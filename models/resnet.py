@@ -51,6 +51,7 @@ class ResNet(nn.Module):
                 block = ResidualBlock(kind, width_in=width_in, width=64 * 2**stage, stride=stride, norm=norm)
                 self.layers.append(block)
                 width_in = block.width_out
+        self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(width_in, num_classes)
         self._init_weights(zero_init_last_norm=zero_init_last_norm)
 
@@ -66,12 +67,16 @@ class ResNet(nn.Module):
         """List the residual blocks, first to last."""
         return list(self.layers)
 
+    def chain(self) -> list[nn.Module]:
+        """List the modules that, called one after the other, are the forward."""
+        return [self.stem, *self.layers, self.pool, self.head]
+
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, shape (B, K)."""
-        x_BCHW = self.stem(x_BCHW)
-        for layer in self.layers:
-            x_BCHW = layer(x_BCHW)
-        return self.head(x_BCHW.mean(dim=(2, 3)))
+        x = x_BCHW
+        for link in self.chain():
+            x = link(x)
+        return x
 
 
 class ResidualBlock(nn.Module):

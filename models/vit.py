@@ -34,16 +34,16 @@ class ViT(nn.Module):
                 f"dim={dim} is not a multiple of num_heads={num_heads}: every head gets an equal share; "
                 f"set dim to a multiple of {num_heads}"
             )
-        self.patches = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
-        self.positions = nn.Parameter(torch.empty((image_size // patch_size) ** 2, dim))  # (T, D)
+        self.patches = Patches(in_channels=in_channels, dim=dim, size=patch_size, num_patches=(image_size // patch_size) ** 2)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(Block(dim=dim, num_heads=num_heads, dropout=dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(dim)
+        self.pool = Pool()
         self.head = nn.Linear(dim, num_classes)
         self._init_weights()
 
     def _init_weights(self) -> None:
-        nn.init.trunc_normal_(self.positions, std=0.02)
+        nn.init.trunc_normal_(self.patches.positions, std=0.02)
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -53,6 +53,10 @@ class ViT(nn.Module):
         """List the transformer blocks, first to last; each maps (B, T, D) to (B, T, D)."""
         return list(self.layers)
 
+    def chain(self) -> list[nn.Module]:
+        """List the modules that, called one after the other, are the forward."""
+        return [self.patches, self.dropout, *self.layers, self.norm, self.pool, self.head]
+
     def tensor_plan(self) -> dict[str, str]:
         """Say how to cut the linear layers: attention by heads, the MLP by its hidden units."""
         plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
@@ -60,11 +64,29 @@ class ViT(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, shape (B, K)."""
-        x_BTD = self.patches(x_BCHW).flatten(start_dim=2).transpose(1, 2)
-        x_BTD = self.dropout(x_BTD + self.positions)
-        for layer in self.layers:
-            x_BTD = layer(x_BTD)
-        return self.head(self.norm(x_BTD).mean(dim=1))
+        x = x_BCHW
+        for link in self.chain():
+            x = link(x)
+        return x
+
+
+class Patches(nn.Module):
+    """Project each square of `size` pixels to one token, and add the learned position."""
+
+    def __init__(self, *, in_channels: int, dim: int, size: int, num_patches: int) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(in_channels, dim, kernel_size=size, stride=size)
+        self.positions = nn.Parameter(torch.empty(num_patches, dim))  # (T, D)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.projection(x_BCHW).flatten(start_dim=2).transpose(1, 2) + self.positions
+
+
+class Pool(nn.Module):
+    """Average the tokens."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.mean(dim=1)
 
 
 class Block(nn.Module):

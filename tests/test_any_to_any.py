@@ -123,15 +123,22 @@ def test_a_run_goes_on_under_another_strategy(
     assert_close(ended, uninterrupted)
 
 
+LONGER = [*RUN, "trainer.max_steps=16"]
 CHAINS = [
     [("ddp", 2), ("fsdp", 3), ("tensor", 2), ("single", None), ("hsdp", 4), ("ddp", 4)],
     [("zero", 3), ("context", 4), ("fsdp+tp", 4), ("zero", 2), ("dp", None), ("fsdp", 2)],
+    [("ddp", 2), ("fsdp", 3), ("pipeline", 2), ("tensor", 2), ("single", None), ("hsdp", 4), ("ddp", 4)],
 ]
+
+
+@pytest.fixture(scope="session")
+def longer(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*LONGER, root=tmp_path_factory.mktemp("longer") / "runs", before=own_option)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_chain_of_strategies_comes_to_the_same_end(
-    chain: list[tuple[str, int | None]], own_option: Callable[[], None], uninterrupted: Ended, tmp_path: Path
+    chain: list[tuple[str, int | None]], own_option: Callable[[], None], longer: Ended, tmp_path: Path
 ) -> None:
     previous: Ended | None = None
     step = 0
@@ -139,8 +146,8 @@ def test_a_chain_of_strategies_comes_to_the_same_end(
         resume = [f"run.resume={previous.directory}"] if previous else []
         is_last = hop == len(chain) - 1
         before = own_option if is_last else together(own_option, after_step(step + 1, preempt))
-        hopped = command(*RUN, *line(strategy, ranks), *resume, root=tmp_path / str(hop), before=before)
+        hopped = command(*LONGER, *line(strategy, ranks), *resume, root=tmp_path / str(hop), before=before)
         assert hopped.code == (0 if is_last else 75), hopped.output
         previous, step = hopped, hopped.summary["step"]
     assert previous is not None
-    assert_close(previous, uninterrupted)
+    assert_close(previous, longer)

@@ -24,7 +24,7 @@ TOKENS = [*IMAGES, "dataset.kind=tokens", "task=language_modeling", "dataset.seq
 RESNET18 = "torchvision's resnet18"
 MODELS = {
     "mlp": [*SMALL, "model=mlp", "model.dim=24", "model.num_layers=4", "model.dropout=0.1"],
-    "cnn with BatchNorm": [*SMALL, "model=cnn", "model.channels=[4,8,8]", "model.norm=batch"],
+    "cnn with BatchNorm": [*SMALL, "model=cnn", "model.channels=[4,8,8]", "model.norm=batch", "model.dropout=0.1"],
     "vit": [*SMALL, "model=vit", "model.dim=16", "model.num_layers=4", "model.num_heads=4"],
     "gpt, tied": [*TOKENS, "model=gpt", "model.dim=16", "model.num_layers=4", "model.num_heads=4",
                   "model.tie_embeddings=true"],  # fmt: skip
@@ -64,7 +64,8 @@ CASES += [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.static_
           ("ddp", 2, ["parallel.gradient_as_bucket_view=false", "parallel.bucket_cap_mb=1"]),
           ("ddp", 2, ["parallel.find_unused_parameters=true"]),
           ("fsdp", 2, ["trainer.activation_checkpointing=true", "parallel.reshard_after_forward=false"]),
-          ("fsdp", 2, ["parallel.cpu_offload=true"])]  # fmt: skip
+          ("fsdp", 2, ["parallel.cpu_offload=true"]),
+          *(("pipeline", 2, [f"parallel.schedule={name}"]) for name in ("gpipe", "interleaved", "zero-bubble"))]  # fmt: skip
 
 
 def name(strategy: str, ranks: int, mesh: list[str]) -> str:
@@ -107,6 +108,10 @@ REFUSED = {
 ANSWERS_NOT = "parallel: {} does not answer mixers(), which lists the modules in which tokens meet; ddp, zero, fsdp "
 REFUSED |= {("context", ranks, model): ANSWERS_NOT.format(kind) for ranks in (2, 3, 4) for model, kind in [
     ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
+NO_CHAIN = "parallel: {} does not answer chain(), which lists the modules that, one after the other, are its forward; ddp, "
+REFUSED |= {("pipeline", ranks, model): NO_CHAIN.format(kind) for ranks in (2, 3, 4) for model, kind in [
+    (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
+REFUSED |= {("ddp+pp", *key[1:]): line for key, line in REFUSED.items() if key[0] == "pipeline"}
 REFUSED["context", 3, "gpt, tied"] = "parallel.context: 3: does not divide the 4 heads of the model; take a divisor, or another"
 REFUSED |= {("fsdp+tp", 3, model): REFUSED["tensor", 3, model] for model in ("vit", "gpt, tied", "cnn with BatchNorm")}
 
@@ -147,7 +152,7 @@ def test_ranks_compute_what_one_process_does(
 
 
 # a batch of 2 among 3 ranks: one of them has nothing to do in any step
-WHOLE = [*SMALL, "dataset.num_classes=12", "precision=fp64", "model=cnn", "model.channels=[4,8]", "global_batch_size=2", "trainer.max_epochs=null",
+WHOLE = [*SMALL, "dataset.num_classes=12", "precision=fp64", "model=cnn", "model.channels=[4,8,8]", "global_batch_size=2", "trainer.max_epochs=null",
          "trainer.max_steps=20", "trainer.log_every=1", "optimizer=sgd", "optimizer.lr=0.01"]  # fmt: skip
 
 

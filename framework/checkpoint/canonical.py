@@ -59,7 +59,8 @@ def restore(
     targets = _model_tensors(module)
     if average is not None:
         targets |= {f"average/{name}": value for name, value in average.tensors.items()}
-    _check(inventory, targets)
+    everywhere = set().union(*world.gather(set(targets)))
+    _check(inventory, targets, everywhere=everywhere)
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
     with world.checkpointing() as among:
@@ -67,11 +68,12 @@ def restore(
     _load_optimizer(optimizer, module, states)
 
 
-def _check(inventory: Mapping[str, Any], targets: dict[str, Tensor]) -> None:
-    kinds = {name.split("/")[0] for name in targets}
+def _check(inventory: Mapping[str, Any], targets: dict[str, Tensor], *, everywhere: set[str]) -> None:
+    """Compare what is stored with this rank's tensors, and with the names of `everywhere`: of all ranks."""
+    kinds = {name.split("/")[0] for name in everywhere}
     stored = {name for name in inventory if name.split("/")[0] in kinds}
     faults = [f"{name} is not in the checkpoint" for name in sorted(targets.keys() - stored)]
-    faults += [f"{name} is not in this run" for name in sorted(stored - targets.keys())]
+    faults += [f"{name} is not in this run" for name in sorted(stored - everywhere)]
     for name in sorted(stored & targets.keys()):
         entry, target = inventory[name], targets[name]
         if entry.size != target.shape or entry.properties.dtype != target.dtype:
@@ -108,9 +110,23 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, states:
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def full_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the whole model on the CPU, one tensor of its own for every name. Collective: shards are gathered one by one."""
+def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
+    """Return the whole model on the CPU of rank 0, one tensor of its own for every name; of other ranks, their part.
+
+    Collective: shards are gathered one by one, and what rank 0 does not have is sent to it.
+    """
     weights = {}
     for name, value in module.state_dict().items():
         weights[name] = whole(value).detach().to("cpu", copy=True).contiguous()  # a copy: tied weights may not share memory
+    held = world.gather({name: (value.shape, value.dtype) for name, value in weights.items()})
+    senders: dict[str, int] = {}
+    for rank, names in enumerate(held):
+        for name in names:
+            senders.setdefault(name, rank)
+    for name, sender in senders.items():
+        if sender != 0 and world.rank == 0:
+            shape, dtype = held[sender][name]
+            weights[name] = world.receive(torch.empty(shape, dtype=dtype), source=sender)
+        elif sender == world.rank != 0:
+            world.send(weights[name], to=0)
     return weights

@@ -1,0 +1,92 @@
+"""A model as a chain of modules, cut into stages of about equal cost."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from framework.tree import Tree, call, map_tensors
+
+
+def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:
+    """Return the names of the parameters that belong to no link."""
+    linked = {id(parameter) for link in links for parameter in link.parameters()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in linked]
+
+
+class Shapes:
+    """What goes in and out of each link of a chain: shapes and types, found without computing a number."""
+
+    def __init__(self, links: Sequence[nn.Module]) -> None:
+        self._links = list(links)
+        self._states = [
+            {name: value.detach().to("meta") for name, value in link.state_dict(keep_vars=True).items()} for link in links
+        ]
+        self._found: dict[Any, list[Tensor]] = {}
+
+    def outputs(self, inputs: Tree) -> list[Tensor]:
+        """Return each link's output, as meta tensors, for a batch like `inputs`."""
+        shape = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
+        key = repr(shape)
+        if key not in self._found:
+            self._found[key] = [output for output, _ in self._run(shape)]
+        return self._found[key]
+
+    def costs(self, inputs: Tree) -> list[int]:
+        """Return what each link costs for such a batch: floating-point operations, and a little for each weight."""
+        shape = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
+        return [1 + flops + sum(v.numel() for v in s.values()) for (_, flops), s in zip(self._run(shape), self._states)]
+
+    def _run(self, value: Tree) -> list[tuple[Tensor, int]]:
+        found = []
+        for link, state in zip(self._links, self._states):
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+
+                def run(*arguments: Any, link: nn.Module = link, state: dict[str, Tensor] = state, **named: Any) -> Any:
+                    return torch.func.functional_call(link, state, arguments, named)
+
+                value = call(run, value)
+            found.append((value, counter.get_total_flops()))
+        return found
+
+
+def weighty(links: Sequence[nn.Module]) -> list[range]:
+    """Group the links so that each group has weights: those without go with the one before, or at the start after, them."""
+    starts = [i for i, link in enumerate(links) if any(True for _ in link.parameters())]
+    return [range(start, end) for start, end in zip([0, *starts[1:]], [*starts[1:], len(links)])]
+
+
+def cut(costs: Sequence[int], *, num_stages: int) -> list[range]:
+    """Cut a row of costs into stages, none of them empty, so that the dearest is as cheap as can be."""
+    # best[s][n]: the least cost of the dearest of s stages that hold the first n links, and where the last one starts
+    totals = [0]
+    for cost in costs:
+        totals.append(totals[-1] + cost)
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for stage in range(1, num_stages + 1):
+        best.append({})
+        for end in range(stage, len(costs) - (num_stages - stage) + 1):
+            best[stage][end] = min(
+                (max(before, totals[end] - totals[start]), start)
+                for start, (before, _) in best[stage - 1].items()
+                if start < end
+            )
+    stages, end = [], len(costs)
+    for stage in range(num_stages, 0, -1):
+        start = best[stage][end][1]
+        stages.append(range(start, end))
+        end = start
+    return stages[::-1]
+
+
+def drop(model: nn.Module, link: nn.Module) -> None:
+    """Take a link's parameters out of the model; the others keep their names. The link itself stays, without storage."""
+    for name, module in model.named_modules():
+        if module is link:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, nn.Identity())
+            link.to("meta")
+            return
+    raise ValueError(f"a link of the chain, a {type(link).__name__}, is not a module of the model")

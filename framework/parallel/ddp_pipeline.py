@@ -1,0 +1,26 @@
+"""Pipelines side by side: each works on its own samples, and their gradients are summed."""
+
+from typing import Literal
+
+from torch import nn
+
+from framework.engine import Engine, Forward
+from framework.parallel.pipeline import PipelineEngine, problems
+from framework.world import World
+
+__all__ = ["ddp_pipeline", "problems"]  # the layers are cut as in `pipeline`
+
+
+def ddp_pipeline(
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    replicate: int | None,
+    pipeline: int | None,
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"],
+) -> Engine:
+    """Cut the model along the inner axis of the mesh, and replicate the stages along the outer. Collective."""
+    model.to(world.device)
+    mesh = world.mesh(replicate=replicate, pipeline=pipeline)
+    return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule)
