@@ -60,7 +60,7 @@ def layouts(strategy: str) -> list[tuple[int, list[str]]]:
 
 NOT_EQUAL = ["local-sgd"]  # and says so; it has a test of its own
 CASES = [(strategy, *layout) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL) for layout in layouts(strategy)]
-CASES += [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.static_graph=true"]),
+VARIANTS = [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.static_graph=true"]),
           ("ddp", 2, ["parallel.gradient_as_bucket_view=false", "parallel.bucket_cap_mb=1"]),
           ("ddp", 2, ["parallel.find_unused_parameters=true"]),
           ("fsdp", 2, ["trainer.activation_checkpointing=true", "parallel.reshard_after_forward=false"]),
@@ -129,9 +129,37 @@ def test_what_a_strategy_cannot_do_is_refused_before_the_start(
     assert not list((tmp_path / "runs").iterdir())
 
 
-# eleven million parameters in float64: on two ranks only
+@pytest.mark.parametrize("strategy", ["tensor", "context", "fsdp+tp"])
+def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tmp_path: Path) -> None:
+    mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, 2))
+    line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh, "launch.nproc_per_node=2"]
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.startswith("parallel: the model has dropout, whose draws")
+
+
+@pytest.fixture(scope="session")
+def one_process_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", root=tmp_path_factory.mktemp("dropout") / "runs")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", 3), ("fsdp", 2), ("pipeline", 2), ("pipeline", 4), ("ddp+pp", 4)]
+)
+def test_dropout_draws_the_same_wherever_its_layer_lies(
+    strategy: str, ranks: int, one_process_with_dropout: Ended, tmp_path: Path
+) -> None:
+    """In embeddings, in residual branches, and inside of attention, where it is a function and no layer."""
+    mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, ranks))
+    line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh]
+    run = finished(*line, f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
+    assert_close(run, one_process_with_dropout)
+
+
+# ResNet-18 has eleven million parameters in float64: on two ranks only
 CROSSED = [(*case, model) for case in CASES for model in MODELS
            if (case[0], case[1], model) not in REFUSED and (model != RESNET18 or case[1] <= 2)]  # fmt: skip
+CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with BatchNorm", "gpt, tied")]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "mesh", "model"), CROSSED, ids=[f"{name(*c[:3])}-{c[3]}" for c in CROSSED])

@@ -1,0 +1,87 @@
+"""Compressed gradients: what is sent is what the definition says, and a model still learns."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from framework.parallel.compression import int8, top_k
+from tests.harness import Ended, assert_same_bits, command, finished
+from tests.test_resume import after_step, preempt
+
+RUN = ["model=mlp", "model.dim=64", "trainer.max_epochs=6", "trainer.eval_every=null", "checkpoint.every=null",
+       "optimizer.lr=5e-3", "parallel=ddp", "launch.nproc_per_node=2"]  # fmt: skip
+NAMES = ["fp16", "bf16", "int8", "top_k", "powersgd"]
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*RUN, root=tmp_path_factory.mktemp("plain") / "runs")
+
+
+def final_loss(ended: Ended) -> float:
+    return ended.summary["metrics"]["test"]["last"]["loss"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_learns_as_well_from_compressed_gradients(name: str, plain: Ended, tmp_path: Path) -> None:
+    run = finished(*RUN, f"parallel.compression={name}", root=tmp_path / "runs")
+    assert final_loss(run) < final_loss(plain) + 0.1
+    assert any(not torch.equal(run.weights[key], plain.weights[key]) for key in plain.weights)  # it was compressed
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_half_precision_sums_are_exact_after_a_resume(name: str, tmp_path: Path) -> None:
+    line = [*RUN, f"parallel.compression={name}"]
+    whole = finished(*line, root=tmp_path / "whole")
+    stopped = command(*line, root=tmp_path / "runs", before=after_step(33, preempt))
+    assert stopped.code == 75, stopped.output
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
+
+
+class Bucket:
+    """What a hook sees of DDP's bucket."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
+
+    def buffer(self) -> torch.Tensor:
+        return self.gradient
+
+    def index(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def alone(tmp_path: Path):  # type: ignore[no-untyped-def]
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("module", [int8, top_k])
+def test_what_is_not_sent_now_is_sent_later(module, alone) -> None:  # type: ignore[no-untyped-def]
+    """The sum of what was sent over many steps is the sum of the gradients, but for one remainder."""
+    state, generator = module.State(alone), torch.Generator().manual_seed(0)
+    wanted, sent = torch.zeros(1000), torch.zeros(1000)
+    for _ in range(50):
+        gradient = torch.randn(1000, generator=generator)
+        wanted += gradient
+        sent += module.hook(state, Bucket(gradient.clone())).wait()
+    (remainder,) = state.errors.values()
+    assert torch.allclose(sent + remainder, wanted, atol=1e-4)
+
+
+def test_int8_rounds_each_block_to_its_own_scale(alone) -> None:  # type: ignore[no-untyped-def]
+    gradient = torch.cat([torch.linspace(-1, 1, int8.BLOCK), 1000 * torch.linspace(-1, 1, int8.BLOCK)])
+    got = int8.hook(int8.State(alone), Bucket(gradient.clone())).wait()
+    for block, scale in ((slice(0, int8.BLOCK), 1 / 127), (slice(int8.BLOCK, None), 1000 / 127)):
+        assert (got[block] - gradient[block]).abs().max() <= 0.5001 * scale
+
+
+def test_top_k_sends_the_largest(alone) -> None:  # type: ignore[no-untyped-def]
+    gradient = torch.arange(100.0)
+    got = top_k.hook(top_k.State(alone), Bucket(gradient.clone())).wait()
+    assert got.nonzero().flatten().tolist() == list(range(100 - int(100 * top_k.SHARE), 100))
+    assert torch.equal(got[-5:], gradient[-5:])
