@@ -96,6 +96,7 @@ def engine(config: Config, module: "nn.Module", *, world: "World") -> "Engine":
     from framework.engine import Forward
     from framework.modules import blocks_of, chain_of, compile_blocks, has_compiler, has_dropout, recompute_activations
     from framework.precision import PRECISIONS
+    from framework.sync_batchnorm import synchronise
 
     precision = PRECISIONS[config["precision"]["name"]]
     torch.set_float32_matmul_precision(precision.matmul)
@@ -116,7 +117,11 @@ def engine(config: Config, module: "nn.Module", *, world: "World") -> "Engine":
     )
     if has_dropout(module):
         forward.key_draws(chain_of(module) or blocks_of(module))
-    return component(config["parallel"])(module, world=world, forward=forward)
+    built: Engine = component(config["parallel"])(module, world=world, forward=forward)
+    if config["trainer"]["sync_batchnorm"] and built.dp_size > 1:
+        assert built.dp_size == world.world_size  # the preflight has refused strategies in which it is not
+        synchronise(module, group=world.new_group(), forward=forward)
+    return built
 
 
 def sinks(config: Config) -> list[Any]:

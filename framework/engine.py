@@ -99,6 +99,7 @@ class Forward:
         self.seed = seed
         self.device = device
         self.autocast = autocast
+        self.is_padding = False  # is the micro-batch at hand? For layers that look at other ranks' samples
         self._at = (0, 0)
 
     def seed_draws(self, *, step: int, micro_batch: int) -> None:
@@ -123,6 +124,7 @@ class Forward:
 
     def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch) -> tuple[Tree, Tensor]:
         """Return (outputs, sum of the losses)."""
+        self.is_padding = micro_batch.is_padding
         if self.autocast is None:
             outputs = call(model, micro_batch.inputs)
         else:

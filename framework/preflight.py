@@ -177,6 +177,9 @@ def _check_batch(config: Config) -> list[Problem]:
         what = "null, as is trainer.max_epochs: the run would never end"
         problems.append(Problem("trainer.max_steps", what, "a number for one of them"))
     problems += _check_sync(config)
+    if trainer.get("sync_batchnorm") is True and (axes := {"tensor", "pipeline", "context"} & config["parallel"].keys()):
+        what = f"true, but processes along the {sorted(axes)[0]} axis have no samples of their own"
+        problems.append(Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp"))
     for key in ("checkpoint.monitor", "trainer.early_stopping.monitor"):
         problems += _check_monitor(config, key)
     model = config["model"]

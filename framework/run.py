@@ -123,6 +123,8 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
                           f"{world.device.type}, in {directory.path}")  # fmt: skip
         _warn_of_low_rate(trainer)
         kinds = batch_dependent_layers(trainer.engine.module)
+        if config["trainer"]["sync_batchnorm"]:
+            kinds = [kind for kind in kinds if "BatchNorm" not in kind]
         if kinds and trainer.engine.mesh is not None and config["micro_batch_size"] is None:
             LOGGER.warning("the model has %s: what it computes depends on the number of processes unless "
                            "micro_batch_size is set", " and ".join(kinds))  # fmt: skip

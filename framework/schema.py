@@ -29,6 +29,7 @@ class Trainer(Section):
     clip_grad_norm: float | None
     compile: bool
     activation_checkpointing: bool
+    sync_batchnorm: bool
     ema_decay: float | None
     early_stopping: EarlyStopping
 

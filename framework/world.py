@@ -77,6 +77,10 @@ class World:
         sizes = resolve_axes(axes, world_size=self.world_size)
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
+    def new_group(self) -> dist.ProcessGroup:
+        """Return a group of all ranks of its own, whose collectives pair with no others'. Collective."""
+        return dist.new_group(backend=self.backend, timeout=self.timeout)
+
     def stop(self) -> None:
         """Leave the process groups. The model's wrapper and the optimizer must be gone: exit can hang otherwise (pytorch#56297)."""
         for work, _ in self._flags:

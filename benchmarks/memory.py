@@ -1,0 +1,98 @@
+"""Bytes that each process holds for each parameter of the model, under each strategy, against the arithmetic.
+
+    python benchmarks/memory.py
+
+Measured at the end of an optimizer step of AdamW in float32: the storages of all living tensors of the process, which are
+the parameters, their gradients, the optimizer's state, and, small here, the batch.
+"""
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=8", "dataset.num_train=16",
+         "dataset.num_val=1", "dataset.num_test=1", "model=gpt", "model.dim=256", "model.num_layers=6",
+         "global_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=2", "trainer.eval_every=null"]  # fmt: skip
+STRATEGIES = {  # what it is, its overrides, and the bytes for parameter, gradient and the two moments of AdamW
+    "single": (["parallel=single"], 4 + 4 + 8),
+    "ddp, 2": (["parallel=ddp", "launch.nproc_per_node=2"], 4 + 4 + 8),
+    "ddp, 4": (["parallel=ddp", "launch.nproc_per_node=4"], 4 + 4 + 8),
+    "zero, 2": (["parallel=zero", "launch.nproc_per_node=2"], 4 + 4 + 8 / 2),
+    "zero, 4": (["parallel=zero", "launch.nproc_per_node=4"], 4 + 4 + 8 / 4),
+    "fsdp, 2": (["parallel=fsdp", "launch.nproc_per_node=2"], (4 + 4 + 8) / 2),
+    "fsdp, 4": (["parallel=fsdp", "launch.nproc_per_node=4"], (4 + 4 + 8) / 4),
+    "hsdp, 2 x 2": (["parallel=hsdp", "parallel.shard=2", "launch.nproc_per_node=4"], (4 + 4 + 8) / 2),
+    "tensor, 2": (["parallel=tensor", "launch.nproc_per_node=2"], (4 + 4 + 8) / 2),
+    "fsdp+tp, 2 x 2": (["parallel=fsdp+tp", "launch.nproc_per_node=4"], (4 + 4 + 8) / 4),
+    "pipeline, 2": (["parallel=pipeline", "micro_batch_size=1", "launch.nproc_per_node=2"], (4 + 4 + 8) / 2),
+}
+
+RUN = """
+import sys
+sys.path[:0] = [ROOT, ROOT + "/benchmarks"]
+from memory import note_after_second_step
+from framework.launch.start import start
+note_after_second_step(FOLDER)
+sys.exit(start(OVERRIDES))
+"""
+
+
+def note_after_second_step(folder: str) -> None:
+    """Have every process write its bytes down at the end of the second step."""
+    from framework.trainer import Trainer
+
+    original = Trainer.train_step
+
+    def train_step(trainer, *args, **kwargs):  # type: ignore[no-untyped-def]
+        result = original(trainer, *args, **kwargs)
+        if trainer.progress.step == 2:
+            Path(folder, f"{trainer.world.rank}.json").write_text(json.dumps(living_bytes()))
+        return result
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def living_bytes() -> int:
+    """Return the bytes of the storages of all tensors that Python can see, each storage once."""
+    import torch
+
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu":
+            tensors = [item, item.grad] if item.is_leaf else [item]
+            for tensor in tensors:
+                if tensor is not None:
+                    local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+                    storage = local.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure(overrides: list[str]) -> tuple[int, list[int]]:
+    """Return the number of parameters, and each rank's bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        values = {"ROOT": str(ROOT), "FOLDER": folder, "OVERRIDES": [*MODEL, *overrides, f"run.root={folder}/runs"]}
+        header = "".join(f"{name} = {value!r}\n" for name, value in values.items())
+        subprocess.run([sys.executable, "-c", header + RUN], capture_output=True, check=True)
+        (summary,) = Path(folder).glob("runs/*/*/summary.json")
+        ranks = sorted(Path(folder).glob("*.json"))
+        return json.loads(summary.read_text())["parameters"], [json.loads(path.read_text()) for path in ranks]
+
+
+def main() -> None:
+    print(f"{'strategy':16} {'bytes per parameter, each rank':36} {'mean':>6} {'arithmetic':>11} {'ratio':>6}")
+    for name, (overrides, expected) in STRATEGIES.items():
+        num_parameters, ranks = measure(overrides)
+        each = [size / num_parameters for size in ranks]
+        mean = sum(each) / len(each)
+        shown = "  ".join(f"{size:.2f}" for size in each)
+        print(f"{name:16} {shown:36} {mean:6.2f} {expected:11.2f} {mean / expected:6.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

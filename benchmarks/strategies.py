@@ -1,0 +1,71 @@
+"""The time of an optimizer step under each strategy on the same work, against one process.
+
+    python benchmarks/strategies.py [processes]
+
+Every side trains the same GPT on the same batches on this machine, in turn, with the cores shared out among its processes;
+the figure is the median over the later rows of `metrics.jsonl`. On one machine there is no network to wait for, and no second
+machine to gain from: what is seen is what a strategy costs.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH = 16
+WORK = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=64", "dataset.num_train=512",
+        "dataset.num_val=1", "dataset.num_test=1", "model=gpt", "model.dim=128", "model.num_layers=4",
+        f"global_batch_size={BATCH}", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=40",
+        "trainer.log_every=5", "trainer.eval_every=null", "checkpoint.every=null"]  # fmt: skip
+
+
+def strategies(count: int) -> dict[str, list[str]]:
+    half = count // 2
+    return {
+        "single": [],
+        "ddp": ["parallel=ddp"],
+        "ddp, fp16 sums": ["parallel=ddp", "parallel.compression=fp16"],
+        "ddp, int8": ["parallel=ddp", "parallel.compression=int8"],
+        "ddp, top_k": ["parallel=ddp", "parallel.compression=top_k"],
+        "zero": ["parallel=zero"],
+        "fsdp": ["parallel=fsdp"],
+        "hsdp": ["parallel=hsdp", f"parallel.replicate={half}", "parallel.shard=2"],
+        "tensor": ["parallel=tensor"],
+        "fsdp+tp": ["parallel=fsdp+tp", f"parallel.shard={half}", "parallel.tensor=2"],
+        "pipeline, gpipe": ["parallel=pipeline", "parallel.schedule=gpipe"],
+        "pipeline, 1f1b": ["parallel=pipeline", "parallel.schedule=1f1b"],
+        **({"pipeline, interleaved": ["parallel=pipeline", "parallel.schedule=interleaved"],
+            "pipeline, zero-bubble": ["parallel=pipeline", "parallel.schedule=zero-bubble"]} if count == 2 else {}),
+        "ddp+pp": ["parallel=ddp+pp", f"parallel.replicate={half}", "parallel.pipeline=2"],
+        "context": ["parallel=context", f"parallel.replicate={half}", "parallel.context=2"],
+        "local-sgd": ["parallel=local-sgd"],
+    }  # fmt: skip
+
+
+def step_ms(overrides: list[str], *, count: int) -> float:
+    """Return the milliseconds of a step, from the later half of the rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [f"launch.nproc_per_node={count}"] if overrides else []
+        line = [sys.executable, str(ROOT / "train.py"), *WORK, *overrides, *processes, f"run.root={folder}"]
+        subprocess.run(line, capture_output=True, check=True)
+        (metrics,) = Path(folder).glob("*/*/metrics.jsonl")
+        rows = [json.loads(text) for text in metrics.read_text().splitlines()]
+    rates = [row["samples_per_s"] for row in rows if row["split"] == "train"]
+    return 1000 * BATCH / statistics.median(rates[len(rates) // 2 :])
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    print(f"{count} processes\n{'strategy':24} {'ms a step':>10} {'against single':>15}")
+    single = 0.0
+    for name, overrides in strategies(count).items():
+        taken = step_ms(overrides, count=count)
+        single = single or taken
+        print(f"{name:24} {taken:10.1f} {taken / single:15.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""BatchNorm over all processes: what one process computes that takes the whole batch at once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Ended, assert_close, command, finished
+from tests.test_conformance import SMALL
+
+# batches of 14 and one of 10: shares of 5, 5 and 4; of a batch of 2, one rank of three has nothing
+RUN = [*SMALL, "precision=fp64", "model=cnn", "model.channels=[4,8]", "model.norm=batch", "global_batch_size=14",
+       "trainer.max_epochs=null", "trainer.max_steps=10", "trainer.log_every=1", "trainer.eval_every=5",
+       "trainer.clip_grad_norm=0.5", "checkpoint.every=null"]  # fmt: skip
+SYNC = "trainer.sync_batchnorm=true"
+
+
+@pytest.fixture(scope="session", params=[14, 2])
+def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Ended]:
+    line = [*RUN, f"global_batch_size={request.param}"]
+    return line, finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("zero", 3), ("hsdp", 4)]
+)
+def test_synchronised_statistics_are_those_of_the_whole_batch(
+    strategy: str, ranks: int, one_process: tuple[list[str], Ended], tmp_path: Path
+) -> None:
+    line, alone = one_process
+    run = finished(*line, SYNC, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
+    assert_close(run, alone)
+    assert "depends on the number of processes" not in run.output
+
+
+def test_without_it_they_are_not(one_process: tuple[list[str], Ended], tmp_path: Path) -> None:
+    line, alone = one_process
+    run = finished(*line, "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "runs")
+    with pytest.raises(AssertionError):
+        assert_close(run, alone)
+
+
+def test_stages_that_have_no_samples_of_their_own_refuse_it(tmp_path: Path) -> None:
+    refused = command(*RUN, SYNC, "parallel=ddp+pp", "launch.nproc_per_node=4", root=tmp_path / "runs")
+    assert refused.code == 78
+    what = "true, but processes along the pipeline axis have no samples of their own"
+    assert refused.output == f"trainer.sync_batchnorm: {what} (false, or parallel=ddp, zero, fsdp or hsdp)\n"
