@@ -5,7 +5,8 @@ from typing import Literal
 from torch import nn
 
 from framework.engine import Engine, Forward
-from framework.parallel.pipeline import PipelineEngine, problems
+from framework.parallel.pipeline import problems
+from framework.parallel.pipeline_engine import PipelineEngine
 from framework.world import World
 
 __all__ = ["ddp_pipeline", "problems"]  # the layers are cut as in `pipeline`

@@ -2,12 +2,15 @@
 
 import itertools
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining.schedules import _ComputationType
 
 from framework.parallel.chain import Shapes, cut, stray_parameters, weighty
+from framework.parallel.schedules import simulated_waiting
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,3 +42,17 @@ def test_costs_are_counted_operations() -> None:
 def test_a_weight_outside_of_the_chain_is_found() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert stray_parameters(model, [model[0]]) == ["1.weight", "1.bias"]
+
+
+class Action(NamedTuple):
+    """What torch's schedules list."""
+
+    stage_index: int
+    computation_type: _ComputationType
+    microbatch_index: int
+
+
+def test_waiting_is_simulated() -> None:
+    forward, backward = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+    order = {rank: [Action(rank, kind, n) for kind in (forward, backward) for n in range(4)] for rank in range(3)}
+    assert simulated_waiting(order) == pytest.approx((3 - 1) / (4 + 3 - 1))  # GPipe's own formula

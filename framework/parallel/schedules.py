@@ -1,0 +1,84 @@
+"""In which order the stages of a pipeline work: torch's schedules by our names, and how much of the time is waiting."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+_KINDS: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
+
+
+class Loss:
+    """The loss function that a schedule keeps; what it computes changes with each step."""
+
+    loss_of: Any = None
+
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self.loss_of(outputs, targets)
+
+
+def make_schedule(name: str, stages: list[PipelineStage], *, num_micro_batches: int, loss: Loss) -> Any:
+    """Return the schedule, or, for a number of micro-batches that it cannot do, the plain one of its kind.
+
+    That is for fewer than stages, or no multiple of its rounds: the short micro-batch of an epoch comes alone.
+    """
+    is_single = STAGES_PER_RANK[name] == 1
+    given: Any = stages[0] if is_single else stages
+    try:
+        return _KINDS[name](given, num_micro_batches, loss_fn=loss, scale_grads=False)
+    except ValueError:
+        plain: Any = ScheduleGPipe if is_single else ScheduleLoopedBFS
+        return plain(given, num_micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> float:
+    """Return the share of a pass in which a process waits for others (the bubble), were all stages alike."""
+    if isinstance(schedule, PipelineScheduleSingle):  # GPipe and 1F1B: Huang et al. 2019, Narayanan et al. 2021
+        return (num_ranks - 1) / (num_micro_batches + num_ranks - 1)
+    return simulated_waiting(schedule.pipeline_order)
+
+
+_TIMES = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWARD": 2}  # the usual proportions
+
+
+def simulated_waiting(order: dict[int, list[Any]]) -> float:
+    """Play an order through and return the share of waiting; sending costs nothing.
+
+    `order` has each process's actions, as torch's schedules of several stages list them (what Schedule1F1B lists is not
+    what it does: its last process begins with the second micro-batch).
+    """
+    rows = {rank: [a for a in row if a is not None and a.computation_type.name in _TIMES] for rank, row in order.items()}
+    last_stage = max(action.stage_index for row in rows.values() for action in row)
+    ready: dict[tuple[str, int, int], int] = {}  # when an activation or a gradient is there
+    clocks, busy = dict.fromkeys(rows, 0), 0
+    while any(rows.values()):
+        left = sum(map(len, rows.values()))
+        for rank, row in rows.items():
+            while row:
+                stage, kind, number = row[0].stage_index, row[0].computation_type.name, row[0].microbatch_index
+                is_forward, is_weight = kind == "FORWARD", kind == "BACKWARD_WEIGHT"
+                needs_nothing = is_weight or (stage == 0 if is_forward else stage == last_stage)
+                needed = ("F", stage - 1, number) if is_forward else ("B", stage + 1, number)
+                if not needs_nothing and needed not in ready:
+                    break
+                clocks[rank] = max(clocks[rank], 0 if needs_nothing else ready[needed]) + _TIMES[kind]
+                busy += _TIMES[kind]
+                if not is_weight:
+                    ready["F" if is_forward else "B", stage, number] = clocks[rank]
+                row.pop(0)
+        assert sum(map(len, rows.values())) < left, "the order waits for itself"
+    return 1 - busy / (len(rows) * max(clocks.values()))
