@@ -149,11 +149,19 @@ def torch_build(fact: str) -> Any:
     return getattr(module, fact, None)
 
 
+_BACKEND_COMES_WITH = {
+    "nccl": "those for CUDA",
+    "mpi": "one compiled from source where an MPI library is installed",
+    "ucc": "one compiled from source with USE_UCC=1",
+}
+
+
 def _check_backend(config: Config) -> list[Problem]:
     backend = config["backend"].get("name")
     if backend not in ("nccl", "mpi", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
         return []
-    return [Problem("backend", f"{backend} is not in this PyTorch build", "gloo, or auto for the best there is")]
+    what = f"{backend} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend]}"
+    return [Problem("backend", what, "gloo, or auto for the best there is")]
 
 
 def _torch_has(name: str) -> bool:

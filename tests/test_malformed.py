@@ -179,7 +179,7 @@ MALFORMED: dict[str, list[str]] = {
     "dataset=tokens dataset.root=/nowhere": ["dataset.vocab_size: is null (how many tokens the tokenizer has)", "dataset.root: /nowhere/train.bin, /nowhere/val.bin not there (train.bin and val.bin, or one file)"],
     "dataset=text dataset.root=/nowhere model=gpt": ["dataset.root: /nowhere is no folder (give one with text files)"],
     "dataset=synthetic dataset.kind=tokens dataset.augment=true": ["dataset.augment: true: there is no augmentation of tokens (dataset.kind=images has one)"],
-    "backend=mpi": ["backend: mpi is not in this PyTorch build (gloo, or auto for the best there is)"],
+    "backend=mpi": ["backend: mpi is not in this PyTorch build, but in one compiled from source where an MPI library is installed (gloo, or auto for the best there is)"],
     # the run's own keys
     "name=a/b": ["name: 'a/b' is not valid (a directory's name: no slash, at most 200 bytes)"],
     "name=..": ["name: '..' is not valid (a directory's name: no slash, at most 200 bytes)"],
