@@ -25,7 +25,7 @@ def final_loss(ended: Ended) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_learns_as_well_from_compressed_gradients(name: str, plain: Ended, tmp_path: Path) -> None:
+def test_a_model_learns_nearly_as_well_from_compressed_gradients(name: str, plain: Ended, tmp_path: Path) -> None:
     run = finished(*RUN, f"parallel.compression={name}", root=tmp_path / "runs")
     assert final_loss(run) < final_loss(plain) + 0.1
     assert any(not torch.equal(run.weights[key], plain.weights[key]) for key in plain.weights)  # it was compressed
