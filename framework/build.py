@@ -111,7 +111,7 @@ def engine(config: Config, module: "nn.Module", *, world: "World") -> "Engine":
     forward = Forward(
         task(config),
         seed=config["seed"],
-        device=world.device,
+        devices=world.devices,
         autocast=precision.autocast,
         example=example(dataset(config).info, dtype=precision.parameters),
     )

@@ -90,14 +90,15 @@ class Forward:
         task: Task,
         *,
         seed: int,
-        device: torch.device,
+        devices: Sequence[torch.device],
         autocast: torch.dtype | None,
         example: Tensor | None = None,
     ) -> None:
         self.task = task
         self.example = example  # a batch of two samples' inputs, without storage; None if their kind is not known
         self.seed = seed
-        self.device = device
+        self.device = devices[0]
+        self.devices = devices  # that the model is on
         self.autocast = autocast
         self.is_padding = False  # is the micro-batch at hand? For layers that look at other ranks' samples
         self._at = (0, 0)
@@ -109,8 +110,9 @@ class Forward:
 
     def _seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(value)
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index].manual_seed(value)
 
     def key_draws(self, units: Sequence[nn.Module]) -> None:
         """Key each unit's draws by its number too: then they are the same wherever the units lie (in a pipeline)."""

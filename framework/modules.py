@@ -23,6 +23,23 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that the model's forward calls, those with parameters; of a mere wrapper, those of what it wraps."""
+    units = _called(model)
+    while len(units) == 1 and not type(units[0]).__module__.startswith("torch.nn.") and (inner := _called(units[0])):
+        units = inner
+    return units
+
+
+def _called(model: nn.Module) -> list[nn.Module]:
+    units: list[nn.Module] = []
+    for child in model.children():
+        is_container = type(child).forward is nn.Module.forward or isinstance(child, nn.Sequential)
+        found = _called(child) if is_container else [child]
+        units += [unit for unit in found if any(True for _ in unit.parameters())]
+    return units
+
+
 def chain_of(model: nn.Module) -> list[nn.Module] | None:
     """Return modules that, called one after the other, are the model's forward; None if they are not known.
 

@@ -101,7 +101,7 @@ def _check_world(config: Config, *, world_size: int | None) -> tuple[Config, lis
     if not isinstance(count, int) or any(not isinstance(size, (int, type(None))) for size in axes.values()):
         return config, problems  # the schema has said so
     problems += _mesh_problems(axes, count=count, source=source, option=_option(parallel))
-    return config, problems
+    return config, problems or (_device_problems(config) if world_size is None else [])
 
 
 def _option(parallel: Config) -> str:
@@ -128,13 +128,36 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, opti
 
 
 def _default_processes(parallel: Config) -> int:
-    """Return the number of CUDA devices for a strategy that has mesh axes, 1 for any other and on a CPU."""
+    """Return how many processes the CUDA devices suffice for, if the strategy has mesh axes; 1 for any other and on a CPU."""
     axes = [parallel[name] for name in MESH_AXES if name in parallel]
-    if not axes or torch_build("cuda") is None:
-        return 1
+    return max(1, _cuda_devices() // _devices_of_each(parallel)) if axes else 1
+
+
+def _devices_of_each(parallel: Config) -> int:
+    num_devices = parallel.get("num_devices")
+    return num_devices if isinstance(num_devices, int) and num_devices > 0 else 1
+
+
+def _cuda_devices() -> int:
+    """Return how many there are; torch is imported only if its build has CUDA."""
+    if torch_build("cuda") is None:
+        return 0
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()
+
+
+def _device_problems(config: Config) -> list[Problem]:
+    """Refuse more processes, or devices of one, than there are CUDA devices. Without any, the CPU takes all."""
+    num_processes, each = config["launch"]["nproc_per_node"], _devices_of_each(config["parallel"])
+    if config["backend"].get("name") not in ("auto", "nccl") or not (there := _cuda_devices()):
+        return []
+    num_devices = num_processes * each
+    if num_devices <= there:
+        return []
+    what = f"{num_processes} x parallel.num_devices={each} = {num_devices}" if each > 1 else f"{num_processes}"
+    remedy = f"at most {there // each}, or backend=gloo for the CPU" if each <= there else f"at most {there} of each"
+    return [Problem("launch.nproc_per_node", f"{what}, but there are {there} CUDA devices", remedy)]
 
 
 def torch_build(fact: str) -> Any:

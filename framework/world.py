@@ -34,22 +34,37 @@ class World:
     local_world_size: int
     attempt: int
     device: torch.device
+    devices: list[torch.device]  # of this process alone; the first is `device`
     backend: str
     timeout: timedelta
     control: dist.ProcessGroup | None = None
     _flags: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, environment: Environment, *, backend: str, timeout_s: float, scratch: Path | None) -> "World":
-        """Join the run's process groups. Collective. `scratch`: a folder for the file store of a run on one machine."""
+    def start(
+        cls,
+        environment: Environment,
+        *,
+        backend: str,
+        timeout_s: float,
+        scratch: Path | None,
+        num_devices: int | None = 1,
+    ) -> "World":
+        """Join the run's process groups. Collective.
+
+        `num_devices` are this process's, None: all that there are; a CPU is one. `scratch` is a folder for the file store
+        of a run on one machine.
+        """
         use_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
+        devices = _cuda_devices(environment.local_rank, num_devices) if use_cuda else [torch.device("cpu")]
         world = cls(
             rank=environment.rank,
             local_rank=environment.local_rank,
             world_size=environment.world_size,
             local_world_size=environment.local_world_size,
             attempt=environment.attempt,
-            device=torch.device("cuda", environment.local_rank) if use_cuda else torch.device("cpu"),
+            device=devices[0],
+            devices=devices,
             backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             timeout=timedelta(seconds=timeout_s),
         )
@@ -167,6 +182,11 @@ class World:
         mine = torch.tensor([int(flag)])
         self._flags.append((dist.all_reduce(mine, group=self.control, async_op=True), mine))
         return before
+
+
+def _cuda_devices(local_rank: int, num_devices: int | None) -> list[torch.device]:
+    count = num_devices or torch.cuda.device_count()
+    return [torch.device("cuda", local_rank * count + i) for i in range(count)]
 
 
 def _store(environment: Environment, *, scratch: Path | None, timeout: timedelta) -> dist.Store:

@@ -43,7 +43,10 @@ def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None) -> 
     if environment.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
     backend, timeout_s = config["backend"]["name"], config["launch"]["timeout_s"]
-    world = World.start(environment, backend=backend, timeout_s=timeout_s, scratch=scratch)
+    num_devices = config["parallel"].get("num_devices", 1)
+    world = World.start(
+        environment, backend=backend, timeout_s=timeout_s, scratch=scratch, num_devices=num_devices
+    )
     try:
         _check_configuration(world, frozen)
         return execute(config, world=world)

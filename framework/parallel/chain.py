@@ -1,6 +1,7 @@
 """A model as a chain of modules, cut into stages of about equal cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,25 +32,57 @@ class Shapes:
         shape = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
         key = repr(shape)
         if key not in self._found:
-            self._found[key] = [output for output, _ in self._run(shape)]
+            self._found[key] = list(self._run(shape))
         return self._found[key]
 
-    def costs(self, inputs: Tree) -> list[int]:
-        """Return what each link costs for such a batch: floating-point operations, and a little for each weight."""
-        shape = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
-        return [1 + flops + sum(v.numel() for v in s.values()) for (_, flops), s in zip(self._run(shape), self._states)]
-
-    def _run(self, value: Tree) -> list[tuple[Tensor, int]]:
-        found = []
+    def _run(self, value: Tree) -> Iterator[Tensor]:
         for link, state in zip(self._links, self._states):
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
 
-                def run(*arguments: Any, link: nn.Module = link, state: dict[str, Tensor] = state, **named: Any) -> Any:
-                    return torch.func.functional_call(link, state, arguments, named)
+            def run(*arguments: Any, link: nn.Module = link, state: dict[str, Tensor] = state, **named: Any) -> Any:
+                return torch.func.functional_call(link, state, arguments, named)
 
+            with torch.no_grad():
                 value = call(run, value)
-            found.append((value, counter.get_total_flops()))
-        return found
+            yield value
+
+
+def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | None) -> list[int]:
+    """Return what each of the model's units costs: floating-point operations for a batch, and a little for each weight.
+
+    Weights alone if the kind of batch is not known, or if the model asks for numbers, not only for shapes.
+    """
+    weights = [1 + sum(p.numel() for p in unit.parameters()) for unit in units]
+    if example is None:
+        return weights
+    state = {name: v.detach().to("meta") for name, v in (*model.named_parameters(), *model.named_buffers())}
+    try:
+        with torch.no_grad(), _flops_of(units) as flops:
+            call(lambda *given, **named: torch.func.functional_call(model, state, given, named), example)
+    except (NotImplementedError, RuntimeError):
+        return weights
+    return [size + flops.get(number, 0) for number, size in enumerate(weights)]
+
+
+@contextmanager
+def _flops_of(units: Sequence[nn.Module]) -> Iterator[dict[int, int]]:
+    """Count the operations of each unit, by its number, while it is called."""
+    flops: dict[int, int] = {}
+    with FlopCounterMode(display=False) as counter:
+        hooks = []
+        for number, unit in enumerate(units):
+
+            def begin(*_: Any, number: int = number) -> None:
+                flops[number] = flops.get(number, 0) - counter.get_total_flops()
+
+            def end(*_: Any, number: int = number) -> None:
+                flops[number] += counter.get_total_flops()
+
+            hooks += [unit.register_forward_pre_hook(begin), unit.register_forward_hook(end)]
+        try:
+            yield flops
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def weighty(links: Sequence[nn.Module]) -> list[range]:

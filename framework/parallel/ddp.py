@@ -49,11 +49,16 @@ def replicated(
     compression: str | None = None,
     **options: Any,
 ) -> Engine:
-    """Return the Engine of a model that every rank of the world holds whole. `options` are DDP's own. Collective."""
-    model.to(world.device)
+    """Return the Engine of a model that every rank of the world holds whole. `options` are DDP's own. Collective.
+
+    With several devices in a process, the model lies on them already.
+    """
+    is_on_one = len(world.devices) == 1
+    if is_on_one:
+        model.to(world.device)
     wrapper = DistributedDataParallel(
         model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
+        device_ids=[world.device] if is_on_one and world.device.type == "cuda" else None,
         forward_sync_buffers=False,  # the buffers follow micro-batch 0 (DataParallelEngine)
         **options,
     )

@@ -1,6 +1,5 @@
 """nn.DataParallel: one process; each micro-batch is cut over its devices."""
 
-import torch
 from torch import nn
 
 from framework.engine import DataParallelEngine, Engine, Forward
@@ -8,11 +7,10 @@ from framework.log import LOGGER
 from framework.world import World
 
 
-def dp(model: nn.Module, *, world: World, forward: Forward) -> Engine:
-    """Run the model on all CUDA devices of this process, or, with one device or none, as it is."""
+def dp(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:
+    """Run the model on the CUDA devices of this process, or, with one device or none, as it is."""
     model.to(world.device)
-    num_devices = torch.cuda.device_count() if world.device.type == "cuda" else 1
-    if num_devices > 1:
-        return DataParallelEngine(model, model=nn.DataParallel(model), forward=forward)
+    if len(world.devices) > 1:
+        return DataParallelEngine(model, model=nn.DataParallel(model, device_ids=world.devices), forward=forward)
     LOGGER.info("parallel=dp: there is one device (%s), so the model runs as with parallel=single", world.device)
     return DataParallelEngine(model, model=model, forward=forward)

@@ -13,7 +13,7 @@ from framework.engine import Forward, MicroBatch, Step, Sums, add, persistent_bu
 from framework.log import LOGGER
 from framework.modules import chain_of
 from framework.optim import BuildOptimizer, Trainable
-from framework.parallel.chain import Shapes, cut, drop, weighty
+from framework.parallel.chain import Shapes, costs_of, cut, drop, weighty
 from framework.parallel.schedules import STAGES_PER_RANK, Loss, make_schedule, waiting_share
 from framework.tree import map_tensors
 from framework.world import World
@@ -70,10 +70,7 @@ class PipelineEngine:
 
     def _cut(self, links: list[nn.Module]) -> None:
         """Keep this rank's links, and those that share a weight with them. All ranks cut alike."""
-        if self._forward.example is None:
-            costs = [1 + sum(p.numel() for p in link.parameters()) for link in links]
-        else:
-            costs = self._shapes.costs(self._forward.example)
+        costs = costs_of(self.module, links, example=self._forward.example)
         groups = weighty(links)
         cuts = cut([sum(costs[i] for i in group) for group in groups], num_stages=self._num_stages)
         spans = [range(groups[part[0]][0], groups[part[-1]][-1] + 1) for part in cuts]

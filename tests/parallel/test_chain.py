@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from framework.parallel.chain import Shapes, cut, stray_parameters, weighty
+from framework.parallel.chain import costs_of, cut, stray_parameters, weighty
 from framework.parallel.schedules import simulated_waiting
 
 
@@ -35,8 +35,8 @@ def test_links_without_weights_go_with_their_neighbours() -> None:
 
 def test_costs_are_counted_operations() -> None:
     links = [nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 6 * 6, 5)]
-    costs = Shapes(links).costs(torch.empty(3, 1, 8, 8))
-    assert costs == [1 + 2 * 3 * 2 * 9 * 36 + 20, 1, 1 + 2 * 3 * 72 * 5 + 365]
+    example = torch.empty(3, 1, 8, 8, device="meta")
+    assert costs_of(nn.Sequential(*links), links, example=example) == [1 + 2 * 3 * 2 * 9 * 36 + 20, 1, 1 + 2 * 3 * 72 * 5 + 365]
 
 
 def test_a_weight_outside_of_the_chain_is_found() -> None:

@@ -1,0 +1,88 @@
+"""Model parallelism: the layers of one model on several devices of one process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from framework.engine import DataParallelEngine, Engine, Forward
+from framework.log import LOGGER
+from framework.modules import chain_of, units_of
+from framework.parallel.chain import costs_of, cut
+from framework.tree import Tree, map_tensors
+from framework.world import World
+
+
+def model_parallel(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:
+    """Lay the model out over the devices of this process."""
+    place(model, devices=world.devices, example=forward.example, option="model-parallel", speaks=True)
+    return DataParallelEngine(model, model=model, forward=forward)
+
+
+def place(
+    model: nn.Module, *, devices: Sequence[torch.device], example: Tree | None, option: str, speaks: bool
+) -> None:
+    """Lay the model out in its layers' order, so that the dearest device is as cheap as can be.
+
+    The last layers are on the first device: where batches come from, and where the outputs meet the targets. What a layer
+    is called with follows it to its device. The layers are those of the model's chain; if that is not known, they are
+    the modules that its forward calls, and what they return comes back to the first device, where the rest is.
+    """
+    home = devices[0]
+    links = chain_of(model)
+    units = units_of(model) if links is None else links
+    groups = sharing_weights(units)
+    costs = costs_of(model, units, example=example)
+    totals = [sum(costs[i] for i in group) for group in groups]
+    cuts = cut(totals, num_stages=min(len(devices), len(groups))) if groups else []
+    _move_own(model, units, to=home)
+    for part, device in zip(cuts, [*devices[1 : len(cuts)], home]):
+        for unit in [units[i] for number in part for i in groups[number]]:
+            unit.to(device)
+            unit.register_forward_pre_hook(_Move(device).before, with_kwargs=True)
+            if links is None:
+                unit.register_forward_hook(_Move(home).after)
+    if not speaks:
+        return
+    if len(devices) == 1:
+        LOGGER.info("parallel=%s: there is one device (%s), which has all layers", option, home)
+    else:
+        shares = [100 * sum(totals[number] for number in part) / sum(totals) for part in cuts]
+        LOGGER.info("%s: %d layers on %d devices, with %s %% of the work", option, len(units), len(cuts),
+                    ", ".join(f"{share:.0f}" for share in shares))  # fmt: skip
+
+
+def sharing_weights(units: Sequence[nn.Module]) -> list[list[int]]:
+    """Group the units that share a weight, which can be on one device only; each group stands where its last unit does."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for number, unit in enumerate(units):
+        weights = {id(parameter) for parameter in unit.parameters()}
+        sharing = [group for group in groups if group[0] & weights]
+        groups = [group for group in groups if not group[0] & weights]
+        groups.append((weights.union(*(w for w, _ in sharing)), sorted([*(i for _, n in sharing for i in n), number])))
+    return [numbers for _, numbers in groups]
+
+
+def _move_own(model: nn.Module, units: Sequence[nn.Module], *, to: torch.device) -> None:
+    """Move the parameters and buffers that belong to no unit."""
+    inside = {id(module) for unit in units for module in unit.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            module._apply(lambda tensor: tensor.to(to), recurse=False)  # what to() is made of: to() itself takes all below
+
+
+class _Move:
+    """Hooks that bring what goes into a module, or what comes out of it, to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def before(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return self._moved(given), self._moved(named)
+
+    def after(self, _: nn.Module, __: Any, outputs: Any) -> Any:
+        return self._moved(outputs)
+
+    def _moved(self, tree: Tree) -> Tree:
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), tree)
