@@ -32,6 +32,7 @@ class Step(NamedTuple):
     epoch: int
     num_samples: int  # of the global batch, over all ranks
     micro_batches: Sequence[MicroBatch]
+    is_even: bool = True  # are each rank's micro-batches of one size? On all ranks, so that they can cut a step alike
 
 
 class Task(Protocol):

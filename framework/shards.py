@@ -16,6 +16,11 @@ def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
     return list(groups.values())
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of the tensor, sharing its memory, or the tensor itself if it is no shard."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the tensor that this is a shard of, or itself. Collective if it is one."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

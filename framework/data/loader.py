@@ -80,7 +80,8 @@ class Loader:
         mine, span = self._cut(len(samples))
         keys = None if augment_keys is None else augment_keys[span]
         inputs, targets = self._fetch(samples[span], keys)
-        return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, span=span) for part in mine])
+        is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
+        return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, span=span) for part in mine], is_even)
 
     def _cut(self, num_samples: int) -> tuple[list[Part], slice]:
         """Return this rank's parts of a global batch, and their span: without gaps, so that it is fetched at once."""

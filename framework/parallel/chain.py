@@ -1,5 +1,6 @@
 """A model as a chain of modules, cut into stages of about equal cost."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,13 +19,13 @@ def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:
 
 
 class Shapes:
-    """What goes in and out of each link of a chain: shapes and types, found without computing a number."""
+    """What goes in and out of each link of a chain: shapes and types, found without computing a number.
+
+    It works on copies of the links, without storage: the links themselves may be cut, or dropped, later.
+    """
 
     def __init__(self, links: Sequence[nn.Module]) -> None:
-        self._links = list(links)
-        self._states = [
-            {name: value.detach().to("meta") for name, value in link.state_dict(keep_vars=True).items()} for link in links
-        ]
+        self._links = [_on_meta(link) for link in links]
         self._found: dict[Any, list[Tensor]] = {}
 
     def outputs(self, inputs: Tree) -> list[Tensor]:
@@ -36,14 +37,19 @@ class Shapes:
         return self._found[key]
 
     def _run(self, value: Tree) -> Iterator[Tensor]:
-        for link, state in zip(self._links, self._states):
-
-            def run(*arguments: Any, link: nn.Module = link, state: dict[str, Tensor] = state, **named: Any) -> Any:
-                return torch.func.functional_call(link, state, arguments, named)
-
+        for link in self._links:
             with torch.no_grad():
-                value = call(run, value)
+                value = call(link, value)
             yield value
+
+
+def _on_meta(link: nn.Module) -> nn.Module:
+    """Return a copy for evaluation, without storage."""
+    tensors = [*link.parameters(), *link.buffers()]
+    copied = copy.deepcopy(link, {id(tensor): tensor.detach().to("meta") for tensor in tensors})
+    for module in copied.modules():
+        module.__dict__.pop("forward", None)  # a wrapper (recomputation, compilation) around the original's
+    return copied.eval()
 
 
 def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | None) -> list[int]:
@@ -114,12 +120,3 @@ def cut(costs: Sequence[int], *, num_stages: int) -> list[range]:
     return stages[::-1]
 
 
-def drop(model: nn.Module, link: nn.Module) -> None:
-    """Take a link's parameters out of the model; the others keep their names. The link itself stays, without storage."""
-    for name, module in model.named_modules():
-        if module is link:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, nn.Identity())
-            link.to("meta")
-            return
-    raise ValueError(f"a link of the chain, a {type(link).__name__}, is not a module of the model")

@@ -1,5 +1,6 @@
 """FSDP2 over tensor parallelism: layers cut within a group of processes, and those parts sharded across the groups."""
 
+import logging
 import warnings
 from typing import Literal
 
@@ -21,16 +22,16 @@ def fsdp_tensor(
     forward: Forward,
     shard: int | None,
     tensor: int | None,
+    sequence: bool,
     reshard_after_forward: bool,
     param_dtype: Literal["bf16", "fp16", "fp32"] | None,
     reduce_dtype: Literal["bf16", "fp16", "fp32"] | None,
 ) -> Engine:
     """Cut the linear layers over the inner axis of the mesh, then shard everything over the outer. Collective."""
-    # a gathered output is a view of a DTensor; nobody changes it in place
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    ignore_known()
     model.to(world.device)
     mesh = world.mesh(shard=shard, tensor=tensor)
-    cut_layers(model, mesh=mesh["tensor"])
+    cut_layers(model, mesh=mesh["tensor"], sequence=sequence)
     shard_blocks(
         model,
         mesh=mesh["shard"],
@@ -52,3 +53,11 @@ def fsdp_tensor(
         set_sync=model.set_requires_gradient_sync,
         broadcast=world.broadcast,
     )
+
+
+def ignore_known() -> None:
+    """Silence what torch says of shards over two axes each time, on every rank."""
+    # a gathered output is a view of a DTensor; nobody changes it in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    # a norm is summed over one axis, then over the other: all processes do so in the same order
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -10,14 +10,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from framework.engine import DataParallelEngine, Engine, Forward
 from framework.modules import has_dropout
+from framework.parallel import sequence as sequences
 from framework.world import World
 
 
-def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None) -> Engine:
-    """Cut the model's linear layers over all processes. Collective."""
+def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool) -> Engine:
+    """Cut the model's linear layers over all processes, and with `sequence` the tokens between them. Collective."""
     model.to(world.device)
     mesh = world.mesh(tensor=tensor)
-    cut_layers(model, mesh=mesh)
+    cut_layers(model, mesh=mesh, sequence=sequence)
     return DataParallelEngine(
         model,
         model=model,
@@ -28,7 +29,7 @@ def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | No
     )
 
 
-def problems(model: nn.Module, *, tensor: int, **others: object) -> list[str]:
+def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object) -> list[str]:
     """Say why this model cannot be cut over so many processes."""
     try:
         styles = styles_of(model, num_parts=tensor)
@@ -37,15 +38,16 @@ def problems(model: nn.Module, *, tensor: int, **others: object) -> list[str]:
     if tensor > 1 and has_dropout(model) and any(isinstance(style, RowwiseParallel) for style in styles.values()):
         return ["the model has dropout, whose draws between layers cut by columns and by rows would depend on the number "
                 "of processes; set model.dropout=0"]  # fmt: skip
-    return []
+    return sequences.problems(model, styles, num_parts=tensor) if sequence else []
 
 
-def cut_layers(model: nn.Module, *, mesh: DeviceMesh) -> None:
+def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool) -> None:
     """Turn the weights that the plan names into shards over the one-dimensional mesh. Collective.
 
     What no plan names stays whole, and is computed by every process alike.
     """
-    parallelize_module(model, mesh, styles_of(model, num_parts=mesh.size()))
+    styles = styles_of(model, num_parts=mesh.size())
+    parallelize_module(model, mesh, sequences.with_sequence(model, styles) if sequence else styles)
 
 
 def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:

@@ -1,0 +1,71 @@
+"""Three axes: stages of a pipeline, each sharded by FSDP2, their layers cut by tensor parallelism."""
+
+from typing import Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from framework.engine import Engine, Forward
+from framework.parallel import pipeline as pipelines
+from framework.parallel import tensor as tensors
+from framework.parallel.fsdp_tensor import ignore_known
+from framework.parallel.pipeline_engine import PipelineEngine
+from framework.parallel.stages import Stage
+from framework.world import World
+
+
+def pipeline_fsdp_tensor(
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    pipeline: int | None,
+    shard: int | None,
+    tensor: int | None,
+    schedule: Literal["gpipe", "1f1b"],
+    reshard_after_forward: bool,
+) -> Engine:
+    """Cut the model into stages along the outermost axis, shard each along the middle one, cut its layers along the last. Collective."""
+    ignore_known()
+    model.to(world.device)
+    mesh = world.mesh(pipeline=pipeline, shard=shard, tensor=tensor)
+    num_parts = mesh["tensor"].size()
+    styles = tensors.styles_of(model, num_parts=num_parts) if num_parts > 1 else {}
+
+    def shard_stage(stage: Stage) -> None:
+        cut_and_shard(model, stage, styles=styles, mesh=mesh, reshard_after_forward=reshard_after_forward)
+
+    return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule, shard_stage=shard_stage)
+
+
+def problems(model: nn.Module, *, pipeline: int, tensor: int, schedule: str, **others: object) -> list[str]:
+    """Say why this model cannot be cut so."""
+    found = pipelines.problems(model, pipeline=pipeline, schedule=schedule)
+    return found or (tensors.problems(model, tensor=tensor, sequence=False) if tensor > 1 else [])
+
+
+def cut_and_shard(
+    model: nn.Module, stage: Stage, *, styles: dict[str, ParallelStyle], mesh: DeviceMesh, reshard_after_forward: bool
+) -> None:
+    """Turn this process's stage into shards: of the layers that `styles` names, over two axes. Collective.
+
+    A link is gathered at a time. Those that share a weight are gathered together, with what is left.
+    """
+    here = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    parallelize_module(model, mesh["tensor"], {name: style for name, style in styles.items() if name in here})
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each weight
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    inside = set(stage.modules())
+    for link in stage.links:
+        if all(len(places[id(parameter)]) == 1 for parameter in link.parameters()):
+            fully_shard(link, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+    fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+    for several in places.values():  # a link of another stage that is here for the sake of a weight's name
+        holder, name = next((module, name) for module, name in several if module in inside)
+        for module, alias in several:
+            if module not in inside:
+                setattr(module, alias, getattr(holder, name))
