@@ -46,7 +46,9 @@ def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None) -> 
     world = World.start(environment, backend=backend, timeout_s=timeout_s, scratch=scratch)
     try:
         _check_configuration(world, frozen)
-        return execute(config, world=world)
+        code = execute(config, world=world)
+        world.leave()
+        return code
     finally:
         world.stop()
 
