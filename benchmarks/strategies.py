@@ -42,6 +42,8 @@ def strategies(count: int) -> dict[str, list[str]]:
         "ddp+pp": ["parallel=ddp+pp", f"parallel.replicate={half}", "parallel.pipeline=2"],
         "context": ["parallel=context", f"parallel.replicate={half}", "parallel.context=2"],
         "local-sgd": ["parallel=local-sgd"],
+        "parameter-server, sync": ["parallel=parameter-server"],
+        "parameter-server, async": ["parallel=parameter-server", "parallel.mode=async"],
     }  # fmt: skip
 
 

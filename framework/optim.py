@@ -34,6 +34,11 @@ def hidden_matrices(model: nn.Module) -> list[str]:
     return [name for name, parameter in matrices[1:-1] if parameter.ndim == 2]
 
 
+def stand_in(device: torch.device) -> list[Trainable]:
+    """Return something to build the optimizer of, for a rank that updates nothing: no optimizer takes no parameters."""
+    return [Trainable("", nn.Parameter(torch.zeros(1, device=device)), False)]
+
+
 def _by_decay(trained: list[Trainable], weight_decay: float) -> list[dict[str, object]]:
     """Decay matrices and kernels, not vectors (biases, norms); no group mixes shards over different meshes."""
     parameters = [item.parameter for item in trained]

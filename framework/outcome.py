@@ -66,4 +66,10 @@ def _quotes_another(error: Exception) -> bool:
 
 def is_lost_peer(error: Exception) -> bool:
     """Return whether an error only says that another rank is gone."""
-    return any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+    return any(text in str(error) for text in _LOST_PEER)
+
+
+_LOST_PEER = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo's words
+    "EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed",  # those of rpc's transport
+)  # fmt: skip

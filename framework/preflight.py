@@ -207,7 +207,7 @@ def _check_batch(config: Config) -> list[Problem]:
     if trainer.get("max_steps", 0) is None and trainer.get("max_epochs", 0) is None:
         what = "null, as is trainer.max_epochs: the run would never end"
         problems.append(Problem("trainer.max_steps", what, "a number for one of them"))
-    problems += _check_sync(config)
+    problems += _check_sync(config) + _check_async(config)
     if trainer.get("sync_batchnorm") is True and (axes := {"tensor", "pipeline", "context"} & config["parallel"].keys()):
         what = f"true, but processes along the {sorted(axes)[0]} axis have no samples of their own"
         problems.append(Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp"))
@@ -228,6 +228,20 @@ def _check_sync(config: Config) -> list[Problem]:
     periods = {"trainer.eval_every": config["trainer"].get("eval_every"), "checkpoint.every": config["checkpoint"].get("every")}
     return [Problem(key, f"{every} is not a multiple of parallel.sync_every={sync_every}", "the processes agree only then")
             for key, every in periods.items() if isinstance(every, int) and every % sync_every]  # fmt: skip
+
+
+def _check_async(config: Config) -> list[Problem]:
+    """Refuse what needs the ranks to stand at the same parameters after each step."""
+    if config["parallel"].get("mode") != "async" or config["launch"].get("nproc_per_node") == 1:
+        return []
+    trainer, expected = config["trainer"], "parallel.mode=sync for that"
+    at_odds = {
+        "trainer.ema_decay": trainer.get("ema_decay"),
+        "trainer.sync_batchnorm": trainer.get("sync_batchnorm"),
+        "precision": config["precision"].get("name") == "fp16" and "fp16, whose loss scale follows every step's global norm",
+    }
+    return [Problem(key, f"{str(value).lower() if value is True else value}, but under parallel.mode=async "
+                    "each process is at a point of its own", expected) for key, value in at_odds.items() if value]  # fmt: skip
 
 
 def _divisors(number: int) -> str:

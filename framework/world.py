@@ -39,6 +39,8 @@ class World:
     timeout: timedelta
     control: dist.ProcessGroup | None = None
     _flags: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    _store: dist.Store | None = None
+    _at_end: list[tuple[Callable[[], None], Callable[[], None]]] = field(default_factory=list)
 
     @classmethod
     def start(
@@ -77,6 +79,7 @@ class World:
         return world
 
     def _join(self, store: dist.Store) -> None:
+        self._store = store
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout
         )
@@ -96,8 +99,24 @@ class World:
         """Return a group of all ranks of its own, whose collectives pair with no others'. Collective."""
         return dist.new_group(backend=self.backend, timeout=self.timeout)
 
+    def store(self, name: str) -> dist.Store:
+        """Return a part of this attempt's store, whose keys nothing else uses."""
+        assert self._store is not None
+        return dist.PrefixStore(name, self._store)
+
+    def at_end(self, *, leave: Callable[[], None], abandon: Callable[[], None]) -> None:
+        """Have `leave` run when every rank is done, while all still answer; `abandon` instead where this rank has failed."""
+        self._at_end.append((leave, abandon))
+
+    def leave(self) -> None:
+        """End what the ranks do for each other, all being well. Collective."""
+        while self._at_end:
+            self._at_end.pop()[0]()
+
     def stop(self) -> None:
         """Leave the process groups. The model's wrapper and the optimizer must be gone: exit can hang otherwise (pytorch#56297)."""
+        while self._at_end:  # first of all: ranks that wait for an answer learn that none will come
+            self._at_end.pop()[1]()
         for work, _ in self._flags:
             work.wait()
         self._flags.clear()

@@ -58,7 +58,8 @@ def layouts(strategy: str) -> list[tuple[int, list[str]]]:
     return [*along_last, (4, [f"parallel.{axes[0]}=2", *inner, f"parallel.{axes[-1]}=2"])]
 
 
-NOT_EQUAL = ["local-sgd"]  # and says so; it has a test of its own
+# and says so; it has a test of its own, as has the asynchronous mode of the parameter server, which is synchronous by default
+NOT_EQUAL = ["local-sgd"]
 CASES = [(strategy, *layout) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL) for layout in layouts(strategy)]
 VARIANTS = [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.static_graph=true"]),
           ("ddp", 2, ["parallel.gradient_as_bucket_view=false", "parallel.bucket_cap_mb=1"]),

@@ -105,7 +105,8 @@ def _optimizer_targets(
 def _load_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, states: dict[str, dict[str, Tensor]]) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {i: states[names[id(p)]] for i, p in enumerate(listed) if names[id(p)] in states}
+    # what a rank that updates nothing has instead of parameters (optim.stand_in) has no name
+    state = {i: states[names[id(p)]] for i, p in enumerate(listed) if names.get(id(p)) in states}
     # through load_state_dict, which puts each value on the device and into the dtype that this optimizer wants
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

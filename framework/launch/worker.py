@@ -49,7 +49,9 @@ def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None) -> 
     )
     try:
         _check_configuration(world, frozen)
-        return execute(config, world=world)
+        code = execute(config, world=world)
+        world.leave()
+        return code
     finally:
         world.stop()
 

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from framework.engine import Forward, MicroBatch, Step, Sums, add, persistent_buffers
 from framework.log import LOGGER
 from framework.modules import chain_of
-from framework.optim import BuildOptimizer, Trainable
+from framework.optim import BuildOptimizer, Trainable, stand_in
 from framework.parallel.chain import Shapes, costs_of
 from framework.parallel.schedules import STAGES_PER_RANK, Loss, make_schedule, waiting_share
 from framework.parallel.stages import Stage, keep_own, shared_weights, spans_of
@@ -236,8 +236,7 @@ class PipelineEngine:
         return True
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        # a stage without weights updates a stand-in, since no optimizer takes none
-        return build(trained or [Trainable("", nn.Parameter(torch.zeros(1, device=self._world.device)), False)])
+        return build(trained or stand_in(self._world.device))  # a stage may have frozen weights only
 
     def _snapshot(self) -> list[Tensor]:
         return [buffer.clone() for buffer in self._buffers]

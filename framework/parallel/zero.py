@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from framework.engine import Engine, Forward
-from framework.optim import BuildOptimizer, Trainable
+from framework.optim import BuildOptimizer, Trainable, stand_in
 from framework.parallel.ddp import replicated
 from framework.world import World
 
@@ -31,8 +31,7 @@ def zero(
     def make_optimizer(build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         owners = owners_of(trained, num_ranks=world.world_size)
         mine = [item for item, owner in zip(trained, owners) if owner == world.rank]
-        # a rank that owns nothing (more ranks than parameters) updates a stand-in, since no optimizer takes none
-        optimizer = build(mine or [Trainable("", nn.Parameter(torch.zeros(1, device=world.device)), False)])
+        optimizer = build(mine or stand_in(world.device))  # there may be more ranks than parameters
 
         def share(*_: object) -> None:
             sent = [dist.broadcast(t.parameter.data, src=o, async_op=True) for t, o in zip(trained, owners)]
