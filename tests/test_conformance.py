@@ -41,7 +41,8 @@ OWN_OPTIONS = {
 }  # fmt: skip
 OPTIMIZERS = {
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.1"],
-    "sgd": ["optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9"],
+    # the average of the weights is what is evaluated, and kept
+    "sgd": ["optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9", "trainer.ema_decay=0.8", "trainer.eval_every=2"],
 }
 
 

@@ -67,6 +67,22 @@ def shard_blocks(
             mp_policy=precision,
             offload_policy=offload,
         )
+    reshard_after_evaluation(model)
+
+
+def reshard_after_evaluation(model: nn.Module) -> None:
+    """Have a forward pass without gradients free what it has gathered.
+
+    No backward pass does so then, and the next forward pass would take it for what the shards have become meanwhile: the
+    weights, say, after their average was evaluated.
+    """
+
+    def reshard(*_: object) -> None:
+        for module in model.modules() if not torch.is_grad_enabled() else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    model.register_forward_hook(reshard)
 
 
 def sharded_engine(model: nn.Module, *, mesh: DeviceMesh, world: World, forward: Forward) -> Engine:

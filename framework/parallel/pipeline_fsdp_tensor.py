@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from framework.engine import Engine, Forward
 from framework.parallel import pipeline as pipelines
 from framework.parallel import tensor as tensors
+from framework.parallel.fsdp import reshard_after_evaluation
 from framework.parallel.fsdp_tensor import ignore_known
 from framework.parallel.pipeline_engine import PipelineEngine
 from framework.parallel.stages import Stage
@@ -64,6 +65,7 @@ def cut_and_shard(
         if all(len(places[id(parameter)]) == 1 for parameter in link.parameters()):
             fully_shard(link, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+    reshard_after_evaluation(stage)
     for several in places.values():  # a link of another stage that is here for the sake of a weight's name
         holder, name = next((module, name) for module, name in several if module in inside)
         for module, alias in several:
