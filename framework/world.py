@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.environment import Environment, set_default
+from framework import mpi
+from framework.environment import Environment, Place, set_default
 from framework.mesh import resolve_axes
 from framework.outcome import DiskFailed
 
@@ -25,7 +26,8 @@ class World:
     """One process's view of the run. Built by `start`; every method marked collective is called by every rank.
 
     Training collectives use the default process group. What the framework itself agrees on (stop flags, checkpoint
-    plans, metric sums) goes over `control`, a gloo group of its own, so that it never pairs with a gradient.
+    plans, metric sums) goes over `control`, a group of its own, so that it never pairs with a gradient: a gloo group, but
+    over MPI where the training is, for a cluster may let nothing else through.
     """
 
     rank: int
@@ -33,9 +35,11 @@ class World:
     world_size: int
     local_world_size: int
     attempt: int
+    first_on_node: int  # the rank whose local_rank is 0 on this node
     device: torch.device
     backend: str
     timeout: timedelta
+    control_backend: str = "gloo"
     control: dist.ProcessGroup | None = None
     _flags: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
@@ -43,14 +47,16 @@ class World:
     def start(cls, environment: Environment, *, backend: str, timeout_s: float, scratch: Path | None) -> "World":
         """Join the run's process groups. Collective. `scratch`: a folder for the file store of a run on one machine."""
         use_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
+        place = mpi.place_on_node() if environment.uses_mpi else Place.of(environment)
         world = cls(
             rank=environment.rank,
-            local_rank=environment.local_rank,
+            local_rank=place.local_rank,
             world_size=environment.world_size,
-            local_world_size=environment.local_world_size,
+            local_world_size=place.local_world_size,
             attempt=environment.attempt,
-            device=torch.device("cuda", environment.local_rank) if use_cuda else torch.device("cpu"),
-            backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+            first_on_node=place.first_on_node,
+            device=torch.device("cuda", place.local_rank) if use_cuda else torch.device("cpu"),
+            backend="cpu:gloo,cuda:nccl" if use_cuda else "mpi" if backend == "mpi" else "gloo",
             timeout=timedelta(seconds=timeout_s),
         )
         if use_cuda:
@@ -58,15 +64,22 @@ class World:
         if world.world_size > 1:
             if world.world_size == world.local_world_size:
                 set_default("GLOO_SOCKET_IFNAME", "lo")  # one machine: nobody else needs to reach us
-            world._join(_store(environment, scratch=scratch, timeout=world.timeout))
+            uses_store = world.backend != "mpi"
+            store = _store(environment, scratch=scratch, timeout=world.timeout) if uses_store else dist.HashStore()
+            world._join(store)
         return world
 
     def _join(self, store: dist.Store) -> None:
+        if self.backend == "mpi":
+            from framework.mpi_group import backend_name
+
+            self.backend = backend_name()
+            self.control_backend = self.backend
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout
         )
         if self.world_size > 1:
-            self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+            self.control = dist.new_group(backend=self.control_backend, timeout=self.timeout)
 
     def mesh(self, **axes: int | None) -> "DeviceMesh":
         """Return the device mesh with these axes, outermost first; at most one None takes what is left. Collective."""
@@ -177,7 +190,9 @@ def _store(environment: Environment, *, scratch: Path | None, timeout: timedelta
 
 
 def launcher_store(environment: Environment, *, timeout: timedelta) -> dist.Store:
-    """Return the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none."""
+    """Return the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none. Collective."""
+    if environment.uses_mpi:
+        return mpi.store(one_machine=mpi.place_on_node().local_world_size == environment.world_size, timeout=timeout)
     return dist.TCPStore(
         environment.master_addr,
         environment.master_port,

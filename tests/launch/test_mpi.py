@@ -1,0 +1,230 @@
+"""Under mpirun: the same run over MPI, and over gloo; what stops it, and what it says where MPI is not to be had."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from framework import mpi
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished
+from tests.launch.test_local import assert_gone, wait_for
+from tests.test_conformance import MODELS, RUN
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+needs_mpi = pytest.mark.skipif(MPIRUN is None or not mpi.is_installed(), reason=f"no MPI here: {mpi.INSTALL}")
+# as root, and with more ranks than cores, Open MPI wants to be told
+ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+           "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::FutureWarning"}  # fmt: skip
+
+
+def mpirun(ranks: int, *words: str | Path) -> "subprocess.Popen[str]":
+    line = [str(MPIRUN), "-n", str(ranks), sys.executable, *map(str, words)]
+    environment = os.environ | ALLOWED
+    return subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+
+
+def end(process: "subprocess.Popen[str]", *, root: Path) -> Ended:
+    try:
+        output, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()
+        process.wait()
+    return Ended(process.returncode, output, root)
+
+
+def train(ranks: int, *overrides: str, root: Path) -> "subprocess.Popen[str]":
+    return mpirun(ranks, ROOT / "train.py", *overrides, f"run.root={root}")
+
+
+MLP = [*RUN, *MODELS["mlp"]]
+GPT = [*RUN, *MODELS["gpt, tied"]]
+CNN = [*RUN, *MODELS["cnn with BatchNorm"], "model.dropout=0", "micro_batch_size=null", "trainer.sync_batchnorm=true"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Ended]:
+    done: dict[str, Ended] = {}
+
+    def run(line: list[str]) -> Ended:
+        if str(line) not in done:
+            done[str(line)] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
+        return done[str(line)]
+
+    return run
+
+
+@needs_mpi
+def test_four_ranks_of_mpirun_compute_what_one_process_does(
+    one_process: Callable[[list[str]], Ended], tmp_path: Path
+) -> None:
+    run = end(train(4, *MLP, "parallel=ddp", "backend=mpi", root=tmp_path / "runs"), root=tmp_path / "runs")
+    assert run.code == 0, run.output
+    assert run.output.count("steps on 4 x cpu") == 1  # one run, not four
+    assert_close(run, one_process(MLP))
+    assert not list(run.directory.glob("**/*.tmp"))
+
+
+STRATEGIES = {
+    "ddp": (MLP, ["parallel=ddp", "backend=mpi"]),
+    "ddp over gloo": (MLP, ["parallel=ddp", "backend=gloo"]),
+    "synchronised BatchNorm": (CNN, ["parallel=ddp", "backend=mpi"]),
+    "zero": (MLP, ["parallel=zero", "backend=mpi"]),
+    "fsdp": (MLP, ["parallel=fsdp", "backend=mpi"]),
+    "hsdp": (GPT, ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=1", "backend=mpi"]),
+    "tensor": (GPT, ["parallel=tensor", "backend=mpi"]),
+    "context": (GPT, ["parallel=context", "parallel.context=2", "backend=mpi"]),
+    "pipeline": (GPT, ["parallel=pipeline", "backend=mpi"]),
+    "zero-bubble": (MLP, ["parallel=pipeline", "parallel.schedule=zero-bubble", "backend=mpi"]),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run every line of STRATEGIES under one mpirun, each in a folder of its number."""
+    if MPIRUN is None or not mpi.is_installed():
+        pytest.skip(f"no MPI here: {mpi.INSTALL}")
+    folder = tmp_path_factory.mktemp("two")
+    lines = [[*run, *options, f"run.root={folder / str(i)}"] for i, (run, options) in enumerate(STRATEGIES.values())]
+    (folder / "lines.json").write_text(json.dumps(lines))
+    ended = end(mpirun(2, HERE / "mpi_commands.py", folder / "lines.json"), root=folder)
+    (folder / "output").write_text(ended.output)
+    return folder
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_over_mpi_computes_what_one_process_does(
+    name: str, two_ranks: Path, one_process: Callable[[list[str]], Ended]
+) -> None:
+    run = Ended(0, (two_ranks / "output").read_text(), two_ranks / str(list(STRATEGIES).index(name)))
+    assert run.summary["status"] == "finished", run.output
+    assert run.summary["world_size"] == 2
+    assert_close(run, one_process(STRATEGIES[name][0]))
+
+
+@needs_mpi
+def test_every_operation_of_the_group_is_that_of_torch(tmp_path: Path) -> None:
+    ended = end(mpirun(3, HERE / "mpi_operations.py"), root=tmp_path)
+    assert ended.code == 0, ended.output
+    assert ended.output.count(" passed\n") == 8, ended.output
+
+
+LONG = [*MLP, "trainer.max_steps=400", "trainer.eval_every=null", "trainer.log_every=50", "checkpoint.every=100"]
+
+
+@needs_mpi
+def test_sigusr1_to_mpirun_stops_with_a_checkpoint_to_continue_from(tmp_path: Path) -> None:
+    line = [*LONG, "parallel=ddp"]
+    whole = finished(*line, "launch.nproc_per_node=2", root=tmp_path / "whole")
+    process = train(2, *line, "backend=mpi", root=tmp_path / "runs")
+    try:
+        wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=100, what="a checkpoint")
+        process.send_signal(signal.SIGUSR1)
+    finally:
+        stopped = end(process, root=tmp_path / "runs")
+    assert stopped.code == 75, stopped.output
+    assert stopped.output.count("SIGUSR1: stopping after this step") == 1
+    assert stopped.summary["status"] == "preempted"
+    assert_same_bits(finished(*line, "launch.nproc_per_node=2", root=tmp_path / "runs"), whole)
+
+
+@needs_mpi
+@pytest.mark.parametrize(("fault", "says"), [
+    ("fail", "rank 1: ValueError: a fault of rank 1's own"),
+    ("stand_still", "rank 0: RuntimeError: MPI: all-reduce among 2 ranks has not finished in launch.timeout_s=2: a rank is late or gone"),
+])  # fmt: skip
+def test_a_rank_that_fails_or_stands_still_ends_them_all(fault: str, says: str, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    (tmp_path / "lines.json").write_text(
+        json.dumps([[*LONG, "parallel=ddp", "backend=mpi", f"run.root={root}", "launch.timeout_s=2"]])
+    )
+    process = mpirun(2, HERE / "mpi_commands.py", tmp_path / "lines.json", fault)
+    try:
+        wait_for(lambda: len(psutil.Process(process.pid).children()) == 2, timeout_s=60, what="two ranks")
+        ranks = [child.pid for child in psutil.Process(process.pid).children()]
+    finally:
+        failed = end(process, root=root)
+    assert failed.code == 1, failed.output
+    assert (failed.summary["status"], failed.summary["error"]) == ("failed", says), failed.output
+    assert failed.output.count(says.replace(":", " failed:", 1)) == 1, failed.output
+    assert_gone(ranks)
+
+
+@needs_mpi
+def test_kill_9_of_mpirun_leaves_no_orphan(tmp_path: Path) -> None:
+    process = train(2, *LONG, "trainer.max_steps=100000", "parallel=ddp", "backend=mpi", root=tmp_path / "runs")
+    try:
+        wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=100, what="a checkpoint")
+        ranks = [child.pid for child in psutil.Process(process.pid).children()]
+        assert len(ranks) == 2
+        process.kill()
+        assert_gone(ranks)
+    finally:
+        end(process, root=tmp_path / "runs")
+
+
+@needs_mpi
+def test_a_wrong_configuration_is_reported_once_and_makes_no_directory(tmp_path: Path) -> None:
+    wrong = end(train(2, *MLP, "parallel=ddp", "backend=mpi", "optimizer.lrr=1", root=tmp_path / "runs"), root=tmp_path)
+    assert wrong.code == 78
+    assert wrong.output.count("optimizer.lrr: unknown key (did you mean optimizer.lr?)") == 1, wrong.output
+    assert not list(tmp_path.iterdir())
+
+
+@needs_mpi
+def test_one_process_alone_trains(one_process: Callable[[list[str]], Ended], tmp_path: Path) -> None:
+    assert_close(finished(*MLP, "parallel=ddp", "backend=mpi", root=tmp_path / "runs"), one_process(MLP))
+
+
+# --- what it says where MPI is not to be had: on every machine
+
+
+def hide_mpi() -> None:
+    """Have this process find no mpi4py; and no MPI in torch, should there be one."""
+    from framework import preflight
+
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *more: None if name == "mpi4py" else find(name, *more)  # type: ignore[assignment]
+    preflight._torch_has = lambda name: False
+
+
+LACKING = ("backend: mpi is not in this PyTorch build, and mpi4py, which would do, is not installed "
+           "(pip install -r requirements-mpi.txt, or a PyTorch compiled from source where an MPI library is installed)\n")  # fmt: skip
+
+
+def test_without_mpi4py_the_backend_is_refused_with_what_would_provide_it(tmp_path: Path) -> None:
+    refused = command(*MLP, "parallel=ddp", "backend=mpi", root=tmp_path / "runs", before=hide_mpi)
+    assert (refused.code, refused.output) == (78, LACKING)
+    assert not list(refused.root.iterdir())
+
+
+@pytest.mark.skipif(not mpi.is_installed() and not dist.is_mpi_available(), reason=f"no MPI here: {mpi.INSTALL}")
+def test_workers_that_are_not_mpiruns_are_refused(tmp_path: Path) -> None:
+    refused = command(*MLP, "parallel=ddp", "backend=mpi", "launch.nproc_per_node=2", root=tmp_path / "runs")
+    says = "backend: mpi, but it is not mpirun that starts these 2 processes (mpirun -n 2 python train.py ..., without launch.nproc_per_node)\n"
+    assert (refused.code, refused.output) == (78, says)
+
+
+@pytest.mark.parametrize("names", ["OMPI_COMM_WORLD_{}", "PMI_{}"])
+def test_under_an_mpirun_without_mpi4py_rank_0_says_so_and_nobody_trains(names: str, tmp_path: Path) -> None:
+    for rank, says in enumerate([
+        "mpirun: started 2 processes, which find each other through mpi4py, and it is not installed (pip install -r "
+        "requirements-mpi.txt, or torchrun --nproc-per-node=2 train.py ...)\n", ""]):  # fmt: skip
+
+        def as_rank(rank: int = rank) -> None:
+            hide_mpi()
+            os.environ |= {names.format("RANK"): str(rank), names.format("SIZE"): "2"}
+
+        refused = command(*MLP, "parallel=ddp", root=tmp_path / "runs", before=as_rank)
+        assert (refused.code, refused.output) == (78, says)
+        assert not list(refused.root.iterdir())
