@@ -81,7 +81,6 @@ STRATEGIES = {
     "synchronised BatchNorm": (CNN, ["parallel=ddp", "backend=mpi"]),
     "zero": (MLP, ["parallel=zero", "backend=mpi"]),
     "fsdp": (MLP, ["parallel=fsdp", "backend=mpi"]),
-    "hsdp": (GPT, ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=1", "backend=mpi"]),
     "tensor": (GPT, ["parallel=tensor", "backend=mpi"]),
     "context": (GPT, ["parallel=context", "parallel.context=2", "backend=mpi"]),
     "pipeline": (GPT, ["parallel=pipeline", "backend=mpi"]),
