@@ -23,15 +23,17 @@ def is_installed() -> bool:
 
 @functools.cache
 def library() -> Any:
-    """Return mpi4py's MPI module, with MPI started."""
+    """Return mpi4py's MPI module, with MPI started. RuntimeError if it cannot be."""
     import atexit
 
     import mpi4py
 
     # MPI_Finalize waits for every rank: one that has failed must not, since the others wait for it
     mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py is there, and no library of MPI
+        raise RuntimeError(f"mpi4py cannot start MPI: {' '.join(str(error).split())} ({INSTALL})") from error
     if MPI.COMM_WORLD.size == 1:
         atexit.register(leave)
     return MPI
@@ -41,16 +43,16 @@ def problem(environment: Environment) -> Problem | None:
     """Return why this process, which mpirun has started, cannot meet the others. Starts MPI. Collective."""
     count = environment.world_size
     if not is_installed():
-        return Problem("mpirun", f"started {count} processes, which find each other through mpi4py, and it is not installed",
-                       f"{INSTALL}, or torchrun --nproc-per-node={count} train.py ...")  # fmt: skip
+        what = f"started {count} processes, which find each other through mpi4py, and it is not installed"
+        return Problem("mpirun", what, f"{INSTALL}, or torchrun --nproc-per-node={count} train.py ...")
     try:
         world = library().COMM_WORLD
-    except (ImportError, RuntimeError) as error:
-        return Problem("mpirun", f"mpi4py cannot start MPI: {' '.join(str(error).split())}", INSTALL)
+    except RuntimeError as error:
+        return Problem("mpirun", str(error))
     if (world.rank, world.size) == (environment.rank, count):
         return None
-    what = f"started {count} processes, but mpi4py's MPI library sees {world.size}: they are of different installations of MPI"
-    return Problem("mpirun", what, f"the mpirun of {INSTALL}, or mpi4py built for this mpirun")
+    what = f"started {count} processes, but mpi4py's MPI sees {world.size}: they are of different installations"
+    return Problem("mpirun", what, f"take both from one: {INSTALL} brings both")
 
 
 @functools.cache
@@ -71,12 +73,12 @@ def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
     Not MPI's own wait: that has no time limit, keeps Python's signal handlers from running, and a core busy that
     another rank of an oversubscribed machine could use.
     """
-    test_all = library().Request.Testall
+    test_all, limit_s = library().Request.Testall, timeout.total_seconds()
     begun = time.monotonic()
     while not test_all(requests):
         waited = time.monotonic() - begun
-        if waited > timeout.total_seconds():
-            raise RuntimeError(f"{what} has not finished in launch.timeout_s={timeout.total_seconds():g}: a rank is late or gone")
+        if waited > limit_s:
+            raise RuntimeError(f"{what} has not finished in launch.timeout_s={limit_s:g}: a rank is late or gone")
         time.sleep(min(waited / 10, 0.0005))
 
 

@@ -30,6 +30,8 @@ _OPERATIONS = {
     dist.ReduceOp.BOR: "BOR",
     dist.ReduceOp.BXOR: "BXOR",
 }
+# 16-bit floats are summed in 32 bits and rounded once, at the end
+_REDUCED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _OF_BOOLEANS = {"SUM": "LOR", "MAX": "LOR", "PROD": "LAND", "MIN": "LAND", "BAND": "LAND", "BOR": "LOR", "BXOR": "LXOR"}
 
 
@@ -39,8 +41,7 @@ class Reduction:
     def __init__(self, kind: Any, *, dtype: torch.dtype, size: int) -> None:
         name = next((name for known, name in _OPERATIONS.items() if kind == known), None)
         self._divisor = size if kind == dist.ReduceOp.AVG else 1
-        # 16-bit floats are summed in 32 bits and rounded once, at the end
-        self._dtype = {torch.bool: torch.uint8, torch.bfloat16: torch.float32, torch.float16: torch.float32}.get(dtype, dtype)
+        self._dtype = _REDUCED_AS.get(dtype, dtype)
         is_bitwise = name in ("BAND", "BOR", "BXOR")
         if name is None or self._dtype not in _NUMBERS or (dtype.is_floating_point and is_bitwise):
             raise ValueError(f"{kind} of {dtype}: over MPI there is none")
@@ -84,7 +85,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 def check_count(tensor: Tensor, count: int) -> None:
     if tensor.numel() != count:
-        raise ValueError(f"a tensor of {tensor.numel()} elements, where the ranks' parts are {count}: they must be the same")
+        raise ValueError(f"a tensor of {tensor.numel()} elements, but the ranks' parts have {count}: they must agree")
 
 
 def counts_of(tensor: Tensor, splits: Sequence[int], *, size: int) -> list[int]:

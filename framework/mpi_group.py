@@ -1,8 +1,8 @@
 """A process group of torch.distributed over mpi4py, for builds of torch that have none over MPI."""
 # mypy: disable-error-code="override"
-# torch's stub declares for each method also a form for C++ callers, which no Python group can have
+# torch's stub gives each method a second form, for callers of its own, which a group in Python does not get
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from framework import mpi
 from framework.mpi_buffers import Reduction, carried, check_count, counts_of, in_place, joined
+from framework.mpi_work import Started
 
 _NAME = "mpi4py"  # torch keeps the name mpi for its own, also where it has none
 
@@ -34,61 +34,6 @@ def _new_group(options: Any, _: object) -> "MPIGroup":
     return MPIGroup(world.Create_group(world.group.Incl(list(ranks))), name=options.group_id, timeout=options.timeout)
 
 
-class Started(dist.Work):
-    """Operations that MPI has begun. They go on whenever this process is inside MPI, and end in `wait` at the latest."""
-
-    _unfinished: set["Started"] = set()  # MPI uses their memory, also if nobody waits for them
-
-    def __init__(self, what: str, *, timeout: timedelta, result: list[Tensor]) -> None:
-        super().__init__()
-        self._what = what
-        self._timeout = timeout
-        self._result = result
-        self._requests: list[Any] = []
-        self._used: list[Tensor] = []
-        self._last: list[Callable[[], object]] = []
-        self._unfinished.add(self)
-
-    def add(self, request: Any, *used: Tensor) -> None:
-        """Take in an operation that uses the memory of these tensors."""
-        self._requests.append(request)
-        self._used.extend(used)
-
-    def at_end(self, act: Callable[[], object]) -> None:
-        self._last.append(act)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self in self._unfinished:
-            mpi.complete(self._requests, what=f"MPI: {self._what}", timeout=timeout or self._timeout)
-            self._finish()
-        return True
-
-    def is_completed(self) -> bool:
-        if self in self._unfinished and mpi.library().Request.Testall(self._requests):
-            self._finish()
-        return self not in self._unfinished
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def result(self) -> list[Tensor]:
-        return self._result
-
-    def get_future(self) -> Future[list[Tensor]]:
-        """Return a future that is there already: no thread of ours would complete it while the caller computes."""
-        self.wait()
-        future: Future[list[Tensor]] = Future()
-        future.set_result(self._result)
-        return future
-
-    def _finish(self) -> None:
-        self._unfinished.discard(self)
-        with torch.no_grad():
-            for act in self._last:
-                act()
-        self._requests, self._used, self._last = [], [], []
-
-
 class MPIGroup(dist.ProcessGroup):
     """The collectives that torch.distributed asks of a group, on CPU tensors, by MPI's non-blocking operations.
 
@@ -97,7 +42,8 @@ class MPIGroup(dist.ProcessGroup):
     """
 
     def __init__(self, communicator: Any, *, name: str, timeout: timedelta) -> None:
-        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]  # the stub knows one form of two
+        # the stub does not know this form
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._communicator = communicator
         self._name = name
         self._timeout = timeout
@@ -218,8 +164,9 @@ class MPIGroup(dist.ProcessGroup):
     ) -> dist.Work:
         work = self._begin("all-to-all", [output])
         received, sent = self._received(work, output), source.detach().contiguous()
-        counts = [counts_of(tensor, splits, size=self.size()) for tensor, splits in ((sent, input_splits), (received, output_splits))]
-        work.add(self._communicator.Ialltoallv(carried(sent, counts[0]), carried(received, counts[1])), sent, received)
+        source_buffer = carried(sent, counts_of(sent, input_splits, size=self.size()))
+        into = carried(received, counts_of(received, output_splits, size=self.size()))
+        work.add(self._communicator.Ialltoallv(source_buffer, into), sent, received)
         return work
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -253,7 +200,9 @@ class MPIGroup(dist.ProcessGroup):
     def _begin(self, what: str, result: Sequence[Tensor]) -> Started:
         for tensor in result:
             if tensor.device.type != "cpu":
-                raise ValueError(f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU")
+                raise ValueError(
+                    f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU"
+                )
         return Started(f"{what} among {self.size()} ranks", timeout=self._timeout, result=list(result))
 
     def _received(self, work: Started, tensor: Tensor, *, filled: bool = False) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from framework import mpi
 from framework.environment import Environment, Place, set_default
 from framework.mesh import resolve_axes
+from framework.mpi_group import backend_name as mpi_backend
 from framework.outcome import DiskFailed
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class World:
     device: torch.device
     backend: str
     timeout: timedelta
-    control_backend: str = "gloo"
+    control_backend: str
     control: dist.ProcessGroup | None = None
     _flags: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
@@ -56,7 +57,8 @@ class World:
             attempt=environment.attempt,
             first_on_node=place.first_on_node,
             device=torch.device("cuda", place.local_rank) if use_cuda else torch.device("cpu"),
-            backend="cpu:gloo,cuda:nccl" if use_cuda else "mpi" if backend == "mpi" else "gloo",
+            backend="cpu:gloo,cuda:nccl" if use_cuda else mpi_backend() if backend == "mpi" else "gloo",
+            control_backend=mpi_backend() if backend == "mpi" else "gloo",
             timeout=timedelta(seconds=timeout_s),
         )
         if use_cuda:
@@ -64,17 +66,11 @@ class World:
         if world.world_size > 1:
             if world.world_size == world.local_world_size:
                 set_default("GLOO_SOCKET_IFNAME", "lo")  # one machine: nobody else needs to reach us
-            uses_store = world.backend != "mpi"
-            store = _store(environment, scratch=scratch, timeout=world.timeout) if uses_store else dist.HashStore()
-            world._join(store)
+            alone = backend == "mpi"  # MPI's ranks know each other, and torch asks for a store only to have one
+            world._join(dist.HashStore() if alone else _store(environment, scratch=scratch, timeout=world.timeout))
         return world
 
     def _join(self, store: dist.Store) -> None:
-        if self.backend == "mpi":
-            from framework.mpi_group import backend_name
-
-            self.backend = backend_name()
-            self.control_backend = self.backend
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout
         )

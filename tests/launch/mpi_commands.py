@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,15 +19,11 @@ def fail() -> None:
     raise ValueError("a fault of rank 1's own")
 
 
-def vanish() -> None:
-    os._exit(3)
-
-
 def stand_still() -> None:
     time.sleep(600)
 
 
-FAULTS = {fault.__name__: fault for fault in (fail, vanish, stand_still)}
+FAULTS = {fault.__name__: fault for fault in (fail, stand_still)}
 
 
 def plant(fault: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,7 +73,6 @@ def test_four_ranks_of_mpirun_compute_what_one_process_does(
     assert run.code == 0, run.output
     assert run.output.count("steps on 4 x cpu") == 1  # one run, not four
     assert_close(run, one_process(MLP))
-    assert not list(run.directory.glob("**/*.tmp"))
 
 
 STRATEGIES = {
@@ -118,23 +118,34 @@ def test_every_operation_of_the_group_is_that_of_torch(tmp_path: Path) -> None:
     assert ended.output.count(" passed\n") == 8, ended.output
 
 
-LONG = [*MLP, "trainer.max_steps=400", "trainer.eval_every=null", "trainer.log_every=50", "checkpoint.every=100"]
+LONG = [*MLP, "parallel=ddp", "trainer.max_steps=400", "trainer.eval_every=null", "trainer.log_every=100", "checkpoint.every=50"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*LONG, "launch.nproc_per_node=2", root=tmp_path_factory.mktemp("whole") / "runs")
 
 
 @needs_mpi
-def test_sigusr1_to_mpirun_stops_with_a_checkpoint_to_continue_from(tmp_path: Path) -> None:
-    line = [*LONG, "parallel=ddp"]
-    whole = finished(*line, "launch.nproc_per_node=2", root=tmp_path / "whole")
-    process = train(2, *line, "backend=mpi", root=tmp_path / "runs")
+@pytest.mark.parametrize(("signum", "code", "status"), [
+    (signal.SIGUSR1, 75, "preempted"),
+    (signal.SIGKILL, -9, "running"),
+])  # fmt: skip
+def test_a_signal_to_mpirun_leaves_no_process_and_a_run_that_continues_over_gloo_to_the_same_bits(
+    signum: int, code: int, status: str, whole: Ended, tmp_path: Path
+) -> None:
+    root = tmp_path / "runs"
+    process = train(2, *LONG, "backend=mpi", root=root)
     try:
-        wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=100, what="a checkpoint")
-        process.send_signal(signal.SIGUSR1)
+        wait_for(lambda: bool(list(root.glob("**/checkpoints/step_*"))), timeout_s=100, what="a checkpoint")
+        ranks = [child.pid for child in psutil.Process(process.pid).children()]
+        assert len(ranks) == 2
+        process.send_signal(signum)
+        assert_gone(ranks)
     finally:
-        stopped = end(process, root=tmp_path / "runs")
-    assert stopped.code == 75, stopped.output
-    assert stopped.output.count("SIGUSR1: stopping after this step") == 1
-    assert stopped.summary["status"] == "preempted"
-    assert_same_bits(finished(*line, "launch.nproc_per_node=2", root=tmp_path / "runs"), whole)
+        stopped = end(process, root=root)
+    assert (stopped.code, stopped.summary["status"]) == (code, status), stopped.output
+    assert_same_bits(finished(*LONG, "launch.nproc_per_node=2", root=root), whole)
 
 
 @needs_mpi
@@ -145,7 +156,7 @@ def test_sigusr1_to_mpirun_stops_with_a_checkpoint_to_continue_from(tmp_path: Pa
 def test_a_rank_that_fails_or_stands_still_ends_them_all(fault: str, says: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     (tmp_path / "lines.json").write_text(
-        json.dumps([[*LONG, "parallel=ddp", "backend=mpi", f"run.root={root}", "launch.timeout_s=2"]])
+        json.dumps([[*LONG, "backend=mpi", f"run.root={root}", "launch.timeout_s=2"]])
     )
     process = mpirun(2, HERE / "mpi_commands.py", tmp_path / "lines.json", fault)
     try:
@@ -157,19 +168,6 @@ def test_a_rank_that_fails_or_stands_still_ends_them_all(fault: str, says: str, 
     assert (failed.summary["status"], failed.summary["error"]) == ("failed", says), failed.output
     assert failed.output.count(says.replace(":", " failed:", 1)) == 1, failed.output
     assert_gone(ranks)
-
-
-@needs_mpi
-def test_kill_9_of_mpirun_leaves_no_orphan(tmp_path: Path) -> None:
-    process = train(2, *LONG, "trainer.max_steps=100000", "parallel=ddp", "backend=mpi", root=tmp_path / "runs")
-    try:
-        wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=100, what="a checkpoint")
-        ranks = [child.pid for child in psutil.Process(process.pid).children()]
-        assert len(ranks) == 2
-        process.kill()
-        assert_gone(ranks)
-    finally:
-        end(process, root=tmp_path / "runs")
 
 
 @needs_mpi
@@ -227,3 +225,18 @@ def test_under_an_mpirun_without_mpi4py_rank_0_says_so_and_nobody_trains(names: 
         refused = command(*MLP, "parallel=ddp", root=tmp_path / "runs", before=as_rank)
         assert (refused.code, refused.output) == (78, says)
         assert not list(refused.root.iterdir())
+
+
+@needs_mpi
+def test_an_mpirun_of_another_installation_is_refused(tmp_path: Path) -> None:
+    """It sets the variables of an mpirun, but mpi4py's library knows nothing of it."""
+
+    def as_rank_0() -> None:
+        os.environ |= {"PMI_RANK": "0", "PMI_SIZE": "2"}
+        warnings.simplefilter("ignore", RuntimeWarning)  # mpi4py's own: "suspicious MPI execution environment"
+
+    refused = command(*MLP, "parallel=ddp", root=tmp_path / "runs", before=as_rank_0)
+    says = ("mpirun: started 2 processes, but mpi4py's MPI sees 1: they are of different installations "
+            "(take both from one: pip install -r requirements-mpi.txt brings both)\n")  # fmt: skip
+    assert (refused.code, refused.output) == (78, says)
+    assert not list(refused.root.iterdir())
