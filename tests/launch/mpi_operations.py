@@ -193,6 +193,12 @@ def check_groups(rank: int, size: int) -> None:
     for i, (tensor, ranks) in enumerate(zip(tensors, members)):
         if rank in ranks:
             same(tensor, torch.stack([values(r, 50_000, seed=i) for r in ranks]).sum(0))
+    # two groups of the same ranks, which do not all begin with the same one
+    by_group = [(dist.group.WORLD, torch.ones(3)), (pairs[2], torch.full((3,), 10.0))]
+    both = [dist.all_reduce(t, group=g, async_op=True) for g, t in (by_group if rank == 0 else by_group[::-1])]
+    for work in both:
+        work.wait()
+    assert [t.tolist() for _, t in by_group] == [[3.0] * 3, [30.0] * 3]
     dist.barrier(group=pairs[2])
     objects: list[object] = [None] * size
     dist.all_gather_object(objects, {"rank": rank, "long": "x" * rank})
