@@ -11,7 +11,6 @@ from typing import Any
 from framework import build, mpi
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config import options
-from framework.environment import Environment
 from framework.frozen import frozen_run_id
 from framework.mesh import MESH_AXES
 from framework.problems import Problem, did_you_mean, shown
@@ -159,21 +158,12 @@ _BACKEND_COMES_WITH = {
 def _check_backend(config: Config) -> list[Problem]:
     backend = config["backend"].get("name")
     if backend == "mpi":
-        return _check_mpi(config["launch"].get("nproc_per_node"))
+        refusal = mpi.refusal(num_processes=config["launch"].get("nproc_per_node"), is_torchs=_torch_has("ProcessGroupMPI"))
+        return [refusal] if refusal is not None else []
     if backend not in ("nccl", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
         return []
     what = f"{backend} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend]}"
     return [Problem("backend", what, "gloo, or auto for the best there is")]
-
-
-def _check_mpi(num_processes: Any) -> list[Problem]:
-    if not _torch_has("ProcessGroupMPI") and not mpi.is_installed():
-        what = "mpi is not in this PyTorch build, and mpi4py, which would do, is not installed"
-        return [Problem("backend", what, f"{mpi.INSTALL}, or a PyTorch compiled from source where an MPI library is installed")]
-    if isinstance(num_processes, int) and num_processes > 1 and not Environment.read().uses_mpi:
-        what = f"mpi, but it is not mpirun that starts these {num_processes} processes"
-        return [Problem("backend", what, f"mpirun -n {num_processes} python train.py ..., without launch.nproc_per_node")]
-    return []
 
 
 def _torch_has(name: str) -> bool:
