@@ -1,6 +1,8 @@
 """Under torchrun (or any launcher that speaks its variables) or mpirun: rank 0 composes, the others take the result."""
 
 import json
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from framework.frozen import Frozen
 from framework.log import LOGGER
 from framework.outcome import Exit, headline, is_lost_peer
 from framework.parent import die_with_parent
+from framework.problems import Problem
 from framework.run_directory import RunDirectory
 
 
@@ -17,15 +20,22 @@ def join(overrides: list[str], *, environment: Environment) -> int:
     """Run this rank's part. Rank 0 alone composes, checks and makes the directory."""
     die_with_parent()
     if environment.uses_mpi and (problem := mpi.problem(environment)) is not None:
-        from framework.launch.start import report
-
-        return report([problem])
+        return _refuse(problem, environment=environment)
     decision = _decide(overrides, environment=environment) if environment.rank == 0 else None
     taken = _from_rank_0(decision, environment=environment)
     code = _work(taken, environment=environment) if isinstance(taken, Frozen) else taken
     if environment.uses_mpi and code is not None:
         mpi.leave()
     return Exit.FAILED if code is None else code
+
+
+def _refuse(problem: Problem, *, environment: Environment) -> Exit:
+    """Say why the processes that mpirun started cannot meet. One of them speaks, and they have no means to agree which."""
+    if environment.rank != 0:
+        # when rank 0 has spoken and ends, mpirun ends the others; if it does not, then the problem is this node's alone
+        time.sleep(5)
+    print(problem, file=sys.stderr)
+    return Exit.CONFIGURATION
 
 
 def _work(frozen: Frozen, *, environment: Environment) -> int | None:

@@ -212,19 +212,29 @@ def test_workers_that_are_not_mpiruns_are_refused(tmp_path: Path) -> None:
     assert (refused.code, refused.output) == (78, says)
 
 
-@pytest.mark.parametrize("names", ["OMPI_COMM_WORLD_{}", "PMI_{}"])
-def test_under_an_mpirun_without_mpi4py_rank_0_says_so_and_nobody_trains(names: str, tmp_path: Path) -> None:
-    for rank, says in enumerate([
-        "mpirun: started 2 processes, which find each other through mpi4py, and it is not installed (pip install -r "
-        "requirements-mpi.txt, or torchrun --nproc-per-node=2 train.py ...)\n", ""]):  # fmt: skip
+NOT_INSTALLED = ("mpirun: started 2 processes, which find each other through mpi4py, and it is not installed (pip install -r "
+                 "requirements-mpi.txt, or torchrun --nproc-per-node=2 train.py ...)\n")  # fmt: skip
 
-        def as_rank(rank: int = rank) -> None:
-            hide_mpi()
-            os.environ |= {names.format("RANK"): str(rank), names.format("SIZE"): "2"}
 
-        refused = command(*MLP, "parallel=ddp", root=tmp_path / "runs", before=as_rank)
-        assert (refused.code, refused.output) == (78, says)
-        assert not list(refused.root.iterdir())
+@pytest.mark.parametrize(("names", "rank"), [("OMPI_COMM_WORLD_{}", 0), ("PMI_{}", 0), ("PMI_{}", 1)])
+def test_under_an_mpirun_without_mpi4py_no_process_trains(names: str, rank: int, tmp_path: Path) -> None:
+    """Rank 1 speaks too if nothing has ended it: then it is on a node of its own that lacks mpi4py."""
+
+    def as_rank() -> None:
+        hide_mpi()
+        os.environ |= {names.format("RANK"): str(rank), names.format("SIZE"): "2"}
+
+    refused = command(*MLP, "parallel=ddp", root=tmp_path / "runs", before=as_rank)
+    assert (refused.code, refused.output) == (78, NOT_INSTALLED)
+    assert not list(refused.root.iterdir())
+
+
+@needs_mpi
+def test_under_an_mpirun_without_mpi4py_rank_0_alone_speaks(tmp_path: Path) -> None:
+    hidden = "import sys; from framework import mpi; mpi.is_installed = lambda: False; from train import main; sys.exit(main(sys.argv[1:]))"
+    refused = end(mpirun(2, "-c", hidden, *MLP, "parallel=ddp", f"run.root={tmp_path / 'runs'}"), root=tmp_path)
+    assert (refused.code, refused.output.count(NOT_INSTALLED)) == (78, 1), refused.output
+    assert not list(tmp_path.iterdir())
 
 
 @needs_mpi
