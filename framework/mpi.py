@@ -36,8 +36,6 @@ def refusal(*, num_processes: Any, is_torchs: bool) -> Problem | None:
 @functools.cache
 def library() -> Any:
     """Return mpi4py's MPI module, with MPI started. RuntimeError if it cannot be."""
-    import atexit
-
     import mpi4py
 
     # MPI_Finalize waits for every rank: one that has failed must not, since the others wait for it
@@ -46,8 +44,6 @@ def library() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py is there, and no library of MPI
         raise RuntimeError(f"mpi4py cannot start MPI: {' '.join(str(error).split())} ({INSTALL})") from error
-    if MPI.COMM_WORLD.size == 1:
-        atexit.register(leave)
     return MPI
 
 

@@ -47,6 +47,8 @@ class World:
     @classmethod
     def start(cls, environment: Environment, *, backend: str, timeout_s: float, scratch: Path | None) -> "World":
         """Join the run's process groups. Collective. `scratch`: a folder for the file store of a run on one machine."""
+        if environment.world_size == 1 and backend == "mpi":
+            backend = "gloo"  # nobody to talk to: MPI need not be started, which leaves files behind without mpirun
         use_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
         place = mpi.place_on_node() if environment.uses_mpi else Place.of(environment)
         world = cls(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +30,14 @@ ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
            "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::FutureWarning"}  # fmt: skip
 
 
+_LEFT = tempfile.TemporaryDirectory(prefix="mpi_", ignore_cleanup_errors=True)
+
+
 def mpirun(ranks: int, *words: str | Path) -> "subprocess.Popen[str]":
     line = [str(MPIRUN), "-n", str(ranks), sys.executable, *map(str, words)]
-    environment = os.environ | ALLOWED
+    folder = tempfile.mkdtemp(dir=_LEFT.name)
+    # what a killed mpirun leaves behind: its session's folder, and the memory that its ranks shared
+    environment = os.environ | ALLOWED | {"TMPDIR": folder, "OMPI_MCA_btl_sm_backing_directory": folder}
     return subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
 
 
@@ -243,6 +249,7 @@ def test_an_mpirun_of_another_installation_is_refused(tmp_path: Path) -> None:
 
     def as_rank_0() -> None:
         os.environ |= {"PMI_RANK": "0", "PMI_SIZE": "2"}
+        os.environ |= {"TMPDIR": str(tmp_path), "OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
         warnings.simplefilter("ignore", RuntimeWarning)  # mpi4py's own: "suspicious MPI execution environment"
 
     refused = command(*MLP, "parallel=ddp", root=tmp_path / "runs", before=as_rank_0)
