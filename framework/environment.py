@@ -1,19 +1,21 @@
 """What the launcher tells a process through environment variables: this module alone reads `os.environ`."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The process's place in the run, in torchrun's variables; one process alone has none of them set."""
+    """The process's place in the run, in torchrun's variables or those of an mpirun; one process alone has neither."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
     attempt: int  # how often the worker group has been restarted
-    is_launched: bool  # torchrun (or any launcher that speaks its variables) started this process
+    is_launched: bool  # torchrun (or any launcher that speaks its variables) or mpirun started this process
+    uses_mpi: bool  # mpirun did, as one of several
     uses_agent_store: bool
     master_addr: str
     master_port: int
@@ -21,17 +23,48 @@ class Environment:
     @classmethod
     def read(cls) -> "Environment":
         env = os.environ
+        names = _TORCHRUN if "RANK" in env and "WORLD_SIZE" in env else _mpirun(env) or _TORCHRUN
+        rank, local_rank, world_size, local_world_size = names
+        uses_mpi = names is not _TORCHRUN
         return cls(
-            rank=int(env.get("RANK", "0")),
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            world_size=int(env.get("WORLD_SIZE", "1")),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
+            rank=int(env.get(rank, "0")),
+            local_rank=int(env.get(local_rank, "0")),
+            world_size=int(env.get(world_size, "1")),
+            local_world_size=int(env.get(local_world_size, "1")),
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            is_launched="RANK" in env and "WORLD_SIZE" in env and "MASTER_PORT" in env,
+            is_launched=uses_mpi or ("RANK" in env and "WORLD_SIZE" in env and "MASTER_PORT" in env),
+            uses_mpi=uses_mpi,
             uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=int(env.get("MASTER_PORT", "0")),
         )
+
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_MPIRUNS = [
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH's, and those made from it
+]
+
+
+def _mpirun(env: Mapping[str, str]) -> tuple[str, str, str, str] | None:
+    """Return the names under which an mpirun has told this process its place among several."""
+    return next((names for names in _MPIRUNS if names[0] in env and int(env.get(names[2], "1")) > 1), None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The process's place on its node."""
+
+    local_rank: int
+    local_world_size: int
+    first_on_node: int  # the rank whose local_rank is 0
+
+    @classmethod
+    def of(cls, environment: Environment) -> "Place":
+        """Return the place that a launcher gives which numbers the processes of a node in one row."""
+        first = environment.rank - environment.local_rank
+        return cls(environment.local_rank, environment.local_world_size, first)
 
 
 def set_default(name: str, value: str) -> None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from framework import build
+from framework import build, mpi
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config import options
 from framework.frozen import frozen_run_id
@@ -174,14 +174,16 @@ def torch_build(fact: str) -> Any:
 
 _BACKEND_COMES_WITH = {
     "nccl": "those for CUDA",
-    "mpi": "one compiled from source where an MPI library is installed",
     "ucc": "one compiled from source with USE_UCC=1",
 }
 
 
 def _check_backend(config: Config) -> list[Problem]:
     backend = config["backend"].get("name")
-    if backend not in ("nccl", "mpi", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
+    if backend == "mpi":
+        refusal = mpi.refusal(num_processes=config["launch"].get("nproc_per_node"), is_torchs=_torch_has("ProcessGroupMPI"))
+        return [refusal] if refusal is not None else []
+    if backend not in ("nccl", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
         return []
     what = f"{backend} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend]}"
     return [Problem("backend", what, "gloo, or auto for the best there is")]

@@ -19,7 +19,7 @@ _CHOICES = {
 def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple[dict[str, str], list[str], list[Problem]]:
     """Split a command line into its flags, with their values if they have one, its overrides, and what is no flag.
 
-    `is_launched`: torchrun (or the like) has started this process as one of several.
+    `is_launched`: torchrun, mpirun or the like has started this process as one of several.
     """
     flags: dict[str, str] = {}
     overrides: list[str] = []
@@ -42,7 +42,7 @@ def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple
         else:
             flags[flag] = value
     if "--multirun" in flags and is_launched:
-        problems.append(Problem("-m", "a sweep cannot run under torchrun",
+        problems.append(Problem("-m", "a sweep cannot run under torchrun or mpirun",
                                 "python train.py -m ..., with launch.nproc_per_node for the processes of each run"))
     if "--resolve" in flags and "--cfg" not in flags:
         problems.append(Problem("--resolve", "resolves what --cfg prints, and there is none", "--cfg job --resolve"))

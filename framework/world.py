@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.environment import Environment, set_default
+from framework import mpi
+from framework.environment import Environment, Place, set_default
 from framework.mesh import resolve_axes
+from framework.mpi_group import backend_name as mpi_backend
 from framework.outcome import DiskFailed
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ class World:
     """One process's view of the run. Built by `start`; every method marked collective is called by every rank.
 
     Training collectives use the default process group. What the framework itself agrees on (stop flags, checkpoint
-    plans, metric sums) goes over `control`, a gloo group of its own, so that it never pairs with a gradient.
+    plans, metric sums) goes over `control`, a group of its own, so that it never pairs with a gradient: a gloo group, but
+    over MPI where the training is, for a cluster may let nothing else through.
     """
 
     rank: int
@@ -33,10 +36,12 @@ class World:
     world_size: int
     local_world_size: int
     attempt: int
+    first_on_node: int  # the rank whose local_rank is 0 on this node
     device: torch.device
     devices: list[torch.device]  # of this process alone; the first is `device`
     backend: str
     timeout: timedelta
+    control_backend: str
     control: dist.ProcessGroup | None = None
     _flags: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     _store: dist.Store | None = None
@@ -57,17 +62,22 @@ class World:
         `num_devices` are this process's, None: all that there are; a CPU is one. `scratch` is a folder for the file store
         of a run on one machine.
         """
+        if environment.world_size == 1 and backend == "mpi":
+            backend = "gloo"  # nobody to talk to: MPI need not be started, which leaves files behind without mpirun
+        place = mpi.place_on_node() if environment.uses_mpi else Place.of(environment)
         use_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
-        devices = _cuda_devices(environment.local_rank, num_devices) if use_cuda else [torch.device("cpu")]
+        devices = _cuda_devices(place.local_rank, num_devices) if use_cuda else [torch.device("cpu")]
         world = cls(
             rank=environment.rank,
-            local_rank=environment.local_rank,
+            local_rank=place.local_rank,
             world_size=environment.world_size,
-            local_world_size=environment.local_world_size,
+            local_world_size=place.local_world_size,
             attempt=environment.attempt,
+            first_on_node=place.first_on_node,
             device=devices[0],
             devices=devices,
-            backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+            backend="cpu:gloo,cuda:nccl" if use_cuda else mpi_backend() if backend == "mpi" else "gloo",
+            control_backend=mpi_backend() if backend == "mpi" else "gloo",
             timeout=timedelta(seconds=timeout_s),
         )
         if use_cuda:
@@ -75,7 +85,8 @@ class World:
         if world.world_size > 1:
             if world.world_size == world.local_world_size:
                 set_default("GLOO_SOCKET_IFNAME", "lo")  # one machine: nobody else needs to reach us
-            world._join(_store(environment, scratch=scratch, timeout=world.timeout))
+            alone = backend == "mpi"  # MPI's ranks know each other, and torch asks for a store only to have one
+            world._join(dist.HashStore() if alone else _store(environment, scratch=scratch, timeout=world.timeout))
         return world
 
     def _join(self, store: dist.Store) -> None:
@@ -84,7 +95,7 @@ class World:
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout
         )
         if self.world_size > 1:
-            self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+            self.control = dist.new_group(backend=self.control_backend, timeout=self.timeout)
 
     def mesh(self, **axes: int | None) -> "DeviceMesh":
         """Return the device mesh with these axes, outermost first; at most one None takes what is left. Collective."""
@@ -100,7 +111,9 @@ class World:
         return dist.new_group(backend=self.backend, timeout=self.timeout)
 
     def store(self, name: str) -> dist.Store:
-        """Return a part of this attempt's store, whose keys nothing else uses."""
+        """Return a part of this attempt's store, whose keys nothing else uses. Collective."""
+        if isinstance(self._store, dist.HashStore):  # over MPI, which has none to share
+            self._store = mpi.store(one_machine=self.world_size == self.local_world_size, timeout=self.timeout)
         assert self._store is not None
         return dist.PrefixStore(name, self._store)
 
@@ -216,7 +229,9 @@ def _store(environment: Environment, *, scratch: Path | None, timeout: timedelta
 
 
 def launcher_store(environment: Environment, *, timeout: timedelta) -> dist.Store:
-    """Return the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none."""
+    """Return the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none. Collective."""
+    if environment.uses_mpi:
+        return mpi.store(one_machine=mpi.place_on_node().local_world_size == environment.world_size, timeout=timeout)
     return dist.TCPStore(
         environment.master_addr,
         environment.master_port,

@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 import torch
 
+from framework import mpi
 from framework.config import groups, options
 from framework.launch.start import check, report
 from framework.outcome import Exit
@@ -179,7 +180,7 @@ MALFORMED: dict[str, list[str]] = {
     "dataset=tokens dataset.root=/nowhere": ["dataset.vocab_size: is null (how many tokens the tokenizer has)", "dataset.root: /nowhere/train.bin, /nowhere/val.bin not there (train.bin and val.bin, or one file)"],
     "dataset=text dataset.root=/nowhere model=gpt": ["dataset.root: /nowhere is no folder (give one with text files)"],
     "dataset=synthetic dataset.kind=tokens dataset.augment=true": ["dataset.augment: true: there is no augmentation of tokens (dataset.kind=images has one)"],
-    "backend=mpi": ["backend: mpi is not in this PyTorch build, but in one compiled from source where an MPI library is installed (gloo, or auto for the best there is)"],
+    "backend=ucc": ["backend: ucc is not in this PyTorch build, but in one compiled from source with USE_UCC=1 (gloo, or auto for the best there is)"],
     # the run's own keys
     "name=a/b": ["name: 'a/b' is not valid (a directory's name: no slash, at most 200 bytes)"],
     "name=..": ["name: '..' is not valid (a directory's name: no slash, at most 200 bytes)"],
@@ -210,16 +211,20 @@ def test_is_refused_with_its_line(line: str, tmp_path: Path) -> None:
 
 
 def test_a_backend_that_this_build_lacks_is_refused() -> None:
-    has = {"nccl": torch.distributed.is_nccl_available, "mpi": torch.distributed.is_mpi_available, "ucc": torch.distributed.is_ucc_available}
+    has = {
+        "nccl": torch.distributed.is_nccl_available(),
+        "mpi": torch.distributed.is_mpi_available() or mpi.is_installed(),
+        "ucc": torch.distributed.is_ucc_available(),
+    }
     for name, is_available in has.items():
         _, problems = check([f"backend={name}"], world_size=None)
-        assert [problem.key for problem in problems] == ([] if is_available() else ["backend"])
+        assert [problem.key for problem in problems] == ([] if is_available else ["backend"])
 
 
 def test_every_problem_of_a_command_is_in_one_report(tmp_path: Path) -> None:
     ended = command(
         "nonsense", "lr=1", "task=nope", "seed=x", "trainer.max_steps=0", "micro_batch_size=99", "parallel=ddp",
-        "parallel.replicate=2", "backend=mpi", "dataset=mnist", "dataset.root=/nowhere", "run.resume=must",
+        "parallel.replicate=2", "backend=ucc", "dataset=mnist", "dataset.root=/nowhere", "run.resume=must",
         "optimizer.lr=${nope}", "logger.wandb.x=1", "name=a/b", root=tmp_path / "runs",
     )  # fmt: skip
     keys = [line.partition(":")[0] for line in lines(ended.output)]
@@ -277,10 +282,10 @@ def test_a_malformed_command_ends_in_three_seconds(tmp_path: Path) -> None:
     durations = []
     for _ in range(3):  # the machine is shared: the best of three
         begun = time.monotonic()
-        ended = python(str(REPOSITORY / "train.py"), "lr=1", "backend=mpi", directory=tmp_path)
+        ended = python(str(REPOSITORY / "train.py"), "lr=1", "backend=ucc", directory=tmp_path)
         durations.append(time.monotonic() - begun)
         assert (ended.returncode, ended.stdout) == (Exit.CONFIGURATION, "")
-        assert lines(ended.stderr) == ["lr: unknown key (did you mean optimizer.lr?)", *MALFORMED["backend=mpi"]]
+        assert lines(ended.stderr) == ["lr: unknown key (did you mean optimizer.lr?)", *MALFORMED["backend=ucc"]]
         if durations[-1] < 3:
             break
     assert min(durations) < 3

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from framework import mpi
 from framework.launch.start import check
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,10 +17,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def commands() -> list[str]:
-    """Every `python train.py ...` of the pages' bash blocks."""
+    """Every `python train.py ...` of the pages' bash blocks, with the launcher before it if there is one."""
     blocks = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)]
     lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
-    return sorted({line[line.index("train.py") :] for line in lines if "train.py" in line})
+    return sorted({line.removeprefix("python ") for line in lines if "train.py" in line})
 
 
 @pytest.mark.parametrize("line", commands())
@@ -28,8 +29,14 @@ def test_a_command_of_the_documentation_is_a_valid_configuration(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "default" / "ID" / "checkpoints" / "step_00000001").mkdir(parents=True)
-    overrides = [word for word in shlex.split(line)[1:] if "=" in word]
-    if "-m" in line:  # a sweep: its first job
+    launcher, _, rest = line.partition("train.py")
+    overrides = [word for word in shlex.split(rest) if "=" in word]
+    if launcher.startswith("mpirun"):
+        if "backend=mpi" in overrides and not mpi.is_installed():
+            pytest.skip(f"no MPI here: {mpi.INSTALL}")
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    if "-m" in rest:  # a sweep: its first job
         overrides = [word.partition(",")[0] for word in overrides]
     world_size = 2 if "parallel" in line and "launch" not in line else None
     _, problems = check(overrides, world_size=world_size)

@@ -23,7 +23,7 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
         assert source is not None
         return source
     offer = _Offer.of(source) if source is not None else None
-    taken = world.gather(offer)[world.rank - world.local_rank].take()  # from this node's first process
+    taken = world.gather(offer)[world.first_on_node].take()
     world.barrier()
     if offer is not None:
         offer.withdraw()  # the mappings live on, and the memory goes with the last of them

@@ -1,30 +1,55 @@
-"""Under torchrun (or any launcher that speaks its variables): rank 0 composes, the others take the result."""
+"""Under torchrun (or any launcher that speaks its variables) or mpirun: rank 0 composes, the others take the result."""
 
 import json
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
+from framework import mpi
 from framework.environment import Environment
 from framework.frozen import Frozen
 from framework.log import LOGGER
-from framework.outcome import Exit, headline
+from framework.outcome import Exit, headline, is_lost_peer
 from framework.parent import die_with_parent
+from framework.problems import Problem
+from framework.run_directory import RunDirectory
 
 
 def join(overrides: list[str], *, environment: Environment) -> int:
     """Run this rank's part. Rank 0 alone composes, checks and makes the directory."""
     die_with_parent()
+    if environment.uses_mpi and (problem := mpi.problem(environment)) is not None:
+        return _refuse(problem, environment=environment)
     decision = _decide(overrides, environment=environment) if environment.rank == 0 else None
-    decision = _from_rank_0(decision, environment=environment)
-    if not isinstance(decision, Frozen):
-        return decision
+    taken = _from_rank_0(decision, environment=environment)
+    code = _work(taken, environment=environment) if isinstance(taken, Frozen) else taken
+    if environment.uses_mpi and code is not None:
+        mpi.leave()
+    return Exit.FAILED if code is None else code
+
+
+def _refuse(problem: Problem, *, environment: Environment) -> Exit:
+    """Say why the processes that mpirun started cannot meet. One of them speaks, and they have no means to agree which."""
+    if environment.rank != 0:
+        # when rank 0 has spoken and ends, mpirun ends the others; if it does not, then the problem is this node's alone
+        time.sleep(5)
+    print(problem, file=sys.stderr)
+    return Exit.CONFIGURATION
+
+
+def _work(frozen: Frozen, *, environment: Environment) -> int | None:
+    """Run the worker. Returns the exit code that all ranks agree on, None if this rank has failed."""
     from framework.launch.worker import work
 
     try:
-        return work(decision, None)
+        return work(frozen, None)
     except Exception as error:
         LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
-        return Exit.FAILED
+        if environment.uses_mpi and not is_lost_peer(error):  # rank 0 will not: mpirun kills it
+            record = RunDirectory(frozen.path.parent).record_end
+            record(status="failed", error=f"rank {environment.rank}: {headline(error)}")
+        return None
 
 
 def _decide(overrides: list[str], *, environment: Environment) -> Frozen | int:
@@ -36,15 +61,26 @@ def _decide(overrides: list[str], *, environment: Environment) -> Frozen | int:
 
 
 def _from_rank_0(decision: Frozen | int | None, *, environment: Environment) -> Frozen | int:
-    """Hand rank 0's decision to every rank through the launcher's store. Collective."""
+    """Hand rank 0's decision to every rank. Collective."""
+    text = None
+    if isinstance(decision, Frozen):
+        text = json.dumps({"path": str(decision.path.absolute()), "digest": decision.digest})
+    elif decision is not None:
+        text = json.dumps({"code": int(decision)})
+    timeout = timedelta(minutes=10)
+    if environment.uses_mpi:
+        taken = json.loads(mpi.from_rank_0(text, timeout=timeout))
+    else:
+        taken = json.loads(_through_store(text, environment=environment, timeout=timeout))
+    return taken["code"] if "code" in taken else Frozen(path=Path(taken["path"]), digest=taken["digest"])
+
+
+def _through_store(text: str | None, *, environment: Environment, timeout: timedelta) -> str:
     import torch.distributed as dist
 
     from framework.world import launcher_store
 
-    store = dist.PrefixStore(f"start_{environment.attempt}", launcher_store(environment, timeout=timedelta(minutes=10)))
-    if isinstance(decision, Frozen):
-        store.set("decision", json.dumps({"path": str(decision.path.absolute()), "digest": decision.digest}))
-    elif decision is not None:
-        store.set("decision", json.dumps({"code": int(decision)}))
-    taken = json.loads(store.get("decision"))
-    return taken["code"] if "code" in taken else Frozen(path=Path(taken["path"]), digest=taken["digest"])
+    store = dist.PrefixStore(f"start_{environment.attempt}", launcher_store(environment, timeout=timeout))
+    if text is not None:
+        store.set("decision", text)
+    return store.get("decision").decode()
