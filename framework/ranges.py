@@ -15,7 +15,7 @@ _AT_LEAST_ZERO = (
     "seed num_workers keep_best weight_decay adamw_weight_decay warmup_steps decay_steps min_delta "
     "max_restarts sync_first milestones padding noise decode_once_gib"
 ).split()
-_ABOVE_ZERO = "lr adamw_lr eps adamw_eps clip_grad_norm timeout_s bucket_cap_mb rope_theta mlp_ratio max_bytes".split()
+_ABOVE_ZERO = "memory_gib lr adamw_lr eps adamw_eps clip_grad_norm timeout_s bucket_cap_mb rope_theta mlp_ratio max_bytes".split()
 _FRACTION = "min_lr_ratio gamma val_fraction test_fraction".split()
 _BELOW_ONE = "dropout momentum betas adamw_betas label_smoothing".split()
 _LARGEST = 2**63 - 1
