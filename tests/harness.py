@@ -55,15 +55,20 @@ class Ended:
 
 
 def begin(
-    *overrides: str, root: Path, before: Callable[[], None] | None = None, leave: Callable[[int], None] = os._exit
+    *overrides: str,
+    root: Path,
+    before: Callable[[], None] | None = None,
+    leave: Callable[[int], None] = os._exit,
+    with_curves: bool = False,
 ) -> Any:
     """Start `python train.py OVERRIDES run.root=ROOT` in a child process of a group of its own; return the process.
 
     `before` runs in the child first: to plant a fault. `leave` ends it; sys.exit does so as an interpreter would.
+    The picture of the curves, a third of a short run's time, is drawn only on demand.
     """
     root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # so that a child's collector does not touch (and so copy) what it inherits
-    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], _output(root), before, leave))
+    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], _output(root), before, leave, with_curves))
     process.start()
     return process
 
@@ -88,7 +93,11 @@ def command(*overrides: str, root: Path, timeout_s: float = 120.0, **options: An
 
 
 def _child(
-    overrides: list[str], output: Path, before: Callable[[], None] | None, leave: Callable[[int], None]
+    overrides: list[str],
+    output: Path,
+    before: Callable[[], None] | None,
+    leave: Callable[[int], None],
+    with_curves: bool,
 ) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
@@ -96,6 +105,8 @@ def _child(
     os.setpgid(0, 0)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     try:
+        if not with_curves:
+            framework.run.draw_curves = lambda *_, **__: None
         if before is not None:
             before()
         code = start(overrides)

@@ -2,8 +2,9 @@
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -169,7 +170,17 @@ CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with Ba
             if "parallel.tensor=2" not in variant[2] or model == "gpt, tied"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "mesh", "model"), CROSSED, ids=[f"{name(*c[:3])}-{c[3]}" for c in CROSSED])
+# on more ranks the smallest models are quick; the whole is CI's
+QUICK = ["mlp", "two inputs"]
+
+
+def crossed() -> Iterator[Any]:
+    for strategy, ranks, mesh, model in CROSSED:
+        marks = [pytest.mark.slow] if ranks > 2 and model not in QUICK or model == RESNET18 and strategy not in ("ddp", "fsdp") else []
+        yield pytest.param(strategy, ranks, mesh, model, id=f"{name(strategy, ranks, mesh)}-{model}", marks=marks)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "mesh", "model"), [*crossed()])
 def test_ranks_compute_what_one_process_does(
     strategy: str,
     ranks: int,
@@ -198,8 +209,11 @@ def one_process_whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
-    [case for case in CASES if case[0] != "context"],  # a CNN has no tokens
-    ids=[name(*case) for case in CASES if case[0] != "context"],
+    [
+        pytest.param(*case, id=name(*case), marks=[] if case[1] in (1, 3) else [pytest.mark.slow])
+        for case in CASES
+        if case[0] != "context"  # a CNN has no tokens
+    ],
 )
 def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(
     strategy: str, ranks: int, mesh: list[str], one_process_whole: Ended, tmp_path: Path

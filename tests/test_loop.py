@@ -29,7 +29,7 @@ BASE = [*TINY, "trainer.max_epochs=4", "trainer.eval_every=5", "checkpoint.every
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*BASE, root=tmp_path_factory.mktemp("base") / "runs")
+    return finished(*BASE, with_curves=True, root=tmp_path_factory.mktemp("base") / "runs")
 
 
 def rows_of(ended: Ended, split: str) -> list[dict[str, Any]]:
