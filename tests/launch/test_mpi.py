@@ -155,14 +155,16 @@ def test_a_signal_to_mpirun_leaves_no_process_and_a_run_that_continues_over_gloo
 
 
 @needs_mpi
-@pytest.mark.parametrize(("fault", "says"), [
-    ("fail", "rank 1: ValueError: a fault of rank 1's own"),
-    ("stand_still", "rank 0: RuntimeError: MPI: all-reduce among 2 ranks has not finished in launch.timeout_s=2: a rank is late or gone"),
+@pytest.mark.parametrize(("fault", "timeout_s", "says"), [
+    ("fail", 60, "rank 1: ValueError: a fault of rank 1's own"),
+    ("stand_still", 5, "rank 0: RuntimeError: MPI: all-reduce among 2 ranks has not finished in launch.timeout_s=5: a rank is late or gone"),
 ])  # fmt: skip
-def test_a_rank_that_fails_or_stands_still_ends_them_all(fault: str, says: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_or_stands_still_ends_them_all(
+    fault: str, timeout_s: int, says: str, tmp_path: Path
+) -> None:
     root = tmp_path / "runs"
     (tmp_path / "lines.json").write_text(
-        json.dumps([[*LONG, "backend=mpi", f"run.root={root}", "launch.timeout_s=2"]])
+        json.dumps([[*LONG, "backend=mpi", f"run.root={root}", f"launch.timeout_s={timeout_s}"]])
     )
     process = mpirun(2, HERE / "mpi_commands.py", tmp_path / "lines.json", fault)
     try:
