@@ -3,6 +3,7 @@
 from torch import nn
 
 from framework.engine import Engine, Forward
+from framework.log import LOGGER
 from framework.parallel.ddp import replicated
 from framework.parallel.model_parallel import place
 from framework.world import World
@@ -21,7 +22,9 @@ def ddp_model_parallel(
     find_unused_parameters: bool,
 ) -> Engine:
     """Lay the model out over the devices of each process (2r and 2r + 1 of process r, if it has two). Collective."""
-    place(model, devices=world.devices, example=forward.example, option="ddp+mp", speaks=world.rank == 0)
+    layout = place(model, devices=world.devices, example=forward.example)
+    if world.rank == 0:
+        LOGGER.info("parallel=ddp+mp: in each process %s", layout)
     return replicated(
         model,
         world=world,

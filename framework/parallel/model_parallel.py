@@ -16,14 +16,12 @@ from framework.world import World
 
 def model_parallel(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:
     """Lay the model out over the devices of this process."""
-    place(model, devices=world.devices, example=forward.example, option="model-parallel", speaks=True)
+    LOGGER.info("parallel=model-parallel: %s", place(model, devices=world.devices, example=forward.example))
     return DataParallelEngine(model, model=model, forward=forward)
 
 
-def place(
-    model: nn.Module, *, devices: Sequence[torch.device], example: Tree | None, option: str, speaks: bool
-) -> None:
-    """Lay the model out in its layers' order, so that the dearest device is as cheap as can be.
+def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | None) -> str:
+    """Lay the model out in its layers' order, so that the dearest device is as cheap as can be; return what came of it.
 
     The last layers are on the first device: where batches come from, and where the outputs meet the targets. What a layer
     is called with follows it to its device. The layers are those of the model's chain; if that is not known, they are
@@ -43,14 +41,10 @@ def place(
             unit.register_forward_pre_hook(_Move(device).before, with_kwargs=True)
             if links is None:
                 unit.register_forward_hook(_Move(home).after)
-    if not speaks:
-        return
     if len(devices) == 1:
-        LOGGER.info("parallel=%s: there is one device (%s), which has all layers", option, home)
-    else:
-        shares = [100 * sum(totals[number] for number in part) / sum(totals) for part in cuts]
-        LOGGER.info("%s: %d layers on %d devices, with %s %% of the work", option, len(units), len(cuts),
-                    ", ".join(f"{share:.0f}" for share in shares))  # fmt: skip
+        return f"there is one device ({home}), which has all layers"
+    shares = [100 * sum(totals[number] for number in part) / sum(totals) for part in cuts]
+    return f"{len(units)} layers on {len(cuts)} devices, with {', '.join(f'{share:.0f}' for share in shares)} % of the work"
 
 
 def sharing_weights(units: Sequence[nn.Module]) -> list[list[int]]:
