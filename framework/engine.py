@@ -150,7 +150,7 @@ class DataParallelEngine:
         self,
         module: nn.Module,
         *,
-        model: nn.Module,
+        model: Callable[..., Any],
         forward: Forward,
         mesh: "DeviceMesh | None" = None,
         dp_rank: int = 0,

@@ -1,6 +1,7 @@
 """Questions about a model that its module tree can answer."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         inner = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         blocks += [unit for unit in inner if any(True for _ in unit.parameters())]
     return blocks
+
+
+def separate(units: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Return the units that share no weight with each other or with the rest of the model."""
+    inside = {module for unit in units for module in unit.modules()}
+    rest = [module for module in model.modules() if module not in inside]
+    uses = Counter(id(p) for module in rest for p in module.parameters(recurse=False))
+    uses.update(id(p) for unit in units for p in unit.parameters())
+    return [unit for unit in units if all(uses[id(p)] == 1 for p in unit.parameters())]
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

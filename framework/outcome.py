@@ -39,6 +39,12 @@ class DiskFailed(RunEnded):
     code = Exit.DISK
 
 
+class Unfit(RunEnded):
+    """The configuration does not fit the model, as only running it could show."""
+
+    code = Exit.CONFIGURATION
+
+
 def headline(error: Exception) -> str:
     """Return an error's kind and first line; of one that quotes a loader process's traceback, that traceback's last."""
     lines = str(error).strip().splitlines() or [""]

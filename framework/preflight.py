@@ -10,7 +10,7 @@ from typing import Any
 
 from framework import build, mpi
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
-from framework.config import options
+from framework.config import option_node, options
 from framework.frozen import frozen_run_id
 from framework.mesh import MESH_AXES
 from framework.problems import Problem, did_you_mean, shown
@@ -34,6 +34,8 @@ def check(config: Config, problems: list[Problem], *, world_size: int | None) ->
         config, found = _check_data(config)
         problems += found
     config, found = _check_world(config, world_size=world_size)
+    if any(problem.key == "parallel" for problem in problems):
+        found = []  # it would be about another strategy than the one that was meant
     problems += found + _check_backend(config) + _check_batch(config) + _check_run(config)
     seen: dict[str, Problem] = {}
     for problem in problems:
@@ -100,18 +102,23 @@ def _check_world(config: Config, *, world_size: int | None) -> tuple[Config, lis
         problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
     if not isinstance(count, int) or any(not isinstance(size, (int, type(None))) for size in axes.values()):
         return config, problems  # the schema has said so
-    problems += _mesh_problems(axes, count=count, source=source, option=_option(parallel))
+    start = "launch.nproc_per_node={}" if world_size is None else "{} processes"
+    problems += _mesh_problems(axes, count=count, source=source, start=start, option=_option(parallel))
     return config, problems or (_device_problems(config) if world_size is None else [])
 
 
 def _option(parallel: Config) -> str:
-    return str(parallel.get("_target_", "")).rpartition(".")[2]
+    target = parallel.get("_target_")
+    known = (name for name in options("parallel") if option_node("parallel", name).get("_target_") == target)
+    return next(known, str(target).rpartition(".")[2])
 
 
-def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, option: str) -> list[Problem]:
+def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, start: str, option: str) -> list[Problem]:
+    if not axes and count != 1:
+        what = f"{option} is one process, but {source} processes"
+        return [Problem("parallel", what, f"try {start.format(1)}, or parallel=ddp, parallel=fsdp")]
     if not axes:
-        what = f"{count} processes, but parallel={option} is one"
-        return [Problem("launch.nproc_per_node", what, "1, or parallel=ddp, parallel=fsdp")] if count != 1 else []
+        return []
     product = 1
     for size in axes.values():
         product *= size or 1
@@ -123,7 +130,9 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, opti
         key, _, value = given[0].partition("=")
         arithmetic = f"{' x '.join(given)} = {product}" if len(given) > 1 else value
         what = f"{arithmetic}, but {source} process{'es' * (count != 1)}"
-        return [Problem(key, what, f"try launch.nproc_per_node={product}, or null for what is left of it")]
+        if open_axes:
+            return [Problem(key, what, f"try {start.format(f'a multiple of {product}')}, or another size")]
+        return [Problem(key, what, f"try {start.format(product)}, or null for one axis, which takes what is left")]
     return []
 
 

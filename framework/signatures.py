@@ -20,20 +20,45 @@ class Argument:
 def _definition(target: str) -> ast.ClassDef | ast.FunctionDef | None:
     """Find the class or function `package.module.Name` in its source, without running it."""
     module, _, name = target.rpartition(".")
-    try:
-        spec = importlib.util.find_spec(module)
-    except Exception:  # it imports the packages around the module, which may raise anything
-        return None
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
-    for node in ast.parse(Path(spec.origin).read_text()).body:
+    for node in _source(module):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return node
     return None
 
 
-def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
-    return next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
+@cache
+def _source(module: str) -> list[ast.stmt]:
+    """Return a module's statements; none if it has no source."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except Exception:  # it imports the packages around the module, which may raise anything
+        return []
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return []
+    return ast.parse(Path(spec.origin).read_text()).body
+
+
+def _method(node: ast.ClassDef, name: str, *, module: str) -> ast.FunctionDef | None:
+    """Return a method of a class in `module`, its own or inherited; None if there is none, or no source of it."""
+    own = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
+    for base in node.bases if own is None else []:
+        target = _where(ast.unparse(base), module)
+        parent = _definition(target)
+        if isinstance(parent, ast.ClassDef) and (found := _method(parent, name, module=target.rpartition(".")[0])):
+            return found
+    return own
+
+
+def _where(name: str, module: str) -> str:
+    """Return the dotted path of what a module calls `name`: its own, or imported."""
+    first, _, rest = name.partition(".")
+    for node in _source(module):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                if first == (alias.asname or alias.name):
+                    origin = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+                    return f"{origin}.{rest}" if rest else origin
+    return f"{module}.{name}"
 
 
 def arguments_of(target: str) -> dict[str, Argument] | None:
@@ -44,7 +69,7 @@ def arguments_of(target: str) -> dict[str, Argument] | None:
     """
     node = _definition(target)
     if isinstance(node, ast.ClassDef):
-        node = _method(node, "__init__")
+        node = _method(node, "__init__", module=target.rpartition(".")[0])
         if node is None:
             return {}
     if node is None:
@@ -72,7 +97,7 @@ def _plain_type(node: ast.expr | None) -> Any:
 def metrics_of(target: str) -> list[str] | None:
     """Return the names that a task's `metrics` method returns; None if its source does not simply say them."""
     node = _definition(target)
-    method = _method(node, "metrics") if isinstance(node, ast.ClassDef) else None
+    method = _method(node, "metrics", module=target.rpartition(".")[0]) if isinstance(node, ast.ClassDef) else None
     returned = [n.value for n in ast.walk(method) if isinstance(n, ast.Return)] if method else []
     if len(returned) != 1 or not isinstance(returned[0], ast.Dict):
         return None

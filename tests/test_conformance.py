@@ -108,8 +108,8 @@ def one_process(own_options: Callable[[], None], tmp_path_factory: pytest.TempPa
 REFUSED = {
     ("tensor", 3, "vit"): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a divisor, or ",
     ("tensor", 3, "gpt, tied"): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a ",
-    ("tensor", 3, "cnn with BatchNorm"): "parallel.tensor: 3: CNN has no linear layer that divides by it; let the model answer",
-    ("tensor", 4, "cnn with BatchNorm"): "parallel.tensor: 4: CNN has no linear layer that divides by it; let the model answer",
+    ("tensor", 3, "cnn with BatchNorm"): "parallel.tensor: 3: divides the features of no linear layer of CNN; let the model answer",
+    ("tensor", 4, "cnn with BatchNorm"): "parallel.tensor: 4: divides the features of no linear layer of CNN; let the model answer",
 }
 ANSWERS_NOT = "parallel: {} does not answer mixers(), which lists the modules in which tokens meet; ddp, zero, fsdp "
 REFUSED |= {("context", ranks, model): ANSWERS_NOT.format(kind) for ranks in (2, 3, 4) for model, kind in [

@@ -56,7 +56,11 @@ def _launch_group(config: dict[str, Any], *, frozen: Frozen, directory: RunDirec
             max_restarts=config["launch"]["max_restarts"],
         )
         agent = _Agent(spec, directory=directory, scratch=scratch)
-        result = agent.run()
+        tempfile.tempdir = str(scratch)  # where torch leaves a file for every worker's last error
+        try:
+            result = agent.run()
+        finally:
+            tempfile.tempdir = None
     if agent.failure is not None and result.is_failed():
         return _report(agent.failure, directory)
     return max(result.return_values.values())

@@ -1,6 +1,7 @@
 """From a command line to a run: compose, check, claim the directory, freeze, and hand over to the workers."""
 
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,10 @@ def check(overrides: list[str], *, world_size: int | None) -> tuple[dict[str, An
 
 def report(problems: list[Problem]) -> Exit:
     """Print the problems, a line each. Under a launcher one of its processes speaks."""
-    for problem in problems if Environment.read().rank == 0 else []:
+    if Environment.read().rank != 0:
+        time.sleep(5)  # a launcher ends all when one ends: not before rank 0 has spoken
+        return Exit.CONFIGURATION
+    for problem in problems:
         print(problem, file=sys.stderr)
     return Exit.CONFIGURATION
 

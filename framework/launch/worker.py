@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None) -> 
 def work_in_child(frozen: Frozen, scratch: Path | None) -> int:
     """`work`, in a process of its own that does not outlive the one that started it."""
     die_with_parent()
+    tempfile.tempdir = None  # not the launcher's
     PREEMPTION.speaks = False
     return work(frozen, scratch)
 

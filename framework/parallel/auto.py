@@ -26,14 +26,18 @@ def auto(
     memory_gib: float | None,
     bucket_cap_mb: int,
     gradient_as_bucket_view: bool,
+    find_unused_parameters: bool,
     reshard_after_forward: bool,
 ) -> Engine:
     """Run the model as `ddp` if it fits, else as `zero`, else as `fsdp`; in one process as it is. Collective."""
     budget = memory_gib * _GIB if memory_gib is not None else _memory(world) / 2  # the rest is for activations
-    choice, held = choose(model, num_ranks=world.world_size, budget=min(world.gather(budget)))
+    budget = min(world.gather(budget))
+    choice, held = choose(model, num_ranks=world.world_size, budget=budget)
     if world.rank == 0:
         LOGGER.info("parallel=auto: %s, with %.2g GiB of parameters, gradients and optimizer state in each process",
                     choice, held / _GIB)  # fmt: skip
+    if held > budget and world.rank == 0:
+        LOGGER.warning("that is more than the %.2g GiB which each process has for them: take more processes", budget / _GIB)
     given: dict[str, Any] = {"world": world, "forward": forward}
     if choice == "single":
         return single(model, **given)
@@ -41,7 +45,7 @@ def auto(
         given |= {"param_dtype": None, "reduce_dtype": None, "cpu_offload": False}
         return fsdp(model, shard=replicate, reshard_after_forward=reshard_after_forward, **given)
     given |= {"replicate": replicate, "bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view,
-              "static_graph": False, "find_unused_parameters": False}  # fmt: skip
+              "static_graph": False, "find_unused_parameters": find_unused_parameters}  # fmt: skip
     return zero(model, **given) if choice == "zero" else ddp(model, compression=None, **given)
 
 

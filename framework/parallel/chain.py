@@ -25,7 +25,7 @@ class Shapes:
     """
 
     def __init__(self, links: Sequence[nn.Module]) -> None:
-        self._links = [_on_meta(link) for link in links]
+        self._links = [on_meta(link)[0] for link in links]
         self._found: dict[Any, list[Tensor]] = {}
 
     def outputs(self, inputs: Tree) -> list[Tensor]:
@@ -43,13 +43,13 @@ class Shapes:
             yield value
 
 
-def _on_meta(link: nn.Module) -> nn.Module:
-    """Return a copy for evaluation, without storage."""
-    tensors = [*link.parameters(), *link.buffers()]
-    copied = copy.deepcopy(link, {id(tensor): tensor.detach().to("meta") for tensor in tensors})
+def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a copy for evaluation, without storage, and its modules by the ids of the model's."""
+    copies: dict[int, Any] = {id(t): t.detach().to("meta") for t in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, copies)
     for module in copied.modules():
         module.__dict__.pop("forward", None)  # a wrapper (recomputation, compilation) around the original's
-    return copied.eval()
+    return copied.eval(), copies
 
 
 def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | None) -> list[int]:
@@ -60,35 +60,32 @@ def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | No
     weights = [1 + sum(p.numel() for p in unit.parameters()) for unit in units]
     if example is None:
         return weights
-    state = {name: v.detach().to("meta") for name, v in (*model.named_parameters(), *model.named_buffers())}
+    copied, copies = on_meta(model)
+    units = [copies[id(unit)] for unit in units]
     try:
         with torch.no_grad(), _flops_of(units) as flops:
-            call(lambda *given, **named: torch.func.functional_call(model, state, given, named), example)
+            call(copied, example)
     except (NotImplementedError, RuntimeError):
         return weights
-    return [size + flops.get(number, 0) for number, size in enumerate(weights)]
+    return [size + flops.get(id(unit), 0) // units.count(unit) for size, unit in zip(weights, units)]
 
 
 @contextmanager
 def _flops_of(units: Sequence[nn.Module]) -> Iterator[dict[int, int]]:
-    """Count the operations of each unit, by its number, while it is called."""
+    """Count the operations of each unit, by its id, over all its calls."""
     flops: dict[int, int] = {}
     with FlopCounterMode(display=False) as counter:
-        hooks = []
-        for number, unit in enumerate(units):
 
-            def begin(*_: Any, number: int = number) -> None:
-                flops[number] = flops.get(number, 0) - counter.get_total_flops()
+        def begin(unit: nn.Module, _: Any) -> None:
+            flops[id(unit)] = flops.get(id(unit), 0) - counter.get_total_flops()
 
-            def end(*_: Any, number: int = number) -> None:
-                flops[number] += counter.get_total_flops()
+        def end(unit: nn.Module, *_: Any) -> None:
+            flops[id(unit)] += counter.get_total_flops()
 
-            hooks += [unit.register_forward_pre_hook(begin), unit.register_forward_hook(end)]
-        try:
-            yield flops
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for unit in dict.fromkeys(units):
+            unit.register_forward_pre_hook(begin)
+            unit.register_forward_hook(end)
+        yield flops
 
 
 def weighty(links: Sequence[nn.Module]) -> list[range]:

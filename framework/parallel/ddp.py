@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from framework.engine import DataParallelEngine, Engine, Forward
 from framework.optim import MakeOptimizer
+from framework.outcome import Unfit
 from framework.parallel.compression.register import register
 from framework.world import World
 
@@ -68,9 +69,19 @@ def replicated(
     def set_sync(last: bool) -> None:
         wrapper.require_backward_grad_sync = last  # what DDP.no_sync() sets, without a context for each micro-batch
 
+    def run(*given: Any, **named: Any) -> Any:
+        try:
+            return wrapper(*given, **named)
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {_some(unused)} in every "
+                        "step (true, at a small cost; or freeze what is not used)") from None  # fmt: skip
+
     return DataParallelEngine(
         model,
-        model=wrapper,
+        model=run,
         forward=forward,
         mesh=mesh,
         dp_rank=world.rank,
@@ -82,3 +93,7 @@ def replicated(
         # a ring sums: a run that is resumed would take its first step in another order than one that was not.
         num_warm_ups=2,
     )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "every parameter"

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from framework.engine import DataParallelEngine, Engine, Forward
-from framework.modules import blocks_of
+from framework.modules import blocks_of, separate
 from framework.world import World
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
@@ -39,6 +39,13 @@ def fsdp(
     return sharded_engine(model, mesh=mesh, world=world, forward=forward)
 
 
+def problems(model: nn.Module, **options: object) -> list[str]:
+    """Say why this model cannot be sharded."""
+    scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
+    return [f"the model's {scalar} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
+            "ddp or zero"] if scalar else []  # fmt: skip
+
+
 def shard_blocks(
     model: nn.Module,
     *,
@@ -59,7 +66,8 @@ def shard_blocks(
         for layer in model.modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
-    for block in [*blocks_of(model), model]:
+    # blocks that share a weight are gathered together, with what is outside of the blocks
+    for block in [*separate(blocks_of(model), model), model]:
         fully_shard(
             block,
             mesh=mesh,

@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from framework.engine import DataParallelEngine, Engine, Forward
+from framework.parallel import fsdp
+from framework.parallel import tensor as tensors
 from framework.parallel.fsdp import shard_blocks
-from framework.parallel.tensor import cut_layers, problems
+from framework.parallel.tensor import cut_layers
 from framework.world import World
-
-__all__ = ["fsdp_tensor", "problems"]  # the layers are cut as in `tensor`
 
 
 def fsdp_tensor(
@@ -53,6 +53,11 @@ def fsdp_tensor(
         set_sync=model.set_requires_gradient_sync,
         broadcast=world.broadcast,
     )
+
+
+def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object) -> list[str]:
+    """Say why this model cannot be cut and sharded so."""
+    return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model)
 
 
 def ignore_known() -> None:

@@ -5,9 +5,10 @@ from typing import Literal
 from torch import nn
 
 from framework.engine import Engine, Forward
-from framework.parallel.fsdp import shard_blocks, sharded_engine
+from framework.parallel.fsdp import problems, shard_blocks, sharded_engine
 from framework.world import World
 
+__all__ = ["hsdp", "problems"]  # it is sharded as in `fsdp`
 
 def hsdp(
     model: nn.Module,

@@ -139,7 +139,10 @@ class PipelineEngine:
         arguments = () if inputs is None else (inputs,)
         if held:
             self.module.zero_grad()
-        schedule.step(*arguments, **({} if targets is None else {"target": targets}), return_outputs=False)
+        try:
+            schedule.step(*arguments, **({} if targets is None else {"target": targets}), return_outputs=False)
+        except RuntimeError as error:
+            raise error.__cause__ or error  # torch wraps a link's own error into all of its arguments
         for parameter, gradient in zip(self._parameters, held):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -167,9 +170,10 @@ class PipelineEngine:
                 )
             schedule = make_schedule(self._schedule, stages, num_micro_batches=len(micro_batches), loss=runner)
             if self._world.rank == 0 and not self._schedules:
-                LOGGER.info("pipeline: %d stages on %d processes, %d micro-batches (%s): %.0f %% of the time is waiting",
-                            self._num_stages, self._size, len(micro_batches), type(schedule).__name__.removeprefix("Schedule"),
-                            100 * waiting_share(schedule, num_micro_batches=len(micro_batches), num_ranks=self._size))  # fmt: skip
+                count, kind = len(micro_batches), type(schedule).__name__.removeprefix("Schedule")
+                waiting = waiting_share(schedule, num_micro_batches=count, num_ranks=self._size)
+                LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s): %.0f %% of the time is waiting",
+                            self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip
             self._schedules[key] = schedule, runner
         return self._schedules[key]
 

@@ -8,6 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from framework.engine import Engine, Forward
+from framework.modules import separate
+from framework.parallel import fsdp
 from framework.parallel import pipeline as pipelines
 from framework.parallel import tensor as tensors
 from framework.parallel.fsdp import reshard_after_evaluation
@@ -43,7 +45,7 @@ def pipeline_fsdp_tensor(
 
 def problems(model: nn.Module, *, pipeline: int, tensor: int, schedule: str, **others: object) -> list[str]:
     """Say why this model cannot be cut so."""
-    found = pipelines.problems(model, pipeline=pipeline, schedule=schedule)
+    found = pipelines.problems(model, pipeline=pipeline, schedule=schedule) or fsdp.problems(model)
     return found or (tensors.problems(model, tensor=tensor, sequence=False) if tensor > 1 else [])
 
 
@@ -54,16 +56,15 @@ def cut_and_shard(
 
     A link is gathered at a time. Those that share a weight are gathered together, with what is left.
     """
-    here = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    inside = set(stage.modules())
+    here = {name for name, layer in model.named_modules() if layer in inside}
     parallelize_module(model, mesh["tensor"], {name: style for name, style in styles.items() if name in here})
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each weight
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, name))
-    inside = set(stage.modules())
-    for link in stage.links:
-        if all(len(places[id(parameter)]) == 1 for parameter in link.parameters()):
-            fully_shard(link, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+    for link in separate(list(stage.links), model):
+        fully_shard(link, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
     reshard_after_evaluation(stage)
     for several in places.values():  # a link of another stage that is here for the sake of a weight's name

@@ -35,25 +35,20 @@ def keep_own(
 ) -> dict[int, Stage]:
     """Return the stages of one of the pipeline's processes, by number; stages are dealt to them in turn.
 
-    The other links are taken out of the model, but for those that share a weight with its own: the weight keeps its name.
+    The parameters and buffers of the other links are taken out of the model, but for weights that its own share with
+    them: a weight keeps all its names.
     """
-    owners = {i: number % size for number, span in enumerate(spans) for i in span}
-    own = {id(p) for i, link in enumerate(links) if owners[i] == rank for p in link.parameters()}
-    for i, link in enumerate(links):
-        if owners[i] != rank and not any(id(p) in own for p in link.parameters()):
-            _drop(model, link)
-    return {n: Stage([links[i] for i in span]) for n, span in enumerate(spans) if n % size == rank}
-
-
-def _drop(model: nn.Module, link: nn.Module) -> None:
-    """Take a link's parameters out of the model; the others keep their names. The link itself stays, without storage."""
-    for name, module in model.named_modules():
-        if module is link:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, nn.Identity())
-            link.to("meta")
-            return
-    raise ValueError(f"a link of the chain, a {type(link).__name__}, is not a module of the model")
+    stages = {n: Stage([links[i] for i in span]) for n, span in enumerate(spans) if n % size == rank}
+    own_modules = {module for stage in stages.values() for module in stage.modules()}
+    own_weights = {id(parameter) for module in own_modules for parameter in module.parameters(recurse=False)}
+    others = {module for link in links for module in link.modules()} - own_modules
+    for module in others:
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, value in [*parameters, *buffers]:
+            if id(value) not in own_weights:
+                setattr(module, name, None)
+    return stages
 
 
 def shared_weights(model: nn.Module, *, mesh: DeviceMesh) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:

@@ -64,7 +64,7 @@ def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:
         if cut is not None:
             styles[name] = _style(name, layer, cut, num_parts=num_parts)
     if not styles:
-        raise ValueError(f"tensor={num_parts}: {type(model).__name__} has no linear layer that divides by it; let the "
+        raise ValueError(f"tensor={num_parts}: divides the features of no linear layer of {type(model).__name__}; let the "
                          "model answer tensor_plan(), or take ddp, zero, fsdp or hsdp, which take any model")  # fmt: skip
     return styles
 

@@ -40,7 +40,10 @@ def wait_for(condition: Callable[[], bool], *, timeout_s: float, what: str) -> N
 class Halted:
     """A command whose ranks wait at the end of step STOP_AT (of their first attempt) until they are let go."""
 
-    def __init__(self, *overrides: str, folder: Path, num_ranks: int) -> None:
+    def __init__(
+        self, *overrides: str, folder: Path, num_ranks: int, before: Callable[[], None] = lambda: None
+    ) -> None:
+        self.before = before
         self.root = folder / "runs"
         self.go = folder / "go"
         self.marks = [folder / f"rank_{rank}" for rank in range(num_ranks)]
@@ -49,6 +52,7 @@ class Halted:
         self.pids = [int(mark.read_text()) for mark in self.marks]
 
     def _plant(self) -> None:
+        self.before()
         original = Trainer.train_step
 
         def train_step(trainer: Trainer, *args: object, **kwargs: object) -> object:
@@ -94,6 +98,21 @@ def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(
     told = rf"rank {rank} failed: killed(, without a word| by SIGKILL); restart 1 of 3\n"
     assert len(re.findall(told, ended.output)) == 1, ended.output
     assert len(re.findall(r"\[launcher\] WARNING " + told, (ended.directory / "train.log").read_text())) == 1
+
+
+def test_what_torch_notes_of_a_killed_worker_is_gone_with_the_run(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+
+    def take_notes_there() -> None:
+        tempfile.tempdir = None
+        os.environ["TMPDIR"] = str(notes)
+
+    run = Halted(*TWO, folder=tmp_path, num_ranks=2, before=take_notes_there)
+    os.kill(run.pids[0], signal.SIGKILL)
+    run.resume()
+    assert run.end().code == 0
+    assert not list(notes.glob("**/pytorch-errorfile*"))
 
 
 def test_without_restarts_kill_9_of_a_worker_names_it(tmp_path: Path) -> None:

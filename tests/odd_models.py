@@ -1,0 +1,102 @@
+"""Models of somebody's, of the kinds that are not a row of blocks: shared, frozen, unused and counted things in odd places."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Counted(nn.Module):
+    """A residual layer that follows the mean of what comes in, as normalisations do."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.register_buffer("mean", torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x + torch.tanh(self.linear(x))
+
+
+class Plain(nn.Module):
+    """What all of them begin and end with."""
+
+    def __init__(self, *, in_channels: int, image_size: int, num_classes: int, dim: int = 12) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, dim))
+        self.head = nn.Linear(dim, num_classes)
+        self.make_layers(dim)
+
+    def make_layers(self, dim: int) -> None:
+        raise NotImplementedError
+
+
+class OneBlock(Plain):
+    """The same block three times, as ALBERT has it."""
+
+    def make_layers(self, dim: int) -> None:
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Tanh())] * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Woven(Plain):
+    """A module under two names, one inside of two others, weights tied across blocks, a frozen one, and its own parameters."""
+
+    def make_layers(self, dim: int) -> None:
+        shared = nn.Linear(dim, dim)
+        self.first = nn.Sequential(shared, nn.Tanh())
+        self.blocks_of_mine = nn.ModuleList([nn.Sequential(nn.Linear(dim, dim), shared), nn.Linear(dim, dim), nn.Linear(dim, dim)])
+        self.again = self.first
+        self.blocks_of_mine[2].weight = self.blocks_of_mine[1].weight
+        self.frozen = Counted(dim).requires_grad_(False)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, dim))
+        self.register_buffer("offset", torch.full((dim,), 0.1))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.first(self.stem(x)) * self.scale + self.offset
+        for block in self.blocks_of_mine:
+            x = x + torch.tanh(block(x))
+        x = self.frozen(self.again(x))
+        return {"features": x, "logits": self.head(x)}
+
+
+class Chained(Plain):
+    """A chain whose links share weights across stages, each with a buffer that it changes; some are frozen."""
+
+    def make_layers(self, dim: int) -> None:
+        self.layers = nn.ModuleList(Counted(dim) for _ in range(4))
+        self.layers[3].linear.weight = self.layers[1].linear.weight
+        self.layers[0].requires_grad_(False)
+
+    def chain(self) -> list[nn.Module]:
+        return [self.stem, *self.layers, self.head]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.chain():
+            x = link(x)
+        return x
+
+
+class Unused(OneBlock):
+    """Something is there that the forward does not use."""
+
+    def make_layers(self, dim: int) -> None:
+        super().make_layers(dim)
+        self.spare = nn.Linear(dim, dim)
+
+
+class Scalar(OneBlock):
+    """A parameter without dimensions, as a temperature is."""
+
+    def make_layers(self, dim: int) -> None:
+        super().make_layers(dim)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature

@@ -1,0 +1,93 @@
+"""Strategies promise to take any model. These are what people have, and no row of blocks."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from framework import config
+from framework.config import CONF
+from tests.harness import Ended, assert_close, command, finished
+from tests.parallel.test_model_parallel import on_emulated
+from tests.test_conformance import CASES, RUN, SMALL, name
+
+NODE = "_target_: tests.odd_models.{}\nin_channels: null\nimage_size: null\nnum_classes: null\ndim: 12\n"
+MODELS = ["OneBlock", "Woven", "Chained", "Unused", "Scalar"]
+LINE = [*RUN, *SMALL, "optimizer=adamw", "optimizer.lr=0.01", "trainer.ema_decay=0.8", "trainer.eval_every=3"]
+SHARDED = ("fsdp", "hsdp", "fsdp+tp", "pp+fsdp+tp")
+
+PAIRS = [case for case in CASES if case[1] <= 2]
+TAKES_NONE = {  # what a strategy asks and a model does not answer
+    "context": "does not answer mixers()",
+    **{strategy: "does not answer chain()" for strategy in ("pipeline", "ddp+pp", "pp+fsdp+tp")},
+}
+
+
+@pytest.fixture(scope="session")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
+    conf = tmp_path_factory.mktemp("odd") / "conf"
+    shutil.copytree(CONF, conf)
+    for model in MODELS:
+        (conf / "model" / f"{model}.yaml").write_text(NODE.format(model))
+    return lambda: setattr(config, "CONF", conf)
+
+
+@pytest.fixture(scope="session")
+def one(odd: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    done: dict[str, Ended] = {}
+
+    def run(model: str) -> Ended:
+        if model not in done:
+            done[model] = finished(*LINE, f"model={model}", root=tmp_path_factory.mktemp(model) / "runs", before=odd)
+        return done[model]
+
+    return run
+
+
+def refusal(strategy: str, model: str) -> str | None:
+    if strategy == "context" or model != "Chained":
+        asked = TAKES_NONE.get(strategy)
+        if asked is not None:
+            return f"parallel: {model} {asked}"
+    if model == "Scalar" and strategy in SHARDED:
+        return "parallel: the model's temperature is a number without dimensions, which FSDP cannot shard; give it the shape (1,)"
+    if model == "Unused" and strategy in ("ddp", "zero", "ddp+mp", "auto"):
+        return "parallel.find_unused_parameters: false, but the model's forward does not use spare.weight, spare.bias in every step"
+    return None
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=[name(*case) for case in PAIRS])
+@pytest.mark.parametrize("model", MODELS)
+def test_it_computes_what_one_process_does_or_is_refused(
+    model: str, case: tuple[str, int, list[str]], odd: Callable[[], None], one: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    strategy, ranks, mesh = case
+    line = [*LINE, f"model={model}", f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
+    refused = refusal(strategy, model)
+    if refused is None:
+        assert_close(finished(*line, root=tmp_path / "runs", before=odd), one(model))
+        return
+    ended = command(*line, root=tmp_path / "runs", before=odd)
+    assert ended.code == 78, ended.output
+    assert refused in ended.output
+    if model == "Unused" and "find_unused" in refused:
+        line.append("parallel.find_unused_parameters=true")
+        assert_close(finished(*line, root=tmp_path / "used", before=odd), one(model))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_a_weight_that_stages_share_takes_no_buffers_with_it(
+    schedule: str, odd: Callable[[], None], one: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    line = [*LINE, "model=Chained", "parallel=pipeline", f"parallel.schedule={schedule}", "launch.nproc_per_node=2"]
+    assert_close(finished(*line, root=tmp_path / "runs", before=odd), one("Chained"))
+
+
+@pytest.mark.parametrize("model", ["OneBlock", "Woven", "Chained"])
+def test_its_layers_may_lie_on_two_devices(
+    model: str, odd: Callable[[], None], one: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    before = on_emulated(2, odd)
+    run = finished(*LINE, f"model={model}", "parallel=model-parallel", root=tmp_path / "runs", before=before)
+    assert_close(run, one(model))
