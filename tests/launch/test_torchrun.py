@@ -69,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*LONG, "launch.nproc_per_node=2", root=tmp_path_factory.mktemp("whole") / "runs")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_torchrun_stopped_by_a_signal_leaves_a_checkpoint_to_continue_from(
     signum: int, whole: Ended, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ def on_emulated(num_devices: int, *others: Callable[[], None]) -> Callable[[], N
 @pytest.mark.parametrize(
     ("model", "strategy", "ranks", "num_devices"),
     [
-        *((model, "model-parallel", 1, 2) for model in MODELS),
+        *(pytest.param(model, "model-parallel", 1, 2, marks=[pytest.mark.slow] if model == RESNET18 else []) for model in MODELS),
         *((model, "ddp+mp", 2, 2) for model in MODELS if model != RESNET18),  # its tensors are too many for Python
         ("gpt, tied", "model-parallel", 1, 3),
     ],

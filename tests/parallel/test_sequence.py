@@ -19,8 +19,16 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return ends | {"one block": finished(*LINE, "model.num_layers=1", root=tmp_path_factory.mktemp("block") / "runs")}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [
+        ("tensor 2", "adamw"),
+        ("fsdp+tp 2x2", "adamw"),
+        pytest.param("tensor 2", "sgd", marks=pytest.mark.slow),
+        pytest.param("fsdp+tp 2x2", "sgd", marks=pytest.mark.slow),
+        pytest.param("tensor 4", "adamw", marks=pytest.mark.slow),
+    ],
+)
 def test_it_computes_what_one_process_does(mesh: str, optimizer: str, one: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, *OPTIMIZERS[optimizer], *MESHES[mesh], "parallel.sequence=true"]
     assert_close(finished(*line, root=tmp_path / "runs"), one[optimizer])
