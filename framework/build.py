@@ -117,7 +117,12 @@ def engine(config: Config, module: "nn.Module", *, world: "World") -> "Engine":
     )
     if has_dropout(module):
         forward.key_draws(chain_of(module) or blocks_of(module))
-    built: Engine = component(config["parallel"])(module, world=world, forward=forward)
+    if config["invariance"] == "bitwise":
+        target = config["parallel"]["_target_"].rpartition(".")[0]
+        node = {"_target_": f"{target}.invariant", "micro_batch_size": config["micro_batch_size"]}
+    else:
+        node = config["parallel"]
+    built: Engine = component(node)(module, world=world, forward=forward)
     if config["trainer"]["sync_batchnorm"] and built.dp_size > 1:
         assert built.dp_size == world.world_size  # the preflight has refused strategies in which it is not
         synchronise(module, group=world.new_group(), forward=forward)

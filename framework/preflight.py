@@ -218,7 +218,7 @@ def _check_batch(config: Config) -> list[Problem]:
     if trainer.get("max_steps", 0) is None and trainer.get("max_epochs", 0) is None:
         what = "null, as is trainer.max_epochs: the run would never end"
         problems.append(Problem("trainer.max_steps", what, "a number for one of them"))
-    problems += _check_sync(config) + _check_async(config)
+    problems += _check_sync(config) + _check_async(config) + _check_bitwise(config)
     if trainer.get("sync_batchnorm") is True and (axes := {"tensor", "pipeline", "context"} & config["parallel"].keys()):
         what = f"true, but processes along the {sorted(axes)[0]} axis have no samples of their own"
         problems.append(Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp"))
@@ -239,6 +239,24 @@ def _check_sync(config: Config) -> list[Problem]:
     periods = {"trainer.eval_every": config["trainer"].get("eval_every"), "checkpoint.every": config["checkpoint"].get("every")}
     return [Problem(key, f"{every} is not a multiple of parallel.sync_every={sync_every}", "the processes agree only then")
             for key, every in periods.items() if isinstance(every, int) and every % sync_every]  # fmt: skip
+
+
+def _check_bitwise(config: Config) -> list[Problem]:
+    """Refuse what couples micro-batches, or leaves open what they are."""
+    if config.get("invariance") != "bitwise":
+        return []
+    problems = []
+    if config.get("micro_batch_size", 0) is None:
+        what = "null, but invariance=bitwise is about sums over micro-batches"
+        problems.append(Problem("micro_batch_size", what, "a number; any world size up to global_batch_size / "
+                                "micro_batch_size then gives the same bits"))  # fmt: skip
+    if config["trainer"].get("sync_batchnorm") is True:
+        what = "true, but invariance=bitwise takes statistics over a micro-batch: others depend on who runs what beside it"
+        problems.append(Problem("trainer.sync_batchnorm", what, "false"))
+    if config["parallel"].get("compression") is not None:
+        what = f"{config['parallel']['compression']}, which depends on how many processes there are (invariance=bitwise)"
+        problems.append(Problem("parallel.compression", what, "null"))
+    return problems
 
 
 def _check_async(config: Config) -> list[Problem]:

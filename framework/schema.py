@@ -78,7 +78,7 @@ class Config(Section):
     global_batch_size: int
     micro_batch_size: int | None
     drop_last: bool
-    invariance: Literal["samples"]
+    invariance: Literal["samples", "bitwise"]
     trainer: Trainer
     checkpoint: Checkpoint
     run: Run

@@ -38,6 +38,9 @@ def try_out(config: Config) -> list[Problem]:
 def _check_strategy(model: "nn.Module", config: Config) -> list[Problem]:
     """Ask the strategy's module, if it has a function `problems`, whether it can run this model."""
     module = importlib.import_module(config["parallel"]["_target_"].rpartition(".")[0])
+    if config["invariance"] == "bitwise" and not hasattr(module, "invariant"):
+        what = "bitwise, but this strategy sums in an order of its own collectives"
+        return [Problem("invariance", what, "parallel=single, ddp or zero, or invariance=samples")]
     if not hasattr(module, "problems"):
         return []
     options = {name: value for name, value in config["parallel"].items() if name != "_target_"}

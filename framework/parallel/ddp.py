@@ -11,7 +11,10 @@ from framework.engine import DataParallelEngine, Engine, Forward
 from framework.optim import MakeOptimizer
 from framework.outcome import Unfit
 from framework.parallel.compression.register import register
+from framework.parallel.invariant import invariant
 from framework.world import World
+
+__all__ = ["ddp", "replicated", "invariant"]
 
 
 def ddp(

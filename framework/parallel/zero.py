@@ -5,7 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 from framework.engine import Engine, Forward
-from framework.optim import BuildOptimizer, Trainable, stand_in
+from framework.optim import BuildOptimizer, MakeOptimizer, Trainable, stand_in
+from framework.parallel import invariant as invariants
 from framework.parallel.ddp import replicated
 from framework.world import World
 
@@ -27,6 +28,28 @@ def zero(
     parameter's state has the parameter's name, as everywhere, and any optimizer will do.
     Source: Rajbhandari et al. 2020, "ZeRO", stage 1.
     """
+    return replicated(
+        model,
+        world=world,
+        forward=forward,
+        mesh=world.mesh(replicate=replicate),
+        make_optimizer=owned(world),
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        static_graph=static_graph,
+        find_unused_parameters=find_unused_parameters,
+    )
+
+
+def invariant(model: nn.Module, *, world: World, forward: Forward, micro_batch_size: int) -> Engine:
+    """The same with gradients of the same bits in every world. Collective."""
+    return invariants.invariant(
+        model, world=world, forward=forward, micro_batch_size=micro_batch_size, make_optimizer=owned(world)
+    )
+
+
+def owned(world: World) -> MakeOptimizer:
+    """Return the way to build an optimizer of the parameters that this rank owns, which sends them to the others."""
 
     def make_optimizer(build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         owners = owners_of(trained, num_ranks=world.world_size)
@@ -41,17 +64,7 @@ def zero(
         optimizer.register_step_post_hook(share)
         return optimizer
 
-    return replicated(
-        model,
-        world=world,
-        forward=forward,
-        mesh=world.mesh(replicate=replicate),
-        make_optimizer=make_optimizer,
-        bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        static_graph=static_graph,
-        find_unused_parameters=find_unused_parameters,
-    )
+    return make_optimizer
 
 
 def owners_of(trained: list[Trainable], *, num_ranks: int) -> list[int]:

@@ -1,0 +1,123 @@
+"""invariance=bitwise: the same SHA-256 of parameters, buffers and optimizer state for every number of processes."""
+
+import hashlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from framework.tree_sum import TreeSum
+from tests.harness import Ended, command, exact_rows, finished
+from tests.test_conformance import IMAGES, SMALL, TOKENS
+from tests.test_resume import after_step, preempt
+
+# seven micro-batches, the last one short; an epoch's last batch has five
+RUN = ["invariance=bitwise", "global_batch_size=14", "micro_batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=8",
+       "trainer.log_every=1", "trainer.eval_every=3", "trainer.clip_grad_norm=0.5", "trainer.ema_decay=0.9",
+       "checkpoint.every=null"]  # fmt: skip
+CNN = [*SMALL, "model=cnn", "model.channels=[4,8,8]", "model.norm=batch", "model.dropout=0.2", "global_batch_size=13"]
+GPT = [*TOKENS, "model=gpt", "model.dim=16", "model.num_layers=2", "model.num_heads=2", "model.dropout=0.1"]
+LINES = {
+    "cnn": [*RUN, *CNN],
+    "cnn, augmented, bf16": [*RUN, *CNN, "precision=bf16"],
+    "gpt, fp64, sgd": [*RUN, *GPT, "precision=fp64", "optimizer=sgd", "optimizer.lr=0.1"],
+}
+
+
+def digest(ended: Ended) -> str:
+    """Return the hash of the newest checkpoint's tensors, by name: parameters, buffers, optimizer, average."""
+    (last,) = sorted((ended.directory / "checkpoints").glob("step_*"))[-1:]
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(last.glob("*.safetensors")):
+        tensors |= load_file(file)
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        sha.update(name.encode() + tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    done: dict[str, Ended] = {}
+
+    def run(line: str) -> Ended:
+        if line not in done:
+            done[line] = finished(*LINES[line], root=tmp_path_factory.mktemp("one") / "runs")
+        return done[line]
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 7])
+@pytest.mark.parametrize("line", LINES)
+def test_any_number_of_processes_gives_the_same_bits(
+    line: str, ranks: int, one: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    run = finished(*LINES[line], "parallel=ddp", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
+    assert digest(run) == digest(one(line))
+    assert exact_rows(run) == exact_rows(one(line))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_so_does_a_sharded_optimizer(ranks: int, one: Callable[[str], Ended], tmp_path: Path) -> None:
+    run = finished(*LINES["cnn"], "parallel=zero", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
+    assert digest(run) == digest(one("cnn"))
+
+
+def test_a_run_may_change_its_number_of_processes(one: Callable[[str], Ended], tmp_path: Path) -> None:
+    hops = [(["parallel=ddp", "launch.nproc_per_node=3"], 2), (["parallel=zero", "launch.nproc_per_node=2"], 5), ([], None)]
+    for line, stop in hops:
+        before = after_step(stop, preempt) if stop else None
+        ended = command(*LINES["cnn"], *line, root=tmp_path / "runs", before=before)
+        assert ended.code == (75 if stop else 0), ended.output
+    assert ended.summary["restarts"] == 0
+    assert digest(ended) == digest(one("cnn"))
+    assert exact_rows(ended) == exact_rows(one("cnn"))
+
+
+def test_without_it_the_bits_depend_on_the_number_of_processes(one: Callable[[str], Ended], tmp_path: Path) -> None:
+    line = [*LINES["cnn"], "invariance=samples", "parallel=ddp", "launch.nproc_per_node=3"]
+    assert digest(finished(*line, root=tmp_path / "runs")) != digest(one("cnn"))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["micro_batch_size=null"], "micro_batch_size: null, but invariance=bitwise is about sums over micro-batches (a number; "),
+        (["parallel=fsdp"], "invariance: bitwise, but this strategy sums in an order of its own collectives (parallel=single, ddp or zero, "),
+        (["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm: true, but invariance=bitwise takes statistics over a micro-batch"),
+        (["parallel=ddp", "parallel.compression=int8"], "parallel.compression: int8, which depends on how many processes there are"),
+    ],
+)  # fmt: skip
+def test_what_cannot_promise_it_is_refused(line: list[str], problem: str, tmp_path: Path) -> None:
+    refused = command(*LINES["cnn"], *line, root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.startswith(problem) and refused.output.count("\n") == 1
+
+
+def in_order(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """The sum along the tree, written down."""
+    if len(leaves) == 1:
+        return leaves[0]
+    half = 1
+    while half * 2 < len(leaves):
+        half *= 2
+    return in_order(leaves[:half]) + in_order(leaves[half:])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 21, 64, 100])
+def test_leaves_may_come_in_any_order_and_few_sums_are_kept(count: int) -> None:
+    rng = random.Random(count)
+    leaves = [torch.randn(5, generator=torch.Generator().manual_seed(number)) for number in range(count)]
+    tree, order = TreeSum([0, count], rank=0), rng.sample(range(count), count)
+    for number in order:
+        tree.add(number, leaves[number].clone())
+    assert torch.equal(tree.total(like=leaves[0]), in_order(leaves))
+    tree, most = TreeSum([0, count], rank=0), 0
+    for number in range(count):
+        tree.add(number, leaves[number].clone())
+        most = max(most, len(tree._sums))
+    assert most <= count.bit_length()
