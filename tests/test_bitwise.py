@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from framework.tree_sum import TreeSum
 from tests.harness import Ended, command, exact_rows, finished
-from tests.test_conformance import IMAGES, SMALL, TOKENS
+from tests.test_conformance import SMALL, TOKENS
 from tests.test_resume import after_step, preempt
 
 # seven micro-batches, the last one short; an epoch's last batch has five

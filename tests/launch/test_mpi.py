@@ -196,11 +196,11 @@ def test_one_process_alone_trains(one_process: Callable[[list[str]], Ended], tmp
 
 def hide_mpi() -> None:
     """Have this process find no mpi4py; and no MPI in torch, should there be one."""
-    from framework import preflight
+    from framework import processes
 
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name, *more: None if name == "mpi4py" else find(name, *more)  # type: ignore[assignment]
-    preflight._torch_has = lambda name: False
+    processes._torch_has = lambda name: False
 
 
 LACKING = ("backend: mpi is not in this PyTorch build, and mpi4py, which would do, is not installed "

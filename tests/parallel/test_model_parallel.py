@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework import preflight
+from framework import processes
 from framework.launch.start import check
 from framework.modules import units_of
 from framework.parallel import model_parallel
@@ -114,13 +114,13 @@ def test_units_are_the_modules_that_a_forward_calls() -> None:
     ],
 )  # fmt: skip
 def test_more_devices_than_there_are_are_refused(line: list[str], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_cuda_devices", lambda: 4)
+    monkeypatch.setattr(processes, "_cuda_devices", lambda: 4)
     _, problems = check(line, world_size=None)
     assert [str(found)[: len(problem)] for found in problems] == [problem]
 
 
 def test_a_process_takes_as_many_devices_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_cuda_devices", lambda: 4)
-    for strategy, processes in {"ddp": 4, "ddp+mp": 2, "model-parallel": 1, "dp": 1}.items():
+    monkeypatch.setattr(processes, "_cuda_devices", lambda: 4)
+    for strategy, count in {"ddp": 4, "ddp+mp": 2, "model-parallel": 1, "dp": 1}.items():
         config, problems = check([f"parallel={strategy}"], world_size=None)
-        assert (config["launch"]["nproc_per_node"], problems) == (processes, [])
+        assert (config["launch"]["nproc_per_node"], problems) == (count, [])

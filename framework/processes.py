@@ -1,0 +1,142 @@
+"""How many processes, on which devices, over which backend: what a configuration asks for, against what is there."""
+
+import importlib.util
+import mmap
+from pathlib import Path
+from typing import Any
+
+from framework import mpi
+from framework.config import option_node, options
+from framework.mesh import MESH_AXES
+from framework.problems import Problem
+
+Config = dict[str, Any]
+
+
+def check_processes(config: Config, *, world_size: int | None) -> tuple[Config, list[Problem]]:
+    """Check the mesh against the number of processes, and fill that number in."""
+    launch, parallel = dict(config["launch"]), config["parallel"]
+    if world_size is not None:
+        asked = launch.get("nproc_per_node")
+        launch["nproc_per_node"] = world_size
+        source = f"the launcher started {world_size}"
+    else:
+        asked = None
+        if launch.get("nnodes") not in (1, "1"):
+            return config, [Problem("launch.nnodes", f"{launch.get('nnodes')} with launch=local",
+                                    "1; start several nodes with torchrun --nnodes")]  # fmt: skip
+        if launch.get("nproc_per_node") is None:
+            launch["nproc_per_node"] = _default_processes(parallel)
+        source = f"launch.nproc_per_node gives {launch['nproc_per_node']}"
+    config = config | {"launch": launch}
+    count = launch["nproc_per_node"]
+    axes = {name: parallel[name] for name in MESH_AXES if name in parallel}
+    problems = []
+    if asked is not None and asked != world_size and world_size is not None and asked > world_size:
+        problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
+    if not isinstance(count, int) or any(not isinstance(size, (int, type(None))) for size in axes.values()):
+        return config, problems  # the schema has said so
+    start = "launch.nproc_per_node={}" if world_size is None else "{} processes"
+    problems += _mesh_problems(axes, count=count, source=source, start=start, option=_option(parallel))
+    return config, problems or (_device_problems(config) if world_size is None else [])
+
+
+def _option(parallel: Config) -> str:
+    target = parallel.get("_target_")
+    known = (name for name in options("parallel") if option_node("parallel", name).get("_target_") == target)
+    return next(known, str(target).rpartition(".")[2])
+
+
+def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, start: str, option: str) -> list[Problem]:
+    if not axes and count != 1:
+        what = f"{option} is one process, but {source} processes"
+        return [Problem("parallel", what, f"try {start.format(1)}, or parallel=ddp, parallel=fsdp")]
+    if not axes:
+        return []
+    product = 1
+    for size in axes.values():
+        product *= size or 1
+    open_axes = [name for name, size in axes.items() if size is None]
+    if len(open_axes) > 1:
+        return [Problem(f"parallel.{open_axes[-1]}", "null, as is another axis", "at most one of them")]
+    if product < 1 or (count % product if open_axes else count != product):
+        given = [f"parallel.{name}={size}" for name, size in axes.items() if size is not None]
+        key, _, value = given[0].partition("=")
+        arithmetic = f"{' x '.join(given)} = {product}" if len(given) > 1 else value
+        what = f"{arithmetic}, but {source} process{'es' * (count != 1)}"
+        if open_axes:
+            return [Problem(key, what, f"try {start.format(f'a multiple of {product}')}, or another size")]
+        return [Problem(key, what, f"try {start.format(product)}, or null for one axis, which takes what is left")]
+    return []
+
+
+def _default_processes(parallel: Config) -> int:
+    """Return how many processes the CUDA devices suffice for, if the strategy has mesh axes; 1 for any other and on a CPU."""
+    axes = [parallel[name] for name in MESH_AXES if name in parallel]
+    return max(1, _cuda_devices() // _devices_of_each(parallel)) if axes else 1
+
+
+def _devices_of_each(parallel: Config) -> int:
+    num_devices = parallel.get("num_devices")
+    return num_devices if isinstance(num_devices, int) and num_devices > 0 else 1
+
+
+def _cuda_devices() -> int:
+    """Return how many there are; torch is imported only if its build has CUDA."""
+    if torch_build("cuda") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _device_problems(config: Config) -> list[Problem]:
+    """Refuse more processes, or devices of one, than there are CUDA devices. Without any, the CPU takes all."""
+    num_processes, each = config["launch"]["nproc_per_node"], _devices_of_each(config["parallel"])
+    if config["backend"].get("name") not in ("auto", "nccl") or not (there := _cuda_devices()):
+        return []
+    num_devices = num_processes * each
+    if num_devices <= there:
+        return []
+    what = f"{num_processes} x parallel.num_devices={each} = {num_devices}" if each > 1 else f"{num_processes}"
+    remedy = f"at most {there // each}, or backend=gloo for the CPU" if each <= there else f"at most {there} of each"
+    return [Problem("launch.nproc_per_node", f"{what}, but there are {there} CUDA devices", remedy)]
+
+
+def torch_build(fact: str) -> Any:
+    """Return a fact of the installed torch's build (`cuda`, `hip`, ...) without importing torch, which costs seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version = importlib.util.spec_from_file_location("torch_version", Path(spec.origin).with_name("version.py"))
+    assert version is not None and version.loader is not None
+    module = importlib.util.module_from_spec(version)
+    version.loader.exec_module(module)
+    return getattr(module, fact, None)
+
+
+_BACKEND_COMES_WITH = {
+    "nccl": "those for CUDA",
+    "ucc": "one compiled from source with USE_UCC=1",
+}
+
+
+def check_backend(config: Config) -> list[Problem]:
+    backend = config["backend"].get("name")
+    if backend == "mpi":
+        refusal = mpi.refusal(num_processes=config["launch"].get("nproc_per_node"), is_torchs=_torch_has("ProcessGroupMPI"))
+        return [refusal] if refusal is not None else []
+    if backend not in ("nccl", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
+        return []
+    what = f"{backend} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend]}"
+    return [Problem("backend", what, "gloo, or auto for the best there is")]
+
+
+def _torch_has(name: str) -> bool:
+    """Return whether the class `c10d::NAME` is compiled into the installed torch, without importing that."""
+    spec = importlib.util.find_spec("torch")
+    library = Path(spec.origin).parent / "lib" / "libtorch_python.so" if spec and spec.origin else None
+    if library is None or not library.is_file():
+        return True  # a build of another kind: torch will say
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(f"c10d{len(name)}{name}".encode()) >= 0  # as C++ mangles it
