@@ -175,7 +175,9 @@ class Loaders(dict):  # type: ignore[type-arg]  # str -> Loader
 def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Trainer":
     """Build a run's trainer, at step 0. Collective."""
     from framework.averaging import AveragedWeights
+    from framework.checkpoint.saver import Saver
     from framework.checkpoint.store import CheckpointStore
+    from framework.divergence import Divergence
     from framework.metrics import Patience, Tracker
     from framework.optim import hidden_matrices, trainable
     from framework.precision import PRECISIONS
@@ -191,6 +193,13 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
     order = loaders["train"].order
     steps = [settings["max_steps"], settings["max_epochs"] and settings["max_epochs"] * order.steps_per_epoch]
     optimizer = built.make_optimizer(component(config["optimizer"]), trained)
+    store = CheckpointStore(
+        directory.checkpoints,
+        world=world,
+        keep_last=saving["keep_last"],
+        keep_best=saving["keep_best"],
+        mode=saving["mode"],
+    )
     return Trainer(
         world=world,
         engine=built,
@@ -198,13 +207,8 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
         lr=config["optimizer"].get("lr", optimizer.param_groups[0]["lr"]),
         schedule=component(config["scheduler"]),
         loaders=loaders,
-        store=CheckpointStore(
-            directory.checkpoints,
-            world=world,
-            keep_last=saving["keep_last"],
-            keep_best=saving["keep_best"],
-            mode=saving["mode"],
-        ),
+        store=store,
+        saver=Saver(store, world=world, is_async=saving["async_save"], max_failures=saving["max_failures"]),
         recorder=Recorder(directory, world=world, sinks=sinks(config) if world.rank == 0 else []),
         plan=Plan(
             total_steps=min(count for count in steps if count is not None),
@@ -212,9 +216,11 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
             eval_every=settings["eval_every"],
             checkpoint_every=saving["every"],
             clip_grad_norm=settings["clip_grad_norm"],
+            grace_s=config["launch"]["grace_s"],
         ),
         tracker=Tracker(monitor=saving["monitor"], mode=saving["mode"]),
         patience=Patience(**settings["early_stopping"]),
+        divergence=Divergence(**settings["divergence"]),
         loss_scale=PRECISIONS[config["precision"]["name"]].loss_scale(),
         average=AveragedWeights(trained, decay=settings["ema_decay"]) if settings["ema_decay"] else None,
         facts={"num_samples": order.num_samples, "optimizer": config["optimizer"]["_target_"]},

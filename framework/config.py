@@ -22,7 +22,8 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 # What decides how or where a run is executed, but not what it computes: not part of its identity.
 EXECUTION = (
     "launch", "logger", "backend", "run", "mode", "hydra", "name",
-    "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save", "dataset.num_workers",
+    "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
+    "checkpoint.max_failures", "dataset.num_workers",
 )  # fmt: skip
 
 

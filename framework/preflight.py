@@ -84,10 +84,13 @@ def _check_batch(config: Config) -> list[Problem]:
         problems.append(Problem("micro_batch_size", f"{micro} is more than global_batch_size={whole}",
                                 f"at most {whole}"))  # fmt: skip
     trainer = config["trainer"]
+    if config["backend"].get("name") == "mpi" and config["checkpoint"].get("async_save") is True:
+        what = "true, but over MPI no thread may talk beside the steps"
+        problems.append(Problem("checkpoint.async_save", what, "null or false, or backend=gloo"))
     if trainer.get("max_steps", 0) is None and trainer.get("max_epochs", 0) is None:
         what = "null, as is trainer.max_epochs: the run would never end"
         problems.append(Problem("trainer.max_steps", what, "a number for one of them"))
-    problems += _check_sync(config) + _check_async(config) + _check_bitwise(config)
+    problems += _check_sync(config) + _check_async(config) + _check_bitwise(config) + _check_divergence(config)
     if trainer.get("sync_batchnorm") is True and (axes := {"tensor", "pipeline", "context"} & config["parallel"].keys()):
         what = f"true, but processes along the {sorted(axes)[0]} axis have no samples of their own"
         problems.append(Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp"))
@@ -140,6 +143,25 @@ def _check_async(config: Config) -> list[Problem]:
     }
     return [Problem(key, f"{str(value).lower() if value is True else value}, but under parallel.mode=async "
                     "each process is at a point of its own", expected) for key, value in at_odds.items() if value]  # fmt: skip
+
+
+def _check_divergence(config: Config) -> list[Problem]:
+    """Refuse to get over a step where more than parameters, buffers and optimizer has seen it; and to look back too far."""
+    policy, parallel = config["trainer"].get("divergence"), config["parallel"]
+    if not isinstance(policy, dict) or policy.get("action") not in ("skip", "rollback"):
+        return []
+    problems, key = [], "trainer.divergence.action"
+    if parallel.get("compression") in ("int8", "top_k", "powersgd"):
+        what = f"{policy['action']}, but parallel.compression={parallel['compression']} keeps what was not finite for later steps"
+        problems.append(Problem(key, what, "raise, or parallel.compression=null, fp16 or bf16"))
+    if parallel.get("mode") == "async" and config["launch"].get("nproc_per_node") != 1:
+        what = f"{policy['action']}, but under parallel.mode=async each process is at a point of its own"
+        problems.append(Problem(key, what, "raise, or parallel.mode=sync"))
+    back, kept = policy.get("back"), config["checkpoint"].get("keep_last")
+    if policy["action"] == "rollback" and isinstance(back, int) and isinstance(kept, int) and back > kept:
+        what = f"{back}, but checkpoint.keep_last={kept} keeps fewer"
+        problems.append(Problem("trainer.divergence.back", what, f"at most {kept}"))
+    return problems
 
 
 def _divisors(number: int) -> str:

@@ -1,5 +1,6 @@
 """What a run leaves behind while it goes: rows to every sink, and the summary. Rank 0 writes; elsewhere it is silent."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from framework.world import World
 
 
 class Recorder:
-    """Takes the same calls on every rank, and acts on rank 0. `open` and `flush` are collective."""
+    """Takes the same calls on every rank, and acts on rank 0. `open`, `rewind` and `flush` are collective."""
 
     def __init__(self, directory: RunDirectory, *, world: World, sinks: Sequence[Sink]) -> None:
         self.directory = directory
@@ -22,6 +23,7 @@ class Recorder:
 
     def open(self, run: RunInfo, **facts: Any) -> None:
         """Start or continue the record at `run.step`; `facts`, the counters among them, go into the summary."""
+        self._run = run
         what = "the run's record could not be opened"
         self._world.together(lambda: self._open_files(run.step, facts), what=what, rank_0_only=True)
         if self._world.rank == 0:
@@ -31,6 +33,23 @@ class Recorder:
         restarts = self.directory.read_summary().get("restarts", -1) + 1
         self.directory.update_summary(status="running", restarts=restarts, error=None, **facts)
         self._metrics = MetricsFile(self.directory.metrics, step=step)
+
+    def rewind(self, step: int) -> None:
+        """Take back the rows after `step`, from where the run goes on. Collective."""
+        what = "the run's record could not be cut back"
+        self._world.together(lambda: self._cut_back(step), what=what, rank_0_only=True)
+        summary = self.directory.read_summary()
+        again = dataclasses.replace(self._run, step=step)
+        self._open_sinks = [
+            sink
+            for sink in self._open_sinks
+            if self._survives(sink, sink.close, summary) and self._survives(sink, sink.open, again)
+        ]
+
+    def _cut_back(self, step: int) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = MetricsFile(self.directory.metrics, step=step)
 
     def log(self, row: Row) -> None:
         if self._metrics is not None:

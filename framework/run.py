@@ -48,6 +48,7 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
         trainer.recorder.close(status="failed", error=headline(error))
         raise
     finally:
+        trainer.saver.close()
         for loader in trainer.loaders.values():
             loader.close()
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)

@@ -21,6 +21,12 @@ class EarlyStopping(Section):
     min_delta: float
 
 
+class Divergence(Section):
+    action: Literal["raise", "skip", "rollback"]
+    limit: int
+    back: int
+
+
 class Trainer(Section):
     max_steps: int | None
     max_epochs: int | None
@@ -32,6 +38,7 @@ class Trainer(Section):
     sync_batchnorm: bool
     ema_decay: float | None
     early_stopping: EarlyStopping
+    divergence: Divergence
 
 
 class Checkpoint(Section):
@@ -40,7 +47,8 @@ class Checkpoint(Section):
     keep_best: int
     monitor: str
     mode: Literal["min", "max"]
-    async_save: Literal[False]
+    async_save: bool | None
+    max_failures: int
 
 
 class Run(Section):
@@ -56,6 +64,7 @@ class Launch(Section):
     nnodes: int | str
     max_restarts: int
     timeout_s: float
+    grace_s: float | None
 
 
 class Backend(Section):

@@ -1,8 +1,9 @@
 """Tensors that may be shards of larger ones (DTensor), told apart without importing that module, which takes a while."""
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T", bound=Tensor)
@@ -19,6 +20,22 @@ def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of the tensor, sharing its memory, or the tensor itself if it is no shard."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@torch.no_grad()
+def copy_to_host(tensor: Tensor, *, onto: Tensor | None = None) -> Tensor:
+    """Return a copy in the CPU's memory, sharded as the tensor is. `onto`, an earlier copy of the same, is overwritten."""
+    mine = local(tensor)
+    if onto is not None:
+        local(onto).copy_(mine)
+        return onto
+    copy = mine.to("cpu", copy=True)
+    if mine is tensor:
+        return copy
+    shard: Any = tensor
+    return type(shard).from_local(
+        copy, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:

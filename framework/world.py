@@ -1,8 +1,8 @@
 """The world: which process this is, on which device, and the collectives that all of them take part in."""
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +82,8 @@ class World:
         )
         if use_cuda:
             torch.cuda.set_device(world.device)
+        # torch.distributed.checkpoint, of what one process asks for
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         if world.world_size > 1:
             if world.world_size == world.local_world_size:
                 set_default("GLOO_SOCKET_IFNAME", "lo")  # one machine: nobody else needs to reach us
@@ -191,27 +193,35 @@ class World:
         if self.control is not None:
             dist.barrier(group=self.control)
 
-    @contextmanager
-    def checkpointing(self) -> Iterator[dict[str, Any]]:
-        """Yield the arguments by which torch.distributed.checkpoint works among these ranks, or in one process alone."""
-        with warnings.catch_warnings():
-            # it warns that it will do what `no_dist` asks for
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield {"process_group": self.control, "no_dist": self.control is None}
+    def among(self) -> dict[str, Any]:
+        """Return the arguments by which torch.distributed.checkpoint works among these ranks, or in one process alone."""
+        return {"process_group": self.control, "no_dist": self.control is None}
 
-    def any_flag(self, flag: bool) -> bool:
-        """Return whether any rank had raised its flag at the PREVIOUS call: the answer is the same on all. Collective.
+    @property
+    def allows_threads(self) -> bool:
+        """Return whether collectives may run beside others, in a thread: an MPI need not allow that."""
+        return self.control_backend == "gloo"
+
+    def beside(self) -> "World":
+        """Return this world with a control group of its own, so that a thread's collectives pair with no others'. Collective."""
+        if self.control is None:
+            return self
+        control = dist.new_group(backend=self.control_backend, timeout=self.timeout)
+        return dataclasses.replace(self, control=control, _flags=[], _at_end=[])
+
+    def any_flags(self, *flags: bool) -> list[bool]:
+        """Return for each flag whether any rank had raised it at the PREVIOUS call: the same on all ranks. Collective.
 
         The reduction of one call runs beside the step that follows it, so agreeing costs no waiting.
         """
         if self.control is None:
-            return flag
-        before = False
+            return list(flags)
+        before = [False] * len(flags)
         if self._flags:
             work, seen = self._flags.pop()
             work.wait()
-            before = bool(seen.item())
-        mine = torch.tensor([int(flag)])
+            before = [bool(count) for count in seen.tolist()]
+        mine = torch.tensor(flags, dtype=torch.int32)
         self._flags.append((dist.all_reduce(mine, group=self.control, async_op=True), mine))
         return before
 

@@ -63,8 +63,7 @@ def restore(
     _check(inventory, targets, everywhere=everywhere)
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
-    with world.checkpointing() as among:
-        load(targets, storage_reader=reader, **among)
+    load(targets, storage_reader=reader, **world.among())
     _load_optimizer(optimizer, module, states)
 
 

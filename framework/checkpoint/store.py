@@ -25,7 +25,13 @@ class CheckpointStore:
         self.keep_best = keep_best
         self.mode = mode
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
+    def over(self, world: World) -> "CheckpointStore":
+        """Return the same store, for the collectives of another world. Not collective."""
+        return CheckpointStore(
+            self.directory, world=world, keep_last=self.keep_last, keep_best=self.keep_best, mode=self.mode
+        )
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write and commit the checkpoint of `step`. DiskFailed on every rank if any of them could not write.
 
         `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that "best" compares, or None.
@@ -41,7 +47,6 @@ class CheckpointStore:
             if self.world.rank == 0:
                 manifest.sweep(self.directory)  # room for the summary, which is to say so
             raise
-        return target
 
     def _clear(self, beside: Path) -> None:
         self.directory.mkdir(exist_ok=True)
@@ -58,12 +63,13 @@ class CheckpointStore:
         # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors
         writer = HuggingFaceStorageWriter(str(beside), save_distributed=True, thread_count=1)
         try:
-            with self.world.checkpointing() as among:
-                save(tensors, storage_writer=writer, **among)
+            save(tensors, storage_writer=writer, **self.world.among())
         except CheckpointException as error:
-            failure = next(iter(error.failures.values()))[0]
-            # only the disk's refusals are expected; anything else is an error of ours or of the model's
-            raise failure if isinstance(failure, OSError) else RuntimeError(f"checkpoint: {failure}") from error
+            for rank, (failure, _) in error.failures.items():
+                if not isinstance(failure, OSError):  # the disk's refusals are expected; this is our error, or the model's
+                    raise RuntimeError(f"checkpoint: rank {rank}: {failure}") from error
+                if rank == self.world.rank:
+                    raise failure from error
         return {path.name: manifest.digest(path) for path in beside.glob(f"shard-{self.world.rank + 1:05d}-*")}
 
     def _commit(self, beside: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
@@ -86,21 +92,31 @@ class CheckpointStore:
         values = {path: value for path in found if (value := _monitor(path)) is not None}
         return sorted(values, key=lambda path: values[path], reverse=self.mode == "max")
 
-    def is_among_best(self, value: float | None) -> bool:
+    def is_among_best(self, value: float) -> bool:
         """Return whether a checkpoint with this monitored value would be kept for it."""
-        if self.keep_best == 0 or value is None:
-            return False
         sign = -1 if self.mode == "max" else 1
         others = [other for path in manifest.candidates(self.directory) if (other := _monitor(path)) is not None]
         num_better = sum(sign * other <= sign * value for other in others)
         return self.world.from_rank_0(num_better < self.keep_best)
 
-    def newest_valid(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest valid checkpoint and its state; None if there is no checkpoint at all.
+    def drop_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps. DiskFailed on every rank if that cannot be done."""
+        what = f"checkpoints after step {step} not deleted"
+        self.world.together(lambda: self._drop_after(step), what=what, rank_0_only=True)
+
+    def _drop_after(self, step: int) -> None:
+        for path in manifest.candidates(self.directory):
+            if (manifest.step_of(path) or 0) > step:
+                manifest.discard(path)
+        flush_directory(self.directory)
+
+    def newest_valid(self, *, back: int = 0) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest valid checkpoint but `back`, or the oldest there is, and its state; None if there is none at all.
 
         Falls back past damaged ones, saying so; NoValidCheckpoint, with a line for each, if all are.
         """
-        return self._first_valid(self.world.from_rank_0(manifest.candidates(self.directory)))
+        found = self.world.from_rank_0(manifest.candidates(self.directory))
+        return self._first_valid(found[min(back, max(0, len(found) - 1)) :])
 
     def named(self, path: Path) -> tuple[Path, dict[str, Any]]:
         """Return the one checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""

@@ -1,0 +1,125 @@
+"""How a run saves: beside its steps or between them, and what follows when the disk refuses."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from framework.checkpoint.store import CheckpointStore
+from framework.log import LOGGER
+from framework.outcome import DiskFailed
+from framework.shards import copy_to_host, local
+from framework.world import World
+
+WORTH_A_THREAD = 1 << 20  # bytes of a rank's state; benchmarks/checkpoints.py shows the stall of either way
+
+
+class Saver:
+    """Saves a run's checkpoints. Every method is collective unless it says otherwise.
+
+    With `is_async` a save blocks for a copy of the state alone: a thread writes and commits it by the same protocol, over a
+    process group of its own. None is "where it pays". At most `max_failures` saves in a row may fail, with a warning.
+    """
+
+    def __init__(self, store: CheckpointStore, *, world: World, is_async: bool | None, max_failures: int) -> None:
+        self._store = store
+        self._world = world
+        self._is_async = is_async
+        self._max_failures = max_failures
+        self._failures: list[DiskFailed] = []  # in a row
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: Future[Committed] | None = None
+        self._copies: dict[str, Tensor] = {}  # kept: memory that was used before is filled several times faster
+        self.counts = {"committed": 0, "failed": 0, "waited_for": 0}
+        self.last: Committed | None = None
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], *, flush: Callable[[], None]) -> None:
+        """Save the state after `step`; `flush` first puts on the disk what the checkpoint counts on.
+
+        A save that still runs is waited for. DiskFailed if the disk has refused more often than it may.
+        """
+        if self._running is not None and not self._running.done():
+            self.counts["waited_for"] += 1
+        self.settle()
+        with self._tolerating():
+            flush()
+            if self._goes_beside(tensors):
+                self._copies = {name: copy_to_host(value, onto=self._copies.get(name)) for name, value in tensors.items()}
+                self._running = self._start_thread().submit(self._write, step, self._copies, state)
+            else:
+                self._note(self._write(step, tensors, state))
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the save beside the steps has ended in an error, which `settle` is to take. Not collective."""
+        return self._running is not None and self._running.done() and self._running.exception() is not None
+
+    def is_among_best(self, value: float | None) -> bool:
+        """Return whether a checkpoint with this monitored value would be kept for it."""
+        if self._store.keep_best == 0 or value is None:
+            return False
+        self.settle()
+        return self._store.is_among_best(value)
+
+    def settle(self) -> None:
+        """Wait for the save that runs, if one does. DiskFailed if the disk has refused more often than it may."""
+        running, self._running = self._running, None
+        if running is not None:
+            with self._tolerating():
+                self._note(running.result())
+
+    def finish(self) -> None:
+        """Wait for the last save. DiskFailed if that is not on the disk."""
+        self.settle()
+        if self._failures:
+            raise self._failures[-1]
+
+    def close(self) -> None:
+        """End the thread, whatever has become of its save. Not collective."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    @contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        try:
+            yield
+        except DiskFailed as failure:
+            self._failures.append(failure)
+            self.counts["failed"] += 1
+            if len(self._failures) > self._max_failures:
+                raise
+            if self._world.rank == 0:
+                LOGGER.warning("%s; training goes on (failure %d in a row, of %d that checkpoint.max_failures allows)",
+                               failure, len(self._failures), self._max_failures)  # fmt: skip
+
+    def _note(self, committed: "Committed") -> None:
+        self._failures.clear()
+        self.counts["committed"] += 1
+        self.last = committed
+
+    def _goes_beside(self, tensors: dict[str, Tensor]) -> bool:
+        if self._is_async is None:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors.values()))
+            self._is_async = self._world.allows_threads and max(self._world.gather(size)) >= WORTH_A_THREAD
+        return self._is_async
+
+    def _start_thread(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._store = self._store.over(self._world.beside())
+        return self._thread
+
+    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> "Committed":
+        begun = time.monotonic()
+        self._store.save(step, tensors, state)
+        return Committed(step, time.monotonic() - begun)
+
+
+class Committed(NamedTuple):
+    """A checkpoint that is on the disk."""
+
+    step: int
+    seconds: float  # from its first file to its commit
