@@ -35,7 +35,9 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
         if is_finished:
             _leave_results(trainer, config, directory=directory)
         elif world.rank == 0:
-            LOGGER.info("stopped after step %d, with a checkpoint; the same command continues", trainer.progress.step)
+            assert trainer.saver.last is not None  # it stops with a checkpoint, or relies on one
+            LOGGER.info("stopped after step %d; the same command continues from step %d, of which there is a checkpoint",
+                        trainer.progress.step, trainer.saver.last.step)  # fmt: skip
         _close_record(trainer, "finished" if is_finished else "preempted")
         return Exit.FINISHED if is_finished else Exit.PREEMPTED
     except RunEnded as end:

@@ -118,7 +118,7 @@ def limit_files_to_16_kib() -> None:
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_last_one_intact(
     strategy: str, tmp_path: Path
 ) -> None:
-    line = [*RUN, *STRATEGIES[strategy], "model.channels=[16,32]", "trainer.log_every=5"]
+    line = [*RUN, *STRATEGIES[strategy], "model.channels=[16,32]", "trainer.log_every=5", "checkpoint.max_failures=0"]
     whole = finished(*line, root=tmp_path / "whole")
     begun = command(*line, root=tmp_path / "runs", before=after_step(6, preempt))
     assert begun.code == 75, begun.output
@@ -147,7 +147,7 @@ def let_no_flush_succeed() -> None:
 def test_a_disk_without_room_for_anything_ends_the_run_quietly(
     strategy: str, disk_fails: Callable[[], None], tmp_path: Path
 ) -> None:
-    line = [*RUN, *STRATEGIES[strategy]]
+    line = [*RUN, *STRATEGIES[strategy], "checkpoint.max_failures=0"]
     whole = finished(*line, root=tmp_path / "whole")
     reader, writer = os.pipe()
 
@@ -162,7 +162,7 @@ def test_a_disk_without_room_for_anything_ends_the_run_quietly(
     assert failed.code == 74, told
     assert "Traceback" not in told and "Logging error" not in told
     assert "restart" not in told
-    assert re.search(r"\n\[rank 0\] ERROR: checkpoint of step 4 not written: rank 0: \[Errno \d+\] (File|No)", told), told
+    assert re.search(r"\n\[rank 0\] ERROR: (metrics|checkpoint of step 4) not written: rank 0: \[Errno \d+\] (File|No)", told), told
     assert re.search(r"\n\[rank 0\] WARNING: .*/summary.json could not be written: (File|No) ", told), told
     assert not list(failed.directory.glob(".*")) and not list((failed.directory / "checkpoints").iterdir())
     assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)

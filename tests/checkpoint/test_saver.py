@@ -1,0 +1,235 @@
+"""Checkpoints written beside the steps: the same files by the same protocol, and the steps do not wait."""
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from framework.checkpoint.store import CheckpointStore
+from framework.environment import Environment
+from framework.run_directory import RunDirectory
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_same_bits, command, finished
+from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
+
+ASYNC, SYNC = "checkpoint.async_save=true", "checkpoint.async_save=false"
+CASES = ["single", "ddp 2", "fsdp 2"]
+
+
+def in_each_save(act: Callable[[int], None]) -> Callable[[], None]:
+    """Return what makes every rank `act` on the step that is saved when it has written its part of a checkpoint."""
+
+    def plant() -> None:
+        original = CheckpointStore._write
+
+        def write(self: CheckpointStore, beside: Path, tensors: object) -> object:
+            files = original(self, beside, tensors)
+            act(int(beside.name[-8:]))
+            return files
+
+        CheckpointStore._write = write  # type: ignore[method-assign,assignment]
+
+    return plant
+
+
+def on_steps(act: Callable[[int], None]) -> None:
+    """Have every rank `act` on the number of each step that it has taken."""
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, *args: object, **kwargs: object) -> object:
+        result = original(self, *args, **kwargs)  # type: ignore[arg-type]
+        act(self.progress.step)
+        return result
+
+    Trainer.train_step = train_step  # type: ignore[method-assign,assignment]
+
+
+@pytest.fixture(scope="module")
+def written_between_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    root = tmp_path_factory.mktemp("sync")
+    return {name: finished(*RUN, *STRATEGIES[name], SYNC, root=root / name) for name in CASES}
+
+
+@pytest.mark.parametrize("strategy", CASES)
+def test_steps_go_on_while_a_checkpoint_is_written(
+    strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
+) -> None:
+    """Every save holds its files back until two more steps are taken: with a save that blocks, that is never."""
+    taken = threading.Condition()
+    last = [0]
+
+    def note(step: int) -> None:
+        with taken:
+            last[0] = step
+            taken.notify_all()
+
+    def wait(saved: int) -> None:
+        with taken:
+            goes_on = taken.wait_for(lambda: last[0] >= min(saved + 2, 21), timeout=30)
+        assert goes_on, "training has waited for the checkpoint"
+
+    def plant() -> None:
+        on_steps(note)
+        in_each_save(wait)()
+
+    ended = finished(*RUN, *STRATEGIES[strategy], ASYNC, root=tmp_path / "runs", before=plant)
+    assert_same_bits(ended, written_between_steps[strategy])
+    theirs = written_between_steps[strategy].directory / "checkpoints"
+    for path in sorted(theirs.glob("*/*.safetensors")):
+        expected, actual = load_file(path), load_file(ended.directory / "checkpoints" / path.relative_to(theirs))
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            assert torch.equal(actual[key], expected[key]), f"{key} is not what it was after its own step"
+    assert ended.summary["saves"]["committed"] == 6
+
+
+@pytest.mark.parametrize("strategy", CASES)
+def test_killed_while_a_checkpoint_is_written_it_ends_with_the_same_bits(
+    strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
+) -> None:
+    line = [*RUN, *STRATEGIES[strategy], ASYNC]
+    for saved in (4, 12, 16):
+
+        def kill(step: int, saved: int = saved) -> None:
+            if step == saved:
+                crash()
+
+        killed = command(*line, root=tmp_path / "runs", before=in_each_save(kill))
+        assert killed.code == -signal.SIGKILL
+        names = sorted(path.name for path in (killed.directory / "checkpoints").iterdir())
+        assert f".tmp_step_{saved:08d}" in names and f"step_{saved:08d}" not in names
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), written_between_steps[strategy])
+
+
+@pytest.mark.parametrize("strategy", CASES)
+def test_an_error_surfaces_at_the_next_steps(strategy: str, tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        environment = Environment.read()
+        if environment.rank == environment.world_size - 1:
+            raise OSError(errno.EIO, "the planted fault")
+
+    line = [*RUN, *STRATEGIES[strategy], ASYNC, "checkpoint.every=9", "checkpoint.max_failures=0", "trainer.max_epochs=30"]
+
+    def plant() -> None:
+        in_each_save(fail)()
+        on_steps(lambda step: time.sleep(0.02 if step > 9 else 0))  # a step of a model that is worth the thread
+
+    failed = command(*line, root=tmp_path / "runs", before=plant)
+    assert failed.code == 74, failed.output
+    rank = int(strategy[-1]) - 1 if strategy != "single" else 0
+    assert f"checkpoint of step 9 not written: rank {rank}: [Errno 5] the planted fault" in failed.output
+    assert 9 < failed.summary["step"] < 18, "not only at the next save"
+    assert failed.summary["saves"] == {"committed": 0, "failed": 1, "waited_for": 0}
+
+
+def test_an_error_that_is_not_the_disks_ends_the_run(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        raise LookupError("the planted fault")
+
+    line = [*RUN, *STRATEGIES["ddp 2"], ASYNC, "launch.max_restarts=0"]
+    failed = command(*line, root=tmp_path / "runs", before=in_each_save(fail))
+    assert failed.code == 1
+    assert "LookupError: the planted fault" in failed.output
+
+
+@pytest.mark.parametrize("strategy", CASES)
+def test_a_save_that_is_due_too_early_waits_and_is_counted(
+    strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
+) -> None:
+    def slow(step: int) -> None:
+        time.sleep(0.5)
+
+    ended = finished(*RUN, *STRATEGIES[strategy], ASYNC, root=tmp_path / "runs", before=in_each_save(slow))
+    assert ended.summary["saves"]["waited_for"] >= 3
+    assert_same_bits(ended, written_between_steps[strategy])
+
+
+def test_a_stop_waits_for_its_checkpoint(written_between_steps: dict[str, Ended], tmp_path: Path) -> None:
+    def plant() -> None:
+        in_each_save(lambda step: time.sleep(0.3))()
+        after_step(9, preempt)()
+
+    line = [*RUN, *STRATEGIES["ddp 2"], ASYNC]
+    stopped = command(*line, root=tmp_path / "runs", before=plant)
+    assert stopped.code == 75
+    assert (stopped.directory / "checkpoints" / f"step_{stopped.summary['step']:08d}" / "manifest.json").exists()
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), written_between_steps["ddp 2"])
+
+
+@pytest.mark.parametrize("mode", [ASYNC, SYNC])
+@pytest.mark.parametrize("strategy", CASES)
+def test_a_few_failures_in_a_row_are_warnings(
+    strategy: str, mode: str, written_between_steps: dict[str, Ended], tmp_path: Path
+) -> None:
+    """Two of the five periodic saves fail on one rank; the others are as if nothing had happened."""
+
+    def fail(step: int) -> None:
+        if step in (8, 12) and Environment.read().rank == Environment.read().world_size - 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    line = [*RUN, *STRATEGIES[strategy], mode, "checkpoint.max_failures=2"]
+    ended = finished(*line, root=tmp_path / "runs", before=in_each_save(fail))
+    assert ended.output.count("training goes on (failure ") == 2
+    assert "(failure 2 in a row, of 2 that checkpoint.max_failures allows)" in ended.output
+    assert ended.summary["saves"]["committed"] == 4 and ended.summary["saves"]["failed"] == 2
+    assert_same_bits(ended, written_between_steps[strategy])
+
+
+def test_more_failures_in_a_row_end_the_run(written_between_steps: dict[str, Ended], tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        if step >= 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    line = [*RUN, *STRATEGIES["ddp 2"], "checkpoint.max_failures=2"]
+    failed = command(*line, root=tmp_path / "runs", before=in_each_save(fail))
+    assert failed.code == 74
+    assert failed.summary["step"] == 16 and failed.summary["status"] == "failed"
+    names = sorted(path.name for path in RunDirectory(failed.directory).checkpoints.iterdir())
+    assert names == ["step_00000004"]
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), written_between_steps["ddp 2"])
+
+
+def test_the_last_save_may_not_fail(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        if step == 21:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    failed = command(*RUN, root=tmp_path / "runs", before=in_each_save(fail))
+    assert failed.code == 74
+    assert not (failed.directory / "model.safetensors").exists()
+
+
+# --- a grace period that is shorter than a save
+
+
+@pytest.mark.parametrize("strategy", CASES)
+def test_without_the_time_for_a_checkpoint_it_says_so_and_relies_on_the_last(
+    strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
+) -> None:
+    def plant() -> None:
+        in_each_save(lambda step: time.sleep(0.6))()
+        on_steps(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 10 else None)
+
+    line = [*RUN, *STRATEGIES[strategy], SYNC]
+    stopped = command(*line, "launch.grace_s=0.5", root=tmp_path / "short", before=plant)
+    assert stopped.code == 75, stopped.output
+    assert "of launch.grace_s are left, and the last one took 0." in stopped.output
+    assert "continues from step 8" in stopped.output
+    assert_same_bits(finished(*line, root=tmp_path / "short"), written_between_steps[strategy])
+    enough = command(*line, "launch.grace_s=60", root=tmp_path / "long", before=plant)
+    assert enough.code == 75
+    assert (enough.directory / "checkpoints" / f"step_{enough.summary['step']:08d}").exists()
+
+
+def test_without_any_checkpoint_it_saves_whatever_the_time(tmp_path: Path) -> None:
+    line = [*RUN, "checkpoint.every=null", "launch.grace_s=0.001"]
+    stopped = command(*line, root=tmp_path / "runs", before=after_step(10, preempt))
+    assert stopped.code == 75
+    assert (stopped.directory / "checkpoints" / "step_00000010").exists()

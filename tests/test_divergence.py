@@ -1,0 +1,211 @@
+"""A loss or gradient that is not finite on one rank: every rank does the same about it."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from framework.checkpoint import manifest
+from framework.data.loader import Loader
+from framework.engine import DataParallelEngine, Forward, Step
+from framework.environment import Environment
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished
+from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
+
+LINE = [*RUN, "micro_batch_size=4", "precision=fp64", "trainer.clip_grad_norm=1.0"]  # 21 steps; checkpoints at 4, 8, ...
+BAD = 148  # samples seen before step 11 (7 steps an epoch of 100 samples)
+SKIP, ROLLBACK = "trainer.divergence.action=skip", "trainer.divergence.action=rollback"
+ALL = ["single", "ddp 2", "ddp 3", "fsdp 2"]
+
+
+def is_last() -> bool:
+    environment = Environment.read()
+    return environment.rank == environment.world_size - 1
+
+
+def bad_batches(*positions: int) -> Callable[[], None]:
+    """Return what makes the last rank's part of the batches at these positions not finite."""
+
+    def plant() -> None:
+        original = Loader._train_step
+
+        def train_step(self: Loader, samples_seen: int) -> Step:
+            step = original(self, samples_seen)
+            if samples_seen in positions and is_last():
+                poisoned = [m._replace(inputs=torch.full_like(m.inputs, math.nan)) for m in step.micro_batches]
+                step = step._replace(micro_batches=poisoned)
+            return step
+
+        Loader._train_step = train_step  # type: ignore[method-assign]
+
+    return plant
+
+
+def infinite_loss() -> None:
+    """At step 11 the last rank's loss is infinite, and no gradient shows it."""
+    original = Forward.__call__
+
+    def call(self: Forward, model, micro_batch):  # type: ignore[no-untyped-def]
+        outputs, loss = original(self, model, micro_batch)
+        return outputs, loss + (math.inf if torch.is_grad_enabled() and self._at[0] == 10 and is_last() else 0.0)
+
+    Forward.__call__ = call  # type: ignore[method-assign]
+
+
+def infinite_gradient() -> None:
+    """At step 11 the last rank's gradient is infinite, and no loss shows it."""
+    original = DataParallelEngine.forward_backward
+
+    def forward_backward(self: DataParallelEngine, step: Step, *, index: int, **options):  # type: ignore[no-untyped-def]
+        if index != 10 or not is_last():
+            return original(self, step, index=index, **options)
+        parameter = next(p for p in self.module.parameters())
+        hook = parameter.register_hook(lambda gradient: gradient * math.inf)
+        try:
+            return original(self, step, index=index, **options)
+        finally:
+            hook.remove()
+
+    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def without_step_11() -> None:
+    """The step as `skip` leaves it: counted, and nothing else."""
+    original = Trainer.take
+
+    def take(self: Trainer, step: Step) -> None:
+        if self.progress.step == 10:
+            self.progress.step += 1
+            self.progress.samples_seen += step.num_samples
+        else:
+            original(self, step)
+
+    Trainer.take = take  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def left_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    root = tmp_path_factory.mktemp("left_out")
+    return {name: finished(*LINE, *STRATEGIES[name], root=root / name, before=without_step_11) for name in ALL}
+
+
+@pytest.mark.parametrize("fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"])
+@pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
+def test_a_skipped_step_leaves_no_trace(
+    strategy: str, fault: Callable[[], None], left_out: dict[str, Ended], tmp_path: Path
+) -> None:
+    if fault is infinite_gradient and strategy == "fsdp 2":
+        pytest.skip("a hook on a shard is not called: there is no such gradient to plant")
+    ended = finished(*LINE, *STRATEGIES[strategy], SKIP, root=tmp_path / "runs", before=fault)
+    assert ended.output.count("of step 11 is not finite") == 1
+    assert ": left out (1 of 10 times)" in ended.output
+    assert ended.summary["num_divergences"] == 1
+    assert_same_bits(ended, left_out[strategy])
+
+
+def test_every_strategy_skips_the_same(left_out: dict[str, Ended]) -> None:
+    for name in ALL[1:]:
+        assert_close(left_out[name], left_out["single"])
+
+
+def test_skips_are_counted_through_interruptions_and_bounded(tmp_path: Path) -> None:
+    line = [*LINE, *STRATEGIES["ddp 2"], SKIP, "trainer.divergence.limit=2"]
+    faults = bad_batches(BAD, BAD + 16, 232)  # steps 11, 12 and 17
+
+    def plant() -> None:
+        faults()
+        after_step(13, preempt)()
+
+    assert command(*line, root=tmp_path / "runs", before=plant).code == 75
+    ended = command(*line, root=tmp_path / "runs", before=faults)
+    assert ended.code == 70, ended.output
+    assert "of step 17 is not finite (it has been got over 2 times, which is trainer.divergence.limit)" in ended.output
+    assert ended.summary["num_divergences"] == 2
+
+
+def continued_from(checkpoint: Path, *, samples_seen: int) -> None:
+    """Rewrite a checkpoint's place in the data, with a manifest that fits."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["progress"]["samples_seen"] = samples_seen
+    (checkpoint / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+    files = {path.name: manifest.digest(path) for path in checkpoint.iterdir() if path.name != manifest.MANIFEST}
+    (checkpoint / manifest.MANIFEST).write_text(manifest._manifest_text(manifest.step_of(checkpoint), files))
+
+
+def rolled_back(strategy: str, *, to: int, root: Path) -> Ended:
+    """The same by hand: a run that stopped at that step, and goes on behind the bad batch."""
+    line = [*LINE, *STRATEGIES[strategy], ROLLBACK]
+    stop = to - 1 if strategy != "single" else to  # several agree a step later
+    stopped = command(*line, root=root, before=after_step(stop, preempt))
+    assert stopped.code == 75 and stopped.summary["step"] == to, stopped.output
+    continued_from(stopped.directory / "checkpoints" / f"step_{to:08d}", samples_seen=BAD + 16)
+    return finished(*line, root=root)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
+def test_a_rollback_goes_on_from_a_checkpoint_behind_the_bad_batch(strategy: str, tmp_path: Path) -> None:
+    expected = rolled_back(strategy, to=8, root=tmp_path / "expected")
+    line = [*LINE, *STRATEGIES[strategy], ROLLBACK]
+    ended = finished(*line, root=tmp_path / "runs", before=bad_batches(BAD))
+    assert ": back to step 8, leaving out the batches since (1 of 10 times)" in ended.output
+    assert_same_bits(ended, expected)
+    assert ended.summary["num_divergences"] == 1
+
+
+def test_a_rollback_may_go_to_an_older_checkpoint(tmp_path: Path) -> None:
+    expected = rolled_back("ddp 2", to=4, root=tmp_path / "expected")
+    line = [*LINE, *STRATEGIES["ddp 2"], ROLLBACK, "trainer.divergence.back=2"]
+    ended = finished(*line, root=tmp_path / "runs", before=bad_batches(BAD))
+    assert exact_rows(ended) == exact_rows(expected)
+
+
+def test_before_the_first_checkpoint_it_goes_back_to_the_beginning(tmp_path: Path) -> None:
+    line = [*LINE, *STRATEGIES["ddp 2"], ROLLBACK, "checkpoint.every=null"]
+    ended = finished(*line, root=tmp_path / "runs", before=bad_batches(BAD))
+    assert ": back to step 0, leaving out the batches since" in ended.output
+    assert [row["step"] for row in ended.rows if row["split"] == "train"] == list(range(1, 22))
+
+
+@pytest.mark.parametrize("number", [9, 10, 14])
+def test_killed_about_a_rollback_it_ends_with_the_same_bits(number: int, tmp_path: Path) -> None:
+    line = [*LINE, *STRATEGIES["ddp 2"], ROLLBACK, "launch.max_restarts=0"]
+    whole = finished(*line, root=tmp_path / "whole", before=bad_batches(BAD))
+
+    def plant() -> None:
+        bad_batches(BAD)()
+        after_step(number, crash)()  # 9 and 10 come before the rollback, and after it
+
+    def plant_after() -> None:
+        bad_batches(BAD)()
+        original = Trainer.roll_back
+
+        def roll_back(self: Trainer, *, past: Step) -> None:
+            original(self, past=past)
+            crash()
+
+        Trainer.roll_back = roll_back  # type: ignore[method-assign]
+
+    for fault in (plant, plant_after):
+        assert command(*line, root=tmp_path / "runs", before=fault).code == -9
+        if number == 14:
+            break  # the rollback is behind the newest checkpoint
+    assert_same_bits(finished(*line, root=tmp_path / "runs", before=bad_batches(BAD)), whole)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["parallel=ddp", "parallel.compression=top_k"], "trainer.divergence.action: rollback, but parallel.compression=top_k keeps what "),
+        (["trainer.divergence.back=3"], "trainer.divergence.back: 3, but checkpoint.keep_last=2 keeps fewer (at most 2)"),
+        (["trainer.divergence.limit=0"], "trainer.divergence.limit: 0 is out of range (at least 1)"),
+        (["parallel=parameter-server", "parallel.mode=async", "launch.nproc_per_node=2", "trainer.ema_decay=null"], "trainer.divergence.action: rollback, but under "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_got_over_is_refused(line: list[str], problem: str, tmp_path: Path) -> None:
+    refused = command(*LINE, ROLLBACK, *line, root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.startswith(problem) and refused.output.count("\n") == 1, refused.output
