@@ -145,19 +145,6 @@ def leftovers(ended: Ended) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"steadfast_{key}_*"))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_to_the_parent_ends_in_a_checkpoint(signum: int, undisturbed: Ended, tmp_path: Path) -> None:
-    run = Halted(*TWO, folder=tmp_path, num_ranks=2)
-    os.kill(run.process.pid, signum)
-    run.resume()
-    stopped = run.end()
-    assert stopped.code == 75, stopped.output
-    assert stopped.summary["status"] == "preempted"
-    assert stopped.summary["step"] in (STOP_AT, STOP_AT + 1)
-    assert_gone(run.pids)
-    assert_same_bits(finished(*TWO, root=run.root), undisturbed)
-
-
 def test_ctrl_c_reaches_everyone_and_ends_in_a_checkpoint(undisturbed: Ended, tmp_path: Path) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does

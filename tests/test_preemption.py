@@ -1,0 +1,124 @@
+"""Any of four signals, to any process, at any moment: every rank stops after the same step, with a checkpoint."""
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from framework import build
+from framework.checkpoint.store import CheckpointStore
+from framework.engine import Forward
+from framework.environment import Environment
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished
+from tests.test_resume import RUN, STRATEGIES
+
+LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
+STEP = 5
+
+
+def once_at(owner: Any, name: str, condition: Callable[..., bool], act: Callable[[], None]) -> None:
+    """Have the first call of `owner.name` that meets the condition `act` before it runs, in each process."""
+    original, done = getattr(owner, name), [False]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not done[0] and condition(*args, **kwargs):
+            done[0] = True
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+# moment -> (where, the call's name, which of its calls)
+MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "start-up": (build, "trainer", lambda *_, **__: True),
+    "training": (Trainer, "train_step", lambda trainer, *_, **__: trainer.progress.step == STEP - 1),
+    # the second of either rank's three
+    "accumulation": (Forward, "seed_draws", lambda _, step, micro_batch: step == STEP - 1 and micro_batch in (1, 4)),
+    "evaluation": (Forward, "__call__", lambda forward, *_: not torch.is_grad_enabled() and forward._at[0] == STEP - 1),
+    "saving": (CheckpointStore, "_write", lambda store, beside, tensors: beside.name.endswith("4")),
+}
+VICTIMS = ["rank 0", "rank 1", "all ranks", "agent"]
+CASES = list(itertools.product(MOMENTS, VICTIMS, SIGNALS))
+# every pair of a moment with a victim, of a moment with a signal and of a victim with a signal is among these
+COVERING = {
+    (moment, victim, SIGNALS[(i + j) % 4]) for (i, moment), (j, victim) in itertools.product(enumerate(MOMENTS), enumerate(VICTIMS))
+}  # fmt: skip
+
+
+def plant(moment: str, victim: str, signum: int) -> None:
+    def strike() -> None:
+        rank = Environment.read().rank
+        if victim == "agent" and rank == 0:
+            os.kill(os.getppid(), signum)
+        elif victim == "all ranks" or victim == f"rank {rank}":
+            os.kill(os.getpid(), signum)
+
+    once_at(*MOMENTS[moment], strike)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    root = tmp_path_factory.mktemp("undisturbed")
+    return {name: finished(*LINE, *STRATEGIES[name], root=root / name) for name in ("single", "ddp 2")}
+
+
+def members(group: int) -> list[int]:
+    """Return the living processes of a process group."""
+    found = []
+    for process in psutil.process_iter(["pid", "status"]):
+        try:
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except ProcessLookupError:
+            pass
+    return found
+
+
+def stops_and_continues(line: list[str], case: tuple[str, str, int], *, whole: Ended, root: Path) -> None:
+    moment, victim, signum = case
+    process = begin(*line, root=root, before=lambda: plant(moment, victim, signum))
+    stopped = end(process, root=root)
+    assert stopped.code == 75, stopped.output
+    assert members(process.pid) == [], "an orphan"
+    summary = stopped.summary
+    assert summary["status"] == "preempted"
+    first = {"start-up": 1, "saving": 4}.get(moment, STEP)
+    assert first <= summary["step"] <= first + 2  # several ranks agree a step later
+    committed = sorted(path.name for path in (stopped.directory / "checkpoints").iterdir())
+    assert committed == [f"step_{step:08d}" for step in sorted({4, summary["step"]}) if step <= summary["step"]]
+    expected = [row for row in exact_rows(whole) if row["step"] <= summary["step"]]
+    assert exact_rows(stopped) == expected, "what was measured until then is there, and nothing else"
+    assert_same_bits(finished(*line, root=root), whole)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in COVERING else pytest.mark.slow) for case in CASES],
+    ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}",
+)
+def test_two_ranks(case: tuple[str, str, int], undisturbed: dict[str, Ended], tmp_path: Path) -> None:
+    line = [*LINE, *STRATEGIES["ddp 2"]]
+    stops_and_continues(line, case, whole=undisturbed["ddp 2"], root=tmp_path / "runs")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_one_process(moment: str, undisturbed: dict[str, Ended], tmp_path: Path) -> None:
+    case = (moment, "rank 0", SIGNALS[list(MOMENTS).index(moment) % 4])
+    stops_and_continues(LINE, case, whole=undisturbed["single"], root=tmp_path / "runs")
+
+
+@pytest.mark.parametrize("moment", ["training", "saving"])
+def test_while_a_checkpoint_is_written_beside_the_steps(
+    moment: str, undisturbed: dict[str, Ended], tmp_path: Path
+) -> None:
+    line = [*LINE, *STRATEGIES["ddp 2"], "checkpoint.async_save=true"]
+    stops_and_continues(line, (moment, "rank 1", signal.SIGUSR1), whole=undisturbed["ddp 2"], root=tmp_path / "runs")
