@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -24,6 +24,18 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
     with replacing(path) as beside:
         beside.write_text(text)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it where they are missing, each to survive a power cut.
+
+    The name of one that is there is flushed too: who made it may have been killed before that.
+    """
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+    with suppress(PermissionError):  # somebody else's, who has made it long ago
+        flush_directory(path.parent)
 
 
 def flush_directory(path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from framework.files import write_atomically
+from framework.files import flush_directory, write_atomically
 from framework.log import LOGGER
 
 Row = dict[str, Any]
@@ -22,6 +22,7 @@ class MetricsFile:
         elif step:
             LOGGER.warning("%s is gone: the rows before step %d are lost", path, step)
         self._file = open(path, "ab", buffering=0)
+        flush_directory(path.parent)
         self._unwritten = bytearray()
 
     def log(self, row: Row) -> None:

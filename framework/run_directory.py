@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from framework.files import write_atomically
+from framework.files import make_directory, write_atomically
 from framework.frozen import frozen_run_id
 from framework.log import LOGGER
 from framework.outcome import Exit, RunEnded
@@ -98,7 +98,7 @@ class Lock:
 
         Where the holder itself is dead and its workers are just being taken down, waits `patience_s` for them.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path.parent)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + patience_s
         while True:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from framework.checkpoint import manifest
 from framework.checkpoint.manifest import Invalid
-from framework.files import flush_directory, write_atomically
+from framework.files import flush_directory, make_directory, write_atomically
 from framework.log import LOGGER
 from framework.outcome import DiskFailed, NoValidCheckpoint
 from framework.world import World
@@ -49,7 +49,7 @@ class CheckpointStore:
             raise
 
     def _clear(self, beside: Path) -> None:
-        self.directory.mkdir(exist_ok=True)
+        make_directory(self.directory)
         manifest.sweep(self.directory)
         beside.mkdir()
 

@@ -1,5 +1,6 @@
-"""Twenty random kill -9, each followed by the same command: the run ends with the bits it would have had."""
+"""Hundreds of kill -9, each followed by the same command: the run ends with the bits it would have had."""
 
+import gc
 import os
 import random
 import shutil
@@ -14,10 +15,12 @@ import pytest
 from framework.checkpoint.store import CheckpointStore
 from framework.environment import Environment
 from framework.trainer import Trainer
-from tests.harness import assert_same_bits, command, finished
+from tests.harness import assert_same_bits, command, exact_rows, finished
+from tests.test_bitwise import digest
 from tests.test_resume import RUN, STRATEGIES
 
 NUM_KILLS = 20
+NUM_KILLS_ACROSS = 200
 LONG = [*RUN, "trainer.max_epochs=16", "trainer.eval_every=9", "checkpoint.every=3"]  # 112 steps
 
 
@@ -39,6 +42,7 @@ class Kill:
         )
 
     def plant(self) -> None:
+        gc.disable()  # in a child of a large process it takes more time than all else
         self._plant_in_save() if self.in_save else self._plant_after_steps()
 
     def _strike(self) -> None:
@@ -107,3 +111,32 @@ def test_twenty_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
     ended = finished(*line, root=tmp_path / "killed")
     assert_same_bits(ended, whole)
     assert ended.summary["restarts"] >= 1
+
+
+BITWISE = [*LONG, "invariance=bitwise", "micro_batch_size=2"]
+DIFFERENT = ["parallel=ddp", "parallel=zero"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_kills_and_any_number_of_processes_change_no_bit(tmp_path: Path) -> None:
+    """Each attempt has one to four processes, under ddp or zero, with checkpoints beside the steps or between them."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    line = [*BITWISE, "trainer.max_epochs=60", "trainer.eval_every=40", "checkpoint.every=2", "launch.max_restarts=0"]
+    whole = finished(*line, root=tmp_path / "whole", timeout_s=300)
+    num_struck = 0
+    for number in range(NUM_KILLS_ACROSS):
+        num_ranks = rng.randrange(1, 5)
+        parallel = [rng.choice(DIFFERENT), f"launch.nproc_per_node={num_ranks}"] if num_ranks > 1 else []
+        mode = f"checkpoint.async_save={rng.choice(['true', 'false'])}"
+        kill = Kill.draw(rng, number=number, num_ranks=num_ranks)
+        killed = command(*line, *parallel, mode, root=tmp_path / "killed", before=kill.plant)
+        assert killed.code in (0, 1, -signal.SIGKILL), f"{kill}\n{killed.output}"
+        num_struck += killed.code != 0
+    ended = finished(*line, root=tmp_path / "killed", timeout_s=300)
+    print(f"{num_struck} kills")
+    assert num_struck == NUM_KILLS_ACROSS, "it was finished before all of them"
+    assert digest(ended) == digest(whole)
+    assert exact_rows(ended) == exact_rows(whole)
