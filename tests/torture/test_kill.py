@@ -124,7 +124,7 @@ def test_two_hundred_kills_and_any_number_of_processes_change_no_bit(tmp_path: P
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     rng = random.Random(seed)
-    line = [*BITWISE, "trainer.max_epochs=60", "trainer.eval_every=40", "checkpoint.every=2", "launch.max_restarts=0"]
+    line = [*BITWISE, "trainer.max_epochs=140", "trainer.eval_every=70", "checkpoint.every=2", "launch.max_restarts=0"]
     whole = finished(*line, root=tmp_path / "whole", timeout_s=300)
     num_struck = 0
     for number in range(NUM_KILLS_ACROSS):
