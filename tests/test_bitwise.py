@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from framework import tree_sum
 from framework.tree_sum import TreeSum
 from tests.harness import Ended, command, exact_rows, finished
 from tests.test_conformance import SMALL, TOKENS
@@ -120,3 +121,34 @@ def test_leaves_may_come_in_any_order_and_few_sums_are_kept(count: int) -> None:
         tree.add(number, leaves[number].clone())
         most = max(most, len(tree._sums))
     assert most <= count.bit_length()
+
+
+class Counting:
+    """Takes torch.distributed's place: what a rank sends and receives on the way to the total is counted."""
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+
+    def send(self, value: torch.Tensor, dst: int) -> None:
+        self.sent += 1
+
+    def recv(self, value: torch.Tensor, src: int) -> None:
+        self.received += 1
+
+    def broadcast(self, value: torch.Tensor, src: int) -> None: ...
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 8, 16, 25, 33, 64, 97])
+def test_no_rank_sends_or_receives_more_sums_than_the_logarithm_of_the_leaves(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = torch.zeros(1)
+    for num_ranks in range(2, count + 1):
+        bounds = [-(-rank * count // num_ranks) for rank in range(num_ranks + 1)]
+        for rank in range(num_ranks):
+            monkeypatch.setattr(tree_sum, "dist", counting := Counting())
+            tree = TreeSum(bounds, rank=rank)
+            for leaf in range(bounds[rank], bounds[rank + 1]):
+                tree.add(leaf, value.clone())
+            tree.total(like=value)
+            assert max(counting.sent, counting.received) <= (count - 1).bit_length()

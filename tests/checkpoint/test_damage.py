@@ -15,6 +15,7 @@ RUN = [
     "model=cnn", "model.channels=[4,8]", "global_batch_size=16", "trainer.max_epochs=3", "trainer.log_every=1",
     "checkpoint.every=4", "checkpoint.keep_last=2",
 ]  # fmt: skip
+NUM_DAMAGES, NUM_QUICK = 300, 30
 RANKS = ["parallel=fsdp", "launch.nproc_per_node=2"]  # the two ranks write a file each
 
 
@@ -63,7 +64,9 @@ def swap_with_the_older(path: Path, random: random.Random) -> str:
 DAMAGES: list[Callable[[Path, random.Random], str]] = [flip_a_bit, flip_a_bit, truncate, delete, swap_with_the_older]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=() if s < NUM_QUICK else pytest.mark.slow) for s in range(NUM_DAMAGES)]
+)
 def test_damage_is_noticed_and_recovered_from(seed: int, unfinished: Ended, ended: Ended) -> None:
     rng = random.Random(seed)
     newest = unfinished.directory / "checkpoints" / "step_00000012"
