@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from framework.checkpoint import manifest
+from framework.config import options
 from framework.data.loader import Loader
 from framework.engine import DataParallelEngine, Forward, Step
 from framework.environment import Environment
 from framework.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished
+from tests.test_conformance import MODELS, layouts
+from tests.test_conformance import RUN as CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 
 LINE = [*RUN, "micro_batch_size=4", "precision=fp64", "trainer.clip_grad_norm=1.0"]  # 21 steps; checkpoints at 4, 8, ...
@@ -27,15 +30,15 @@ def is_last() -> bool:
     return environment.rank == environment.world_size - 1
 
 
-def bad_batches(*positions: int) -> Callable[[], None]:
-    """Return what makes the last rank's part of the batches at these positions not finite."""
+def bad_batches(*positions: int, everywhere: bool = False) -> Callable[[], None]:
+    """Return what makes the last rank's part of the batches at these positions not finite, or every rank's."""
 
     def plant() -> None:
         original = Loader._train_step
 
         def train_step(self: Loader, samples_seen: int) -> Step:
             step = original(self, samples_seen)
-            if samples_seen in positions and is_last():
+            if samples_seen in positions and (everywhere or is_last()):
                 poisoned = [m._replace(inputs=torch.full_like(m.inputs, math.nan)) for m in step.micro_batches]
                 step = step._replace(micro_batches=poisoned)
             return step
@@ -194,6 +197,40 @@ def test_killed_about_a_rollback_it_ends_with_the_same_bits(number: int, tmp_pat
         if number == 14:
             break  # the rollback is behind the newest checkpoint
     assert_same_bits(finished(*line, root=tmp_path / "runs", before=bad_batches(BAD)), whole)
+
+
+IMAGES = [*CONFORMANCE, *MODELS["vit"], "checkpoint.every=4"]  # steps 1 to 5 see 66 samples
+TWO_RANKS = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", "context")]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    root, fault = tmp_path_factory.mktemp("one"), bad_batches(80, everywhere=True)
+    return {action: finished(*IMAGES, action, root=root / action[-4:], before=fault) for action in (SKIP, ROLLBACK)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", [SKIP, ROLLBACK])
+@pytest.mark.parametrize(("strategy", "ranks", "mesh"), TWO_RANKS)
+def test_any_strategy_gets_over_it(
+    strategy: str, ranks: int, mesh: list[str], action: str, one_process: dict[str, Ended], tmp_path: Path
+) -> None:
+    line = [*IMAGES, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, action]
+    if strategy == "local-sgd":
+        line += ["parallel.sync_every=2", "trainer.eval_every=4"]
+    ended = finished(*line, root=tmp_path / "runs", before=bad_batches(80, everywhere=True))
+    assert "of step 7 is not finite: " in ended.output
+    if strategy != "local-sgd":  # which is not equal to one process, and says so
+        assert_close(ended, one_process[action])
+
+
+@pytest.mark.slow
+def test_so_does_context_parallelism_whose_inputs_are_always_finite(tmp_path: Path) -> None:
+    line = [*CONFORMANCE, *MODELS["gpt, tied"], "trainer.max_steps=14", SKIP]
+    two = ["parallel=context", "parallel.context=2", "launch.nproc_per_node=2"]
+    ended, one = (finished(*line, *more, root=tmp_path / f"{len(more)}", before=infinite_loss) for more in (two, []))
+    assert "the loss of step 11 is not finite: " in ended.output
+    assert_close(ended, one)
 
 
 @pytest.mark.parametrize(
