@@ -45,7 +45,7 @@ class RunDirectory:
         """Return the summary, or an empty one if there is none yet."""
         try:
             summary = json.loads(self.summary.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return summary if isinstance(summary, dict) else {}
 
