@@ -12,6 +12,7 @@ from framework.files import write_atomically
 from framework.frozen import frozen_run_id
 from framework.log import LOGGER
 from framework.outcome import Exit, RunEnded
+from framework.secrets import redact
 
 _NAMES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "model.safetensors", "train.log",
           "curves.png", "tensorboard", "wandb", "wandb_id")  # fmt: skip
@@ -51,6 +52,7 @@ class RunDirectory:
 
     def update_summary(self, **values: Any) -> None:
         """Change some of the summary's values. Rank 0, or the parent when the workers are gone."""
+        values = {name: redact(value) if isinstance(value, str) else value for name, value in values.items()}
         write_atomically(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n")
 
     def record_end(self, **values: Any) -> None:

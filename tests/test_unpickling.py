@@ -1,11 +1,21 @@
 """Nothing on disk is ever unpickled, or run as a program: read from the sources themselves."""
 
 import ast
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from framework.modules import has_compiler
+from tests.harness import command, finished
 from tests.test_floors import FRAMEWORK, MODELS, ROOT, name
+from tests.test_loggers import RUN
+from tests.test_resume import after_step, preempt
+
+NEEDS_COMPILER = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
@@ -59,3 +69,23 @@ def test_no_module_unpickles_or_evaluates(path: Path) -> None:
 )  # fmt: skip
 def test_the_test_finds(source: str) -> None:
     assert faults(source)
+
+
+def note_unpickling(file: Path) -> Callable[[], None]:
+    """Return what makes a command write down every class that is unpickled, in C or in Python, whoever does it."""
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "pickle.find_class":
+            with open(file, "a") as found:
+                found.write(f"{arguments}\n{''.join(traceback.format_stack())}\n")
+
+    return lambda: sys.addaudithook(note)
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["trainer.compile=true"], marks=NEEDS_COMPILER)], ids=["plain", "compiled"])
+def test_a_run_and_its_continuation_unpickle_nothing(more: list[str], tmp_path: Path) -> None:
+    line = [*RUN, *more, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
+    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    run = finished(*line, root=tmp_path / "runs", before=note_unpickling(tmp_path / "found"), with_curves=True)
+    assert "continuing from" in run.output
+    assert not (tmp_path / "found").exists(), (tmp_path / "found").read_text()
