@@ -21,7 +21,7 @@ _KEY = re.compile(r"(?:^|_)(?:passw(?:or)?d|passphrase|secret|credentials?|api_?
 _SHAPES = re.compile(
     r"""
     (?P<url>(?<=://)[^\s/@:'"]*:[^\s/'"]+(?=@))                                         # USER:PASSWORD in a URL
-  | (?P<query>(?<=[?&;])[\w.-]*(?:token|key|secret|password|signature|sig)=[^\s&'"]+)   # and in its query
+  | (?P<query>(?<=[?&;])(?i:[\w.-]*(?:token|key|secret|password|sig|signature)=)[^\s&'"]+)  # in its query
   | gh[opsur]_\w{30,} | github_pat_\w{20,} | glpat-[\w-]{20,} | hf_[A-Za-z0-9]{30,}     # GitHub, GitLab, Hugging Face
   | \bsk-(?=[\w-]*\d)[\w-]{20,} | \bwandb_v\d_\w{20,}                                   # OpenAI and Anthropic, wandb
   | xox[a-z]-[\w-]{10,} | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b | AIza[\w-]{35}                 # Slack, AWS, Google

@@ -82,7 +82,7 @@ def note_unpickling(file: Path) -> Callable[[], None]:
     return lambda: sys.addaudithook(note)
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["trainer.compile=true"], marks=NEEDS_COMPILER)], ids=["plain", "compiled"])
+@pytest.mark.parametrize("more", [[], pytest.param(["trainer.compile=true"], marks=[NEEDS_COMPILER, pytest.mark.slow])], ids=["plain", "compiled"])
 def test_a_run_and_its_continuation_unpickle_nothing(more: list[str], tmp_path: Path) -> None:
     line = [*RUN, *more, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
     assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
