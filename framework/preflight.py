@@ -207,6 +207,8 @@ def _check_writable(path: Path) -> list[Problem]:
 
 def _check_contents(directory: RunDirectory) -> list[Problem]:
     """Refuse a directory with files that are no run's: a run would mix its own with them."""
+    if odd := directory.odd_files():
+        return [Problem("run.dir", f"{directory.path / odd[0]} is not a plain file", "a run writes to none that is a link or a pipe")]
     strangers = directory.strangers()
     if not strangers:
         return []

@@ -18,6 +18,9 @@ _NAMES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints",
           "curves.png", "tensorboard", "wandb", "wandb_id")  # fmt: skip
 
 
+_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "train.log", "curves.png", "wandb_id")
+
+
 class Busy(RunEnded):
     """Another process works in this directory."""
 
@@ -41,6 +44,11 @@ class RunDirectory:
         if frozen_run_id(self.path) is not None or not self.path.is_dir():
             return []
         return sorted(name for name in os.listdir(self.path) if not name.startswith(".") and name not in _NAMES)
+
+    def odd_files(self) -> list[str]:
+        """Return which of a run's files are none: a link, through which a run would write elsewhere, or a pipe."""
+        paths = [self.path / name for name in _FILES]
+        return [path.name for path in paths if path.is_symlink() or (path.exists() and not path.is_file())]
 
     def read_summary(self) -> dict[str, Any]:
         """Return the summary, or an empty one if there is none yet."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from framework.checkpoint.manifest import MANIFEST, STATE, _manifest_text, digest, step_of
+from framework.checkpoint.state import read_state
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.tensors import _Chunk, _fault
 from framework.environment import Environment
@@ -485,6 +486,31 @@ def test_rows_of_a_run_to_begin_from_are_not_read_through_a_link(ended: Ended, t
     path = tmp_path / "other" / "checkpoints" / "step_00000008"
     refused = command(*RUN, "name=next", f"run.resume={path}", root=tmp_path / "runs", timeout_s=60)
     assert refused.code == 65 and "'metrics.jsonl' is a device or a pipe instead of a file" in refused.output, refused.output
+
+
+def test_a_measured_value_may_be_infinite_in_our_own_state(ended: Ended, tmp_path: Path) -> None:
+    state = json.loads((ended.directory / "checkpoints" / "step_00000008" / STATE).read_text())
+    state["metrics"]["train"]["last"] |= {"perplexity": float("inf"), "grad_norm": None}
+    state["patience"]["best"] = float("nan")
+    (tmp_path / STATE).write_text(json.dumps(state))
+    assert read_state(tmp_path)["metrics"]["train"]["last"]["perplexity"] == float("inf")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("link", "lock"), ("link", "train.log"), ("pipe", "config.yaml")])
+def test_a_run_directory_that_leads_elsewhere_is_refused(kind: str, name: str, ended: Ended, tmp_path: Path) -> None:
+    run = Ended(0, "", tmp_path / "runs")
+    shutil.copytree(ended.root, run.root)
+    (tmp_path / "outside").mkdir()
+    file = next(run.root.glob("default/*")) / name
+    file.touch()
+    if kind == "link":
+        link(file, tmp_path / "outside")
+    else:
+        replace_by_pipe(file)
+    before = snapshot(tmp_path / "outside")
+    refused = command(*RUN, root=run.root, timeout_s=60)
+    assert refused.code == 78 and f"run.dir: {file} is not a plain file" in refused.output, refused.output
+    assert snapshot(tmp_path / "outside") == before
 
 
 @pytest.mark.parametrize(
