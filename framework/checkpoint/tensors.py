@@ -75,7 +75,7 @@ def _chunks_of(path: Path) -> dict[str, _Chunk]:
 def _fault(name: str, parts: Sequence[_Chunk]) -> str | None:
     """Return what is wrong with the chunks of one tensor."""
     first = parts[0]
-    if not name.startswith(_KINDS):
+    if not name.startswith(_KINDS) or not name.isprintable():
         return "is neither the model's nor the optimizer's"
     if first.dtype not in _DTYPES or any(part.dtype != first.dtype for part in parts):
         return "has a type that torch does not have, or several"

@@ -272,16 +272,18 @@ def a_header_nested_deeply(path: Path, outside: Path) -> None:
     (path / SHARD).write_bytes(struct.pack("<Q", len(text)) + text)
 
 
-@attack("is neither the model's nor the optimizer's")
-def a_tensor_of_another_kind(path: Path, outside: Path) -> None:
-    def rename(header: Header) -> None:
-        name = next(name for name in header if name.startswith("model/"))
-        header["../../canary"] = header.pop(name)
-        places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-        places["../../canary"] = places.pop(name)
-        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+for label, tensor in {"of_another_kind": "../../canary", "whose_name_clears_the_screen": "model/\x1b[2J"}.items():
 
-    edit_header(path, rename)
+    @attack("is neither the model's nor the optimizer's", name=f"a_tensor_{label}")
+    def a_tensor_of_another_name(path: Path, outside: Path, tensor: str = tensor) -> None:
+        def rename(header: Header) -> None:
+            name = next(name for name in header if name.startswith("model/"))
+            header[tensor] = header.pop(name)
+            places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+            places[tensor] = places.pop(name)
+            header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+
+        edit_header(path, rename)
 
 
 @attack("has chunks that do not make up one tensor")
