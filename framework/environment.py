@@ -75,3 +75,8 @@ def set_default(name: str, value: str) -> None:
 def variable(name: str) -> str | None:
     """Return the environment variable, or None."""
     return os.environ.get(name)
+
+
+def variables() -> Mapping[str, str]:
+    """Return all environment variables, as they are now."""
+    return os.environ

@@ -48,5 +48,5 @@ def frozen_run_id(directory: Path) -> str | None:
     """Return the id of the run whose directory this is, or None if no run has been frozen there."""
     try:
         return yaml.safe_load((directory / "config.yaml").read_text())["run"]["id"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
         return None

@@ -1,15 +1,20 @@
-"""Logging: the standard library's, with the rank in every line, to the console and to the run's `train.log`."""
+"""Logging: the standard library's, with the rank in every line, to the console and to the run's `train.log`; no secret reaches either."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from framework.secrets import Redacting
 
 LOGGER = logging.getLogger("steadfast")
 
 
 def start_console(*, rank: int) -> None:
     """Log to stderr: rank 0 everything, the others warnings. Safe to call again in a forked worker."""
+    _hide_secrets()
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     # rank 0 speaks to a person: the level is worth a word only where something is wrong
@@ -18,6 +23,12 @@ def start_console(*, rank: int) -> None:
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.DEBUG)
     LOGGER.propagate = False
+
+
+def _hide_secrets() -> None:
+    """Rid of secrets whatever this process prints: not only the log, also a library's warnings and a last traceback."""
+    if not isinstance(sys.stderr, Redacting):
+        sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # all but by class
 
 
 def start_file(path: Path, *, rank: int) -> None:
@@ -50,6 +61,9 @@ def stop_file() -> None:
 
 class _File(logging.FileHandler):
     """A file on a disk that may be full: that a line is lost is no reason for a traceback, or for the run to end."""
+
+    def _open(self) -> Any:
+        return Redacting(super()._open())
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass

@@ -50,11 +50,17 @@ def read_rows(path: Path) -> list[Row]:
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and "split" in row:
+        if _is_row(row):
             rows.append(row)
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)):
+        return False
+    return all(value is None or isinstance(value, (int, float)) for name, value in row.items() if name != "split")
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
@@ -75,7 +81,8 @@ class Tracker:
         split = self.splits.setdefault(row["split"], {})
         metric = self.monitor_metric if row["split"] == self.monitor_split else "loss"
         sign = -1 if metric == self.monitor_metric and self.mode == "max" else 1
-        is_best = "best" not in split or sign * row[metric] < sign * split["best"][metric]
+        before = split.get("best", {}).get(metric)  # None also where another run, continued from, did not measure it
+        is_best = before is None or sign * row[metric] < sign * before
         split["last"] = row
         if is_best:
             split["best"] = row

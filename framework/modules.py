@@ -104,6 +104,19 @@ def has_compiler() -> bool:
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile the model's blocks (or the whole, if it has none) in place: names stay, and equal blocks compile once."""
+    _without_caches()
     for block in blocks_of(model) or [model]:
         # not block.compile(): it does nothing, without a word, for torch's own modules, such as nn.Sequential
         block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+
+
+def _without_caches() -> None:
+    """Have torch.compile read nothing that an earlier process left: pickles, in a folder of a guessable name in /tmp."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # not torch.compiler.config.force_disable_caches, which warns in every process
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    torch._dynamo.config.automatic_dynamic_local_pgo = False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from framework.environment import Environment, Place
+from framework.environment import Environment, Place, set_default
 from framework.problems import Problem
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ def library() -> Any:
     """Return mpi4py's MPI module, with MPI started. RuntimeError if it cannot be."""
     import mpi4py
 
+    environment = Environment.read()
+    if environment.local_world_size == environment.world_size:
+        set_default("OMPI_MCA_btl", "^tcp")  # Open MPI's TCP would listen to every network; memory is shared here
     # MPI_Finalize waits for every rank: one that has failed must not, since the others wait for it
     mpi4py.rc.finalize = False
     try:

@@ -14,6 +14,7 @@ from framework.problems import Problem, did_you_mean, shown
 from framework.processes import check_backend, check_processes
 from framework.run_directory import RunDirectory
 from framework.schema import COMPONENTS, schema_problems
+from framework.secrets import REMEDY, is_secret_key, secrets_in
 from framework.signatures import metrics_of
 
 Config = dict[str, Any]
@@ -26,6 +27,7 @@ def check(config: Config, problems: list[Problem], *, world_size: int | None) ->
     ours. torch is not imported: this takes a second.
     """
     problems = problems + (schema_problems(config) if config else [])  # empty: it could not be composed
+    problems = _check_secrets(config, problems)
     if not _has_sections(config):
         return config, problems
     if not any(problem.key.startswith("dataset") for problem in problems):
@@ -39,6 +41,14 @@ def check(config: Config, problems: list[Problem], *, world_size: int | None) ->
     for problem in problems:
         seen.setdefault(problem.key.partition("[")[0], problem)  # the first of a key is the cause of the others
     return config, list(seen.values())
+
+
+def _check_secrets(config: Config, problems: list[Problem]) -> list[Problem]:
+    """Return the problems with those of secrets first, and without those that would show one."""
+    found = secrets_in(config)
+    found |= {problem.key: "has the name of a secret" for problem in problems if is_secret_key(problem.key)}
+    others = [problem for problem in problems if problem.key not in found]
+    return [Problem(key, what, REMEDY) for key, what in found.items()] + others
 
 
 def _has_sections(config: Config) -> bool:
@@ -219,6 +229,8 @@ def _check_writable(path: Path) -> list[Problem]:
 
 def _check_contents(directory: RunDirectory) -> list[Problem]:
     """Refuse a directory with files that are no run's: a run would mix its own with them."""
+    if odd := directory.odd_files():
+        return [Problem("run.dir", f"{directory.path / odd[0]} is not a plain file", "a run writes to none that is a link or a pipe")]
     strangers = directory.strangers()
     if not strangers:
         return []

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from framework.secrets import redact
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -15,7 +17,7 @@ class Problem:
     expected: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.what}" + (f" ({self.expected})" if self.expected else "")
+        return redact(f"{self.key}: {self.what}" + (f" ({self.expected})" if self.expected else ""))
 
 
 def shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from framework import build
 from framework.checkpoint.canonical import full_weights, restore
 from framework.checkpoint.manifest import checkpoints_of, step_of
+from framework.checkpoint.plain import Invalid, require_file
 from framework.checkpoint.store import CheckpointStore
 from framework.curves import draw_curves
 from framework.files import flush_directory, replacing
@@ -93,12 +94,24 @@ def _from_elsewhere(path: Path, *, directory: RunDirectory, world: World) -> tup
     if found is None:
         raise NoValidCheckpoint(f"{path} has no checkpoint")
     found[1]["metrics"].pop("test", None)  # the other run's end is not this one's
+    rows = RunDirectory(store.directory.parent).metrics
+    if fault := world.from_rank_0(_fault(rows)):
+        raise NoValidCheckpoint(f"{path}: {fault}")
     world.together(
-        lambda: _take_over_rows(RunDirectory(store.directory.parent).metrics, directory.metrics),
+        lambda: _take_over_rows(rows, directory.metrics),
         what=f"the rows of {path} not taken over",
         rank_0_only=True,
     )
     return found
+
+
+def _fault(rows: Path) -> str | None:
+    """Return why another run's metrics.jsonl is not to be read; None also if there is none."""
+    try:
+        require_file(rows)
+    except (Invalid, OSError) as error:
+        return None if isinstance(error, FileNotFoundError) else str(error)
+    return None
 
 
 def _take_over_rows(theirs: Path, ours: Path) -> None:

@@ -12,9 +12,13 @@ from framework.files import make_directory, write_atomically
 from framework.frozen import frozen_run_id
 from framework.log import LOGGER
 from framework.outcome import Exit, RunEnded
+from framework.secrets import redact
 
 _NAMES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "model.safetensors", "train.log",
           "curves.png", "tensorboard", "wandb", "wandb_id")  # fmt: skip
+
+
+_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "train.log", "curves.png", "wandb_id")
 
 
 class Busy(RunEnded):
@@ -41,16 +45,22 @@ class RunDirectory:
             return []
         return sorted(name for name in os.listdir(self.path) if not name.startswith(".") and name not in _NAMES)
 
+    def odd_files(self) -> list[str]:
+        """Return which of a run's files are none: a link, through which a run would write elsewhere, or a pipe."""
+        paths = [self.path / name for name in _FILES]
+        return [path.name for path in paths if path.is_symlink() or (path.exists() and not path.is_file())]
+
     def read_summary(self) -> dict[str, Any]:
         """Return the summary, or an empty one if there is none yet."""
         try:
             summary = json.loads(self.summary.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return summary if isinstance(summary, dict) else {}
 
     def update_summary(self, **values: Any) -> None:
         """Change some of the summary's values. Rank 0, or the parent when the workers are gone."""
+        values = {name: redact(value) if isinstance(value, str) else value for name, value in values.items()}
         write_atomically(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n")
 
     def record_end(self, **values: Any) -> None:

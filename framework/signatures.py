@@ -82,16 +82,34 @@ def arguments_of(target: str) -> dict[str, Argument] | None:
     return arguments
 
 
-_PLAIN = {t.__name__: t for t in (int, float, bool, str, list, dict)} | {"Literal": Literal}
+_PLAIN = {t.__name__: t for t in (int, float, bool, str, list, dict)}
 
 
 def _plain_type(node: ast.expr | None) -> Any:
-    if node is None:
-        return None
     try:
-        return eval(compile(ast.Expression(node), "annotation", "eval"), {"__builtins__": {}}, dict(_PLAIN))
-    except (NameError, TypeError, AttributeError, SyntaxError):
+        return _type(node)
+    except (KeyError, TypeError, ValueError, SyntaxError):
         return None
+
+
+def _type(node: ast.expr | None) -> Any:
+    """Return the type of plain data that an annotation names. It is read, never run: the module may be anybody's."""
+    match node:
+        case ast.Name():
+            return _PLAIN[node.id]
+        case ast.Constant(value=None):
+            return None
+        case ast.Constant(value=str(text)):
+            return _type(ast.parse(text, mode="eval").body)
+        case ast.BinOp(op=ast.BitOr()):
+            return _type(node.left) | _type(node.right)
+        case ast.Subscript(value=ast.Name(id="Literal")):
+            return Literal[ast.literal_eval(node.slice)]  # type: ignore[valid-type]  # its values are data here
+        case ast.Subscript(slice=ast.Tuple(elts=elements)):
+            return _type(node.value)[tuple(_type(element) for element in elements)]
+        case ast.Subscript():
+            return _type(node.value)[_type(node.slice)]
+    raise ValueError(f"{node} is no type of plain data")
 
 
 def metrics_of(target: str) -> list[str] | None:

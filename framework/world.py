@@ -1,6 +1,8 @@
 """The world: which process this is, on which device, and the collectives that all of them take part in."""
 
 import dataclasses
+import functools
+import socket
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -242,11 +244,20 @@ def launcher_store(environment: Environment, *, timeout: timedelta) -> dist.Stor
     """Return the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none. Collective."""
     if environment.uses_mpi:
         return mpi.store(one_machine=mpi.place_on_node().local_world_size == environment.world_size, timeout=timeout)
+    store = _tcp_store(environment)
+    store.set_timeout(timeout)
+    return store
+
+
+@functools.cache  # rank 0 serves it, so it lives as long as the process: the others may still be asking
+def _tcp_store(environment: Environment) -> dist.Store:
+    host, port, timeout = environment.master_addr, environment.master_port, timedelta(minutes=10)
+    serves = environment.rank == 0 and not environment.uses_agent_store
+    listener = None
+    if environment.local_world_size == environment.world_size and not environment.uses_agent_store:
+        host = "127.0.0.1"
+        # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
+        listener = socket.create_server((host, port)).detach() if serves else None
     return dist.TCPStore(
-        environment.master_addr,
-        environment.master_port,
-        environment.world_size,
-        is_master=environment.rank == 0 and not environment.uses_agent_store,
-        timeout=timeout,
-        multi_tenant=True,
+        host, port, environment.world_size, is_master=serves, timeout=timeout, master_listen_fd=listener
     )

@@ -6,17 +6,30 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, ValidationError
+
+from framework.checkpoint.plain import Invalid, Plain, first_fault, read_json, require_directory, require_file
+from framework.checkpoint.state import STATE, Count
 from framework.files import flush_directory, write_atomically
+from framework.problems import shown
 
 MANIFEST = "manifest.json"
-STATE = "state.json"
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"step_([0-9]{8,18})")
 
 
-class Invalid(Exception):
-    """A directory that is not a valid checkpoint; the message says why."""
+class _Entry(Plain):
+    size: Count
+    blake2b: str = Field(pattern="^[0-9a-f]{128}$")
+
+
+class _Manifest(Plain):
+    """The names are those that we give: there is no other kind of file in a checkpoint, nor a path that leads out of it."""
+
+    format: Literal[1]
+    step: Count
+    files: dict[Annotated[str, Field(pattern=r"^(state\.json|shard-\d+-model-\d+-of-\d+\.safetensors)$")], _Entry]
 
 
 def directory_name(step: int) -> str:
@@ -46,7 +59,7 @@ def commit(directory: Path, *, target: Path, files: dict[str, Any]) -> None:
     """
     write_atomically(directory / MANIFEST, _manifest_text(step_of(target), files))
     flush_directory(directory)
-    if target.exists():
+    if os.path.lexists(target):
         discard(target)
     os.rename(directory, target)
     flush_directory(target.parent)
@@ -57,31 +70,34 @@ def _manifest_text(step: int | None, files: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return {file name: size and checksum}, having checked all but the checksums. Raises Invalid."""
+    """Return {file name: size and checksum}, having checked all but the files' contents. Raises Invalid.
+
+    A manifest proves that nothing has changed since it was written; it does not prove who wrote it. What is checked
+    here and in `state` and `tensors` holds also for a directory that was made to do harm.
+    """
+    require_directory(path)
     try:
-        text = (path / MANIFEST).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text, content = read_json(path / MANIFEST)
+    except OSError as error:
         raise Invalid(f"no readable {MANIFEST} ({type(error).__name__})") from None
     try:
-        manifest = json.loads(text)
-        step, files = manifest["step"], manifest["files"]
-        # written by us, a manifest is exactly what we would write again: any flipped bit shows
-        intact = text == _manifest_text(step, files)
-    except (ValueError, TypeError, KeyError):
-        intact = False
-    if not intact:
+        manifest = _Manifest.model_validate(content)
+    except ValidationError as error:
+        raise Invalid(f"{MANIFEST} is damaged: {first_fault(error)}") from None
+    # written by us, a manifest is exactly what we would write again: any flipped bit shows
+    if text != _manifest_text(manifest.step, content["files"]):
         raise Invalid(f"{MANIFEST} is damaged")
-    if step != step_of(path):
-        raise Invalid(f"{MANIFEST} is of step {step}")
+    if manifest.step != step_of(path):
+        raise Invalid(f"{MANIFEST} is of step {manifest.step}")
     present = {entry.name for entry in path.iterdir()} - {MANIFEST}
-    if missing := sorted(files.keys() - present):
+    if missing := sorted({STATE, *manifest.files} - present):
         raise Invalid(f"{missing[0]} is missing")
-    if unknown := sorted(present - files.keys()):
-        raise Invalid(f"{unknown[0]} is not in the manifest")
-    for name, entry in files.items():
-        if (size := (path / name).stat().st_size) != entry["size"]:
-            raise Invalid(f"{name} has {size} bytes instead of {entry['size']}")
-    return files
+    if unknown := sorted(present - manifest.files.keys()):
+        raise Invalid(f"{shown(unknown[0])} is not in the manifest")
+    for name, entry in manifest.files.items():
+        if (size := require_file(path / name)) != entry.size:
+            raise Invalid(f"{name} has {size} bytes instead of {entry.size}")
+    return content["files"]
 
 
 def verify_file(path: Path, entry: dict[str, Any]) -> None:
@@ -96,22 +112,29 @@ def verify_file(path: Path, entry: dict[str, Any]) -> None:
 
 def candidates(directory: Path) -> list[Path]:
     """Return what looks like a checkpoint, the newest first. Nothing is verified."""
-    found = [path for path in directory.glob("step_*") if step_of(path) is not None and path.is_dir()]
+    found = [path for path in directory.glob("step_*") if step_of(path) is not None and os.path.isdir(path)]
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def discard(path: Path) -> None:
     """Delete a checkpoint so that a crash in between leaves no half of one: renamed first."""
     trash = path.with_name(f".trash_{path.name}")
-    shutil.rmtree(trash, ignore_errors=True)
+    _remove(trash)
     os.rename(path, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    _remove(trash)
 
 
 def sweep(directory: Path) -> None:
     """Remove what crashed saves and deletions left behind. Only for the holder of the run's lock."""
     for leftover in [*directory.glob(".tmp_*"), *directory.glob(".trash_*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
+        _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)  # of a link, not what it leads to
 
 
 def checkpoints_of(path: Path) -> Path:

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from framework.checkpoint import manifest
-from framework.checkpoint.manifest import Invalid
+from framework.checkpoint.plain import Invalid
+from framework.checkpoint.state import read_state
+from framework.checkpoint.tensors import check_tensors
 from framework.files import flush_directory, make_directory, write_atomically
 from framework.log import LOGGER
 from framework.outcome import DiskFailed, NoValidCheckpoint
@@ -77,12 +79,15 @@ class CheckpointStore:
         write_atomically(beside / manifest.STATE, json.dumps(state, indent=1) + "\n")
         merged[manifest.STATE] = manifest.digest(beside / manifest.STATE)
         manifest.commit(beside, target=target, files=merged)
-        self._prune()
+        self._prune(target)
 
-    def _prune(self) -> None:
-        """Delete what is neither among the last nor among the best. Runs after a commit, so a valid one always remains."""
+    def _prune(self, committed: Path) -> None:
+        """Delete what is neither among the last nor among the best. Runs after a commit, so a valid one always remains.
+
+        One of a later step has been passed over as invalid; it must not push out what has just been committed.
+        """
         found = manifest.candidates(self.directory)
-        kept = set(found[: self.keep_last]) | set(self._best(found)[: self.keep_best])
+        kept = {committed} | set(found[: self.keep_last]) | set(self._best(found)[: self.keep_best])
         for path in found:
             if path not in kept:
                 manifest.discard(path)
@@ -122,7 +127,7 @@ class CheckpointStore:
         """Return the one checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
         if reason := self._fault(path):
             raise NoValidCheckpoint(f"{path}: {reason}")
-        return path, load_state(path)
+        return path, read_state(path)
 
     def _first_valid(self, paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
         reasons: list[str] = []
@@ -131,7 +136,7 @@ class CheckpointStore:
             if reason is None:
                 for passed_over in reasons if self.world.rank == 0 else []:
                     LOGGER.warning("checkpoint passed over: %s", passed_over)
-                return path, load_state(path)
+                return path, read_state(path)
             reasons.append(f"{path}: {reason}")
         if reasons:
             raise NoValidCheckpoint("\n".join([*reasons, "no valid checkpoint is left; run.resume=never starts over"]))
@@ -144,6 +149,9 @@ class CheckpointStore:
             files = manifest.read_manifest(path)
             for name in sorted(files)[self.world.rank :: self.world.world_size]:
                 manifest.verify_file(path / name, files[name])
+            if self.world.rank == 0:
+                read_state(path)
+                check_tensors(path, sorted(files.keys() - {manifest.STATE}))
         except Invalid as error:
             fault = str(error)
         except OSError as error:
@@ -151,13 +159,8 @@ class CheckpointStore:
         return next((f for f in self.world.gather(fault) if f is not None), None)
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's plain state."""
-    return json.loads((path / manifest.STATE).read_text())
-
-
 def _monitor(path: Path) -> float | None:
     try:
-        return load_state(path)["monitor"]
-    except (OSError, ValueError, KeyError):
+        return read_state(path)["monitor"]
+    except (OSError, Invalid):
         return None

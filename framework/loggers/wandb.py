@@ -28,7 +28,8 @@ class Wandb:
             mode=mode,
             dir=str(run.directory),
             config=run.config,
-            settings=wandb.Settings(console="off", silent=True),
+            # no git: the URL of a remote may hold a token, of which wandb hides passwords only
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
         # What wandb does not have of the steps before: all of them offline, where each start writes a file of its own
         # and a kill loses what it held; online, what had not been sent.

@@ -137,40 +137,42 @@ def test_fashion_mnist_of_debian_has_6000_of_each_class(tmp_path: Path):
 # CIFAR
 
 
-@pytest.mark.parametrize(("dataset_class", "label"), [(CIFAR10, "labels"), (CIFAR100, "fine_labels")])
-def test_cifar_reads_what_was_written(dataset_class: type, label: str, tmp_path: Path, monkeypatch):
-    from framework.torchvision_import import make_torchvision_importable
+TEN = ("cifar-10-batches-bin", [f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin")
+HUNDRED = ("cifar-100-binary", ["train.bin"], "test.bin")
 
-    make_torchvision_importable()
-    import torchvision.datasets
 
-    reader = getattr(torchvision.datasets, dataset_class.__name__)
-    # the checksums are those of the real files
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: Path(path).is_file())
+@pytest.mark.parametrize(("dataset_class", "files", "coarse"), [(CIFAR10, TEN, []), (CIFAR100, HUNDRED, [0])])
+def test_cifar_reads_what_was_written(dataset_class: type, files, coarse: list[int], tmp_path: Path):
     generator = np.random.default_rng(0)
-    folder = tmp_path / reader.base_folder
-    folder.mkdir()
-    (folder / reader.meta["filename"]).write_bytes(pickle.dumps({reader.meta["key"]: []}))
+    folder, train, test = files
+    (tmp_path / folder).mkdir()
     written = {}
-    for name, _ in reader.train_list + reader.test_list:
-        written[name] = generator.integers(0, 256, (4, 3072), dtype=np.uint8), [1, 2, 3, 4]
-        (folder / name).write_bytes(pickle.dumps({"data": written[name][0], label: written[name][1]}))
+    for name in [*train, test]:
+        written[name] = generator.integers(0, 256, (4, 3072), dtype=np.uint8)
+        records = [bytes([*coarse, label]) + pixels.tobytes() for label, pixels in enumerate(written[name], start=1)]
+        (tmp_path / folder / name).write_bytes(b"".join(records))
     dataset = dataset_class(root=str(tmp_path), num_val=2)
     assert dataset.problems() == []
     inputs, targets = everything(dataset.load("val"))
-    pixels, labels = written[reader.train_list[-1][0]]
-    assert np.array_equal(inputs, pixels[-2:].reshape(-1, 3, 32, 32))
-    assert targets.tolist() == labels[-2:]
-    assert len(dataset.load("train")) == 4 * len(reader.train_list) - 2
+    assert np.array_equal(inputs, written[train[-1]][-2:].reshape(-1, 3, 32, 32))
+    assert targets.tolist() == [3, 4]
+    assert len(dataset.load("train")) == 4 * len(train) - 2
     assert len(dataset.load("test")) == 4
 
 
 def test_missing_or_damaged_cifar_is_a_problem(tmp_path: Path):
     (problem,) = CIFAR100(root=str(tmp_path)).problems()
-    assert problem == f"dataset.root: train, test, meta not in {tmp_path}/cifar-100-python (dataset.download=true)"
+    assert problem == f"dataset.root: train.bin, test.bin not in {tmp_path}/cifar-100-binary (dataset.download=true)"
     assert CIFAR100(root=str(tmp_path), download=True).problems() == []
-    with pytest.raises(ValueError, match="not found or corrupted"):
+    with pytest.raises(ValueError, match="data_batch_1.bin, .* not in"):
         CIFAR10(root=str(tmp_path)).load("train")
+    (tmp_path / "cifar-100-binary").mkdir()
+    for name, content, fault in (("train.bin", bytes(3075), "3075 bytes"), ("test.bin", bytes([0, 100]) + bytes(3072), "class 100")):
+        (tmp_path / "cifar-100-binary" / "train.bin").touch()
+        (tmp_path / "cifar-100-binary" / name).write_bytes(content)
+        (tmp_path / "cifar-100-binary" / "test.bin").touch()
+        with pytest.raises(ValueError, match=f"{name} is damaged: .*{fault}"):
+            CIFAR100(root=str(tmp_path)).load(name.removesuffix(".bin"))
 
 
 # Image folder

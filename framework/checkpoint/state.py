@@ -1,0 +1,82 @@
+"""What state.json holds: the plain part of a checkpoint, everything but tensors, validated before any of it is used."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
+
+from framework.checkpoint.plain import Invalid, Plain, first_fault, read_json
+
+STATE = "state.json"
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():  # it goes to logs and terminals
+        raise ValueError("holds characters that cannot be printed")
+    return text
+
+
+Word = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Measured = Annotated[float, Field(allow_inf_nan=True)]  # a perplexity may overflow, and the run goes on
+
+
+class Progress(Plain):
+    step: Count
+    samples_seen: Count
+    wall_s: float = Field(ge=0)
+    num_divergences: Count = 0
+
+
+class Row(Plain):
+    """A row of metrics.jsonl, with the task's own metrics."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Measured | None]
+
+    step: Count
+    split: Word
+    loss: Measured
+
+    @model_validator(mode="after")
+    def _metrics_have_names(self) -> "Row":
+        for name in self.model_extra or {}:
+            _printable(name)
+        return self
+
+
+class Split(Plain):
+    last: Row
+    best: Row
+
+
+class Patience(Plain):
+    best: Measured | None
+    num_bad: Count
+
+
+class LossScale(Plain):
+    value: float = Field(gt=0)
+    num_quiet_steps: Count
+    num_skipped: Count
+
+
+class State(Plain):
+    """What `Trainer.state_dict` returns."""
+
+    progress: Progress
+    metrics: dict[Literal["train", "val", "test"], Split]
+    monitor: Measured | None
+    patience: Patience
+    loss_scale: LossScale
+    facts: dict[Word, Word | int | float | bool | None]
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Return a checkpoint's plain state. Raises Invalid if it is not what a run writes."""
+    _, state = read_json(directory / STATE)
+    try:
+        State.model_validate(state)
+    except ValidationError as error:
+        raise Invalid(f"{STATE} is not a run's: {first_fault(error)}") from None
+    return state

@@ -1,0 +1,99 @@
+"""The headers of a checkpoint's safetensors files, checked before torch's reader believes them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from framework.checkpoint.plain import Invalid, Plain, first_fault, parse_json
+from framework.checkpoint.state import Count
+from framework.problems import shown
+
+_DTYPES = {
+    "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "C64",
+    "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
+}  # fmt: skip  # those of safetensors that torch has
+_KINDS = ("model/", "optimizer/", "average/")
+
+
+class _Place(Plain):
+    """Where a shard lies in its tensor, as DCP's writer says it."""
+
+    saved_offsets: list[Count] = Field(max_length=64)
+
+
+_PLACES = TypeAdapter(dict[str, _Place])
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    file: str
+    dtype: str
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+
+    @property
+    def ends(self) -> list[int]:
+        return [offset + size for offset, size in zip(self.offsets, self.sizes)]
+
+
+def check_tensors(directory: Path, files: Sequence[str]) -> None:
+    """Check that every file is safetensors and that the chunks of each tensor make up the whole of it, once.
+
+    Reads headers only. safetensors itself refuses headers of an absurd length, and tensors that overlap, leave gaps or
+    are of another size than their bytes; so what loading takes is bounded by the files' sizes. Raises Invalid.
+    """
+    chunks: dict[str, list[_Chunk]] = defaultdict(list)
+    for file in files:
+        for name, chunk in _chunks_of(directory / file).items():
+            chunks[name].append(chunk)
+    for name, parts in chunks.items():
+        if fault := _fault(name, parts):
+            raise Invalid(f"{parts[0].file}: {shown(name)} {fault}")
+
+
+def _chunks_of(path: Path) -> dict[str, _Chunk]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header = {name: file.get_slice(name) for name in file.keys()}
+            places = _PLACES.validate_python(parse_json((file.metadata() or {})["DCP_SHARDING_INFO"]))
+            return {name: _Chunk(path.name, part.get_dtype(), places[name].saved_offsets, part.get_shape())
+                    for name, part in header.items()}  # fmt: skip
+    except SafetensorError as error:
+        raise Invalid(f"{path.name} is not a safetensors file: {shown(str(error))}") from None
+    except ValidationError as error:
+        raise Invalid(f"{path.name} misplaces its tensors: {first_fault(error)}") from None
+    except (KeyError, ValueError, RecursionError):
+        raise Invalid(f"{path.name} does not say where its tensors belong") from None
+
+
+def _fault(name: str, parts: Sequence[_Chunk]) -> str | None:
+    """Return what is wrong with the chunks of one tensor."""
+    first = parts[0]
+    if not name.startswith(_KINDS) or not name.isprintable():
+        return "is neither the model's nor the optimizer's"
+    if first.dtype not in _DTYPES or any(part.dtype != first.dtype for part in parts):
+        return "has a type that torch does not have, or several"
+    if any(not len(part.offsets) == len(part.sizes) == len(first.sizes) for part in parts):
+        return "has chunks of different dimensions"
+    whole = [max(ends) for ends in zip(*(part.ends for part in parts))]
+    filled = sorted((part for part in parts if math.prod(part.sizes)), key=lambda part: list(part.offsets))
+    if sum(math.prod(part.sizes) for part in filled) != math.prod(whole) or _overlap(filled):
+        return "has chunks that do not make up one tensor"
+    return None
+
+
+def _overlap(parts: Sequence[_Chunk]) -> bool:
+    """Return whether any two chunks, sorted by their offsets, have an element in common."""
+    for number, part in enumerate(parts):
+        for other in parts[number + 1 :]:
+            if part.sizes and other.offsets[0] >= part.ends[0]:
+                break  # so do all after it
+            if all(a < d and c < b for a, b, c, d in zip(part.offsets, part.ends, other.offsets, other.ends)):
+                return True
+    return False

@@ -1,0 +1,535 @@
+"""A checkpoint made to do harm, with a manifest that is right, is refused: nothing runs, nothing outside is touched."""
+
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework.checkpoint.manifest import MANIFEST, STATE, _manifest_text, digest, step_of
+from framework.checkpoint.state import read_state
+from framework.checkpoint.store import CheckpointStore
+from framework.checkpoint.tensors import _Chunk, _fault
+from framework.environment import Environment
+from framework.outcome import NoValidCheckpoint
+from framework.world import World
+from tests.harness import Ended, assert_same_bits, command, finished
+
+RUN = [
+    "dataset=synthetic", "dataset.num_train=64", "dataset.num_val=16", "dataset.num_test=16", "dataset.image_size=8",
+    "model=mlp", "model.dim=8", "global_batch_size=16", "trainer.max_epochs=3", "trainer.log_every=1",
+    "checkpoint.every=4", "checkpoint.keep_last=100",
+]  # fmt: skip
+DDP = ["parallel=ddp", "launch.nproc_per_node=2"]
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+STRANGER = 54321  # a user that is not us
+
+
+class Payload:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.canary}'",)
+
+
+Attack = Callable[[Path, Path], None]  # (the checkpoint, a folder outside the run)
+ATTACKS: dict[str, tuple[Attack, str]] = {}
+
+
+def attack(reason: str, *, name: str = "") -> Callable[[Attack], Attack]:
+    """Enter an attack with the reason for which it is to be refused. The manifest is made right after it."""
+
+    def enter(function: Attack) -> Attack:
+        ATTACKS[name or function.__name__] = (function, reason)
+        return function
+
+    return enter
+
+
+def seal(path: Path) -> None:
+    """Write the manifest that a save would have written for these very files."""
+    plain = {file.name: digest(file) for file in sorted(path.iterdir()) if file.is_file() and file.name != MANIFEST}
+    odd = {file.name: {"size": 0, "blake2b": "0" * 128} for file in path.iterdir() if not file.is_file()}
+    (path / MANIFEST).write_text(_manifest_text(step_of(path), plain | odd))
+
+
+def unsealed(function: Attack) -> Attack:
+    """Mark an attack on the manifest itself."""
+    function.unsealed = True  # type: ignore[attr-defined]
+    return function
+
+
+# --- Pickles
+
+
+@attack("manifest.json is damaged: files..metadata.[key]")
+def a_pickle_in_metadata(path: Path, outside: Path) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(Payload(outside / "canary")))
+
+
+@attack("is not a safetensors file")
+def a_pickle_for_a_shard(path: Path, outside: Path) -> None:
+    (path / SHARD).write_bytes(pickle.dumps(Payload(outside / "canary")))
+
+
+@attack("is not a safetensors file")
+def a_file_of_torch_save_for_a_shard(path: Path, outside: Path) -> None:
+    torch.save(Payload(outside / "canary"), path / SHARD)
+
+
+@attack("manifest.json is damaged: files.__0_0.distcp.[key]")
+def byte_entries(path: Path, outside: Path) -> None:
+    torch.save(Payload(outside / "canary"), path / "__0_0.distcp")
+
+
+@attack("state.json is damaged")
+def a_pickle_for_the_state(path: Path, outside: Path) -> None:
+    (path / STATE).write_bytes(pickle.dumps(Payload(outside / "canary")))
+
+
+# --- Ways out of the directory
+
+
+def name_in_the_manifest(path: Path, name: str) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][name] = digest(path / name)
+    (path / MANIFEST).write_text(_manifest_text(manifest["step"], manifest["files"]))
+
+
+@attack("manifest.json is damaged: files.../../")
+@unsealed
+def a_name_that_leads_out(path: Path, outside: Path) -> None:
+    shutil.copy(path / SHARD, path.parent.parent / "away.safetensors")
+    name_in_the_manifest(path, "../../away.safetensors")
+
+
+@attack("manifest.json is damaged: files./")
+@unsealed
+def an_absolute_name(path: Path, outside: Path) -> None:
+    shutil.copy(path / SHARD, outside / SHARD)
+    name_in_the_manifest(path, str(outside / SHARD))
+
+
+def link(path: Path, outside: Path) -> None:
+    """Move a file or directory away, and leave a link to it, which would read as if nothing had happened."""
+    there = outside / path.name
+    shutil.move(path, there)
+    path.symlink_to(there)
+
+
+@attack("is a symbolic link instead of a file")
+@unsealed
+def a_linked_shard(path: Path, outside: Path) -> None:
+    link(path / SHARD, outside)
+
+
+@attack("'state.json' is a symbolic link instead of a file")
+@unsealed
+def a_linked_state(path: Path, outside: Path) -> None:
+    link(path / STATE, outside)
+
+
+@attack("'manifest.json' is a symbolic link instead of a file")
+@unsealed
+def a_linked_manifest(path: Path, outside: Path) -> None:
+    link(path / MANIFEST, outside)
+
+
+@attack("is a symbolic link instead of a directory")
+@unsealed
+def a_linked_checkpoint(path: Path, outside: Path) -> None:
+    link(path, outside)
+
+
+# --- What is not a file
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@attack(f"'{SHARD}' is a device or a pipe instead of a file")
+def a_pipe_for_a_shard(path: Path, outside: Path) -> None:
+    replace_by_pipe(path / SHARD)
+
+
+@attack("'state.json' is a device or a pipe instead of a file")
+def a_pipe_for_the_state(path: Path, outside: Path) -> None:
+    replace_by_pipe(path / STATE)
+
+
+@attack("'manifest.json' is a device or a pipe instead of a file")
+@unsealed
+def a_pipe_for_the_manifest(path: Path, outside: Path) -> None:
+    replace_by_pipe(path / MANIFEST)
+
+
+if os.geteuid() == 0:  # others may not make devices
+
+    @attack(f"'{SHARD}' is a device or a pipe instead of a file")
+    def a_device_without_an_end(path: Path, outside: Path) -> None:
+        (path / SHARD).unlink()
+        os.mknod(path / SHARD, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+
+
+@attack(f"'{SHARD}' is a directory instead of a file")
+def a_directory_for_a_shard(path: Path, outside: Path) -> None:
+    (path / SHARD).unlink()
+    (path / SHARD).mkdir()
+
+
+# --- Tensors
+
+
+Header = dict[str, Any]
+
+
+def edit_header(path: Path, edit: Callable[[Header], Any]) -> None:
+    content = (path / SHARD).read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    edit(header)
+    text = json.dumps(header).encode()
+    (path / SHARD).write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+
+def edit_places(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    def in_header(header: Header) -> None:
+        places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        edit(places)
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+
+    edit_header(path, in_header)
+
+
+def weight(header: Header) -> Header:
+    return next(entry for name, entry in sorted(header.items()) if name.startswith("model/") and len(entry["shape"]) == 2)
+
+
+def set_place(path: Path, value: Any) -> None:
+    edit_places(path, lambda places: next(iter(places.values())).update(saved_offsets=value))
+
+
+for size in (2**60, 2**32, 2**64 - 1):
+
+    @attack("is not a safetensors file", name=f"a_header_of_{size}_bytes")
+    def a_header_of_absurd_length(path: Path, outside: Path, size: int = size) -> None:
+        (path / SHARD).write_bytes(struct.pack("<Q", size) + (path / SHARD).read_bytes()[8:])
+
+
+@attack("is not a safetensors file")
+def a_tensor_of_terabytes(path: Path, outside: Path) -> None:
+    edit_header(path, lambda header: weight(header).update(shape=[2**40, 8]))
+
+
+@attack("is not a safetensors file")
+def a_shape_that_overflows(path: Path, outside: Path) -> None:
+    edit_header(path, lambda header: weight(header).update(shape=[2**33, 2**33]))
+
+
+@attack("more than its disk has")
+@unsealed
+def a_file_of_terabytes_of_nothing(path: Path, outside: Path) -> None:
+    terabytes = 1 << 43
+
+    def enlarge(header: Header) -> None:
+        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+        header["optimizer/x/y"] = {"dtype": "U8", "shape": [terabytes], "data_offsets": [end, end + terabytes]}
+
+    edit_header(path, enlarge)
+    os.truncate(path / SHARD, (path / SHARD).stat().st_size + terabytes)
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][SHARD]["size"] = (path / SHARD).stat().st_size
+    (path / MANIFEST).write_text(_manifest_text(manifest["step"], manifest["files"]))
+
+
+@attack("is not a safetensors file")
+def tensors_that_overlap(path: Path, outside: Path) -> None:
+    edit_header(path, lambda header: weight(header).update(data_offsets=[0, 8]))
+
+
+@attack("is not a safetensors file")
+def a_tensor_outside_its_file(path: Path, outside: Path) -> None:
+    edit_header(path, lambda header: weight(header).update(data_offsets=[2**50, 2**50 + 8]))
+
+
+@attack("is not a safetensors file")
+def a_header_nested_deeply(path: Path, outside: Path) -> None:
+    text = b'{"a":' * 50_000
+    (path / SHARD).write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+for label, tensor in {"of_another_kind": "../../canary", "whose_name_clears_the_screen": "model/\x1b[2J"}.items():
+
+    @attack("is neither the model's nor the optimizer's", name=f"a_tensor_{label}")
+    def a_tensor_of_another_name(path: Path, outside: Path, tensor: str = tensor) -> None:
+        def rename(header: Header) -> None:
+            name = next(name for name in header if name.startswith("model/"))
+            header[tensor] = header.pop(name)
+            places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+            places[tensor] = places.pop(name)
+            header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+
+        edit_header(path, rename)
+
+
+@attack("has chunks that do not make up one tensor")
+def a_chunk_placed_far_out(path: Path, outside: Path) -> None:
+    edit_places(path, lambda places: [p["saved_offsets"].__setitem__(0, 2**40) for p in places.values() if p["saved_offsets"]])
+
+
+for label, value in {"negative": [-1], "text": ["x"], "deep": [[[]]], "huge": [10**30], "no list": {"a": 1}}.items():
+
+    @attack("misplaces its tensors", name=f"a_place_that_is_{label.replace(' ', '_')}")
+    def a_place_that_is_none(path: Path, outside: Path, value: Any = value) -> None:
+        set_place(path, value)
+
+
+@attack("has chunks of different dimensions")
+def a_place_of_other_dimensions(path: Path, outside: Path) -> None:
+    edit_places(path, lambda places: [place.update(saved_offsets=[0] * 9) for place in places.values()])
+
+
+@attack("does not say where its tensors belong")
+def no_places(path: Path, outside: Path) -> None:
+    edit_header(path, lambda header: header.pop("__metadata__"))
+
+
+@attack("does not say where its tensors belong")
+def places_nested_deeply(path: Path, outside: Path) -> None:
+    edit_header(path, lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="[" * 100_000))
+
+
+@attack("has chunks that do not make up one tensor")
+def one_chunk_twice(path: Path, outside: Path) -> None:
+    shutil.copy(path / SHARD, path / SHARD.replace("00001-model", "00002-model"))
+
+
+# --- JSON
+
+
+def nested(opening: str) -> bytes:
+    return opening.encode() * 100_000
+
+
+DUPLICATES = b'{"format": 1, "format": 1, "files": {}, "step": 1}'
+HUGE = b'{"step": ' + b"9" * 10_000 + b"}"
+TEXTS = {
+    "nested_deeply": (nested("["), "nested too deeply"),
+    "of_nested_objects": (nested('{"a":'), "nested too deeply"),
+    "gigantic": (b" " * (17 << 20), "is too large"),
+    "not_utf_8": (b'{"step": "\xff"}', "is damaged"),
+    "with_a_key_twice": (DUPLICATES, "a key comes twice"),
+    "with_a_huge_integer": (HUGE, "is damaged"),
+    "a_list": (b"[]", "is"),
+    "empty": (b"", "is damaged"),
+}
+for label, (text, reason) in TEXTS.items():
+
+    @attack(reason, name=f"a_state_{label}")
+    def a_state(path: Path, outside: Path, text: bytes = text) -> None:
+        (path / STATE).write_bytes(text)
+
+    @attack(reason, name=f"a_manifest_{label}")
+    @unsealed
+    def a_manifest(path: Path, outside: Path, text: bytes = text) -> None:
+        (path / MANIFEST).write_bytes(text)
+
+
+@attack("manifest.json is damaged")
+@unsealed
+def a_negative_size(path: Path, outside: Path) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][SHARD]["size"] = -1
+    (path / MANIFEST).write_text(_manifest_text(manifest["step"], manifest["files"]))
+
+
+VALUES: dict[str, Any] = {
+    "progress.step": ["x", -1, 10**30, 1.5, True, None, [1]],
+    "progress.samples_seen": [-1, 10**30, "1"],
+    "progress.wall_s": [float("nan"), float("inf"), -1.0],
+    "progress.extra": [1],
+    "metrics": [[], "x", {"val": []}, {"val": {"last": {}, "best": {}}}, {"../x": {}}],
+    "monitor": [[1], {}, "x"],
+    "patience.num_bad": [-1, "x"],
+    "patience": [None],
+    "loss_scale.value": [float("inf"), 0.0, "x"],
+    "facts": [[], {"num_samples": []}, {"optimizer": "\x1b[2J"}, {"\ud800": 1}],
+    "unknown": [1],
+}
+for key, values in VALUES.items():
+    for number, value in enumerate(values):
+
+        @attack("state.json is not a run's", name=f"a_state_with_{key}_{number}")
+        def a_state_with(path: Path, outside: Path, key: str = key, value: Any = value) -> None:
+            state = node = json.loads((path / STATE).read_text())
+            *above, last = key.split(".")
+            for part in above:
+                node = node[part]
+            node[last] = value
+            (path / STATE).write_text(json.dumps(state))
+
+
+@attack("state.json is not a run's")
+def a_state_without_facts(path: Path, outside: Path) -> None:
+    state = json.loads((path / STATE).read_text())
+    del state["facts"]
+    (path / STATE).write_text(json.dumps(state))
+
+
+# --- Another user's
+
+
+if os.geteuid() == 0:  # others cannot give files away
+
+    @attack(f"belongs to another user (uid {STRANGER}), who can change it at any moment; if you trust them, copy")
+    def a_strangers_directory(path: Path, outside: Path) -> None:
+        os.chown(path, STRANGER, -1)
+
+    @attack(f"'{SHARD}' belongs to another user (uid {STRANGER})")
+    def a_strangers_file(path: Path, outside: Path) -> None:
+        os.chown(path / SHARD, STRANGER, -1)
+
+
+# --- The tests
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A finished run of 12 steps with its checkpoints of steps 4, 8 and 12."""
+    return finished(*RUN, root=tmp_path_factory.mktemp("hostile") / "runs")
+
+
+def make(name: str, *, of: Path, at: Path, outside: Path) -> str:
+    """Make a hostile checkpoint of a good one. Returns the reason for which it is to be refused."""
+    action, reason = ATTACKS[name]
+    outside.mkdir()
+    shutil.copytree(of, at)
+    seal(at)
+    action(at, outside)
+    if not hasattr(action, "unsealed"):
+        seal(at)
+    return reason
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def assert_calm(ended: Ended) -> None:
+    assert "Traceback" not in ended.output, ended.output
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 << 20, "KiB: something large was read"
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_hostile_checkpoint_is_refused(name: str, ended: Ended, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step_00000008"
+    reason = make(name, of=ended.directory / "checkpoints" / checkpoint.name, at=checkpoint, outside=tmp_path / "outside")
+    before = snapshot(tmp_path / "outside")
+    world = World.start(Environment.read(), backend="gloo", timeout_s=60, scratch=None)
+    store = CheckpointStore(checkpoint.parent, world=world, keep_last=1, keep_best=0, mode="min")
+    with pytest.raises(NoValidCheckpoint, match=re.escape(reason)) as caught:
+        store.named(checkpoint)
+    assert str(caught.value).isprintable()
+    assert snapshot(tmp_path / "outside") == before, "something outside was touched, or a payload has run"
+
+
+@pytest.mark.parametrize("name", ["a_pickle_for_a_shard", "a_linked_checkpoint", "a_pipe_for_the_state", "a_state_gigantic"])
+def test_a_run_does_not_begin_from_a_hostile_checkpoint(name: str, ended: Ended, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "other" / "checkpoints" / "step_00000008"
+    reason = make(name, of=ended.directory / "checkpoints" / checkpoint.name, at=checkpoint, outside=tmp_path / "outside")
+    refused = command(*RUN, "name=next", f"run.resume={checkpoint}", root=tmp_path / "runs", timeout_s=60)
+    assert refused.code == 65 and f"{checkpoint}: " in refused.output and reason in refused.output, refused.output
+    assert not (tmp_path / "outside" / "canary").exists()
+    assert_calm(refused)
+
+
+@pytest.mark.parametrize("ranks", [[], DDP], ids=["single", "ddp 2"])
+def test_hostile_checkpoints_are_passed_over_for_an_older_good_one(ranks: list[str], ended: Ended, tmp_path: Path) -> None:
+    expected = finished(*RUN, *ranks, root=tmp_path / "expected") if ranks else ended
+    run = Ended(0, "", tmp_path / "runs")
+    shutil.copytree(expected.root, run.root)
+    (run.directory / "model.safetensors").unlink()
+    checkpoints = run.directory / "checkpoints"
+    shutil.rmtree(checkpoints / "step_00000012")
+    (tmp_path / "outside").mkdir()
+    reasons = {}
+    for number, name in enumerate(ATTACKS, start=9):  # steps 9, 10, 11, 12 and on: some stand where the run will save
+        path = checkpoints / f"step_{number:08d}"
+        reasons[path] = make(name, of=checkpoints / "step_00000008", at=path, outside=tmp_path / "outside" / name)
+    before = snapshot(tmp_path / "outside")
+    again = finished(*RUN, *ranks, "checkpoint.keep_last=1", root=run.root, timeout_s=120)
+    lines = again.output.splitlines()
+    for path, reason in reasons.items():
+        assert any(f"checkpoint passed over: {path}: " in line and reason in line for line in lines), (path, reason)
+    assert "continuing from" in again.output and "step_00000008" in again.output
+    assert_same_bits(again, expected)
+    assert (checkpoints / "step_00000012" / MANIFEST).is_file(), "what was committed was not pruned for what is invalid"
+    assert snapshot(tmp_path / "outside") == before
+    assert_calm(again)
+
+
+def test_rows_of_a_run_to_begin_from_are_not_read_through_a_link(ended: Ended, tmp_path: Path) -> None:
+    shutil.copytree(ended.directory, tmp_path / "other")
+    replace_by_pipe(tmp_path / "other" / "metrics.jsonl")
+    path = tmp_path / "other" / "checkpoints" / "step_00000008"
+    refused = command(*RUN, "name=next", f"run.resume={path}", root=tmp_path / "runs", timeout_s=60)
+    assert refused.code == 65 and "'metrics.jsonl' is a device or a pipe instead of a file" in refused.output, refused.output
+
+
+def test_a_measured_value_may_be_infinite_in_our_own_state(ended: Ended, tmp_path: Path) -> None:
+    state = json.loads((ended.directory / "checkpoints" / "step_00000008" / STATE).read_text())
+    state["metrics"]["train"]["last"] |= {"perplexity": float("inf"), "grad_norm": None}
+    state["patience"]["best"] = float("nan")
+    (tmp_path / STATE).write_text(json.dumps(state))
+    assert read_state(tmp_path)["metrics"]["train"]["last"]["perplexity"] == float("inf")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("link", "lock"), ("link", "train.log"), ("pipe", "config.yaml")])
+def test_a_run_directory_that_leads_elsewhere_is_refused(kind: str, name: str, ended: Ended, tmp_path: Path) -> None:
+    run = Ended(0, "", tmp_path / "runs")
+    shutil.copytree(ended.root, run.root)
+    (tmp_path / "outside").mkdir()
+    file = next(run.root.glob("default/*")) / name
+    file.touch()
+    if kind == "link":
+        link(file, tmp_path / "outside")
+    else:
+        replace_by_pipe(file)
+    before = snapshot(tmp_path / "outside")
+    refused = command(*RUN, root=run.root, timeout_s=60)
+    assert refused.code == 78 and f"run.dir: {file} is not a plain file" in refused.output, refused.output
+    assert snapshot(tmp_path / "outside") == before
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_whole"),
+    [
+        ([([], [])], True),
+        ([([], []), ([], [])], False),
+        ([([0], [4]), ([4], [3])], True),
+        ([([0], [4]), ([3], [4])], False),
+        ([([0], [4]), ([5], [3])], False),
+        ([([0, 0], [2, 3]), ([0, 3], [2, 2]), ([2, 0], [1, 3]), ([2, 3], [1, 2])], True),
+        ([([0, 0], [2, 3]), ([0, 2], [2, 3])], False),
+        ([([0, 0], [2, 2]), ([2, 2], [2, 2]), ([0, 0], [2, 2]), ([2, 0], [2, 2])], False),
+        ([([0], [0])], True),
+        ([([0], [3]), ([3], [0])], True),
+    ],
+)
+def test_chunks_make_up_a_tensor_or_not(parts: list[tuple[list[int], list[int]]], is_whole: bool) -> None:
+    chunks = [_Chunk("file", "F32", offsets, sizes) for offsets, sizes in parts]
+    assert (_fault("model/x", chunks) is None) == is_whole
