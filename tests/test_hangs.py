@@ -1,0 +1,165 @@
+"""A rank that hangs is named, with the stacks of all, within the time-out and five seconds; and nothing is left behind."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from framework.checkpoint.store import CheckpointStore
+from framework.engine import DataParallelEngine
+from framework.environment import Environment
+from framework.launch import worker
+from tests.harness import Ended, assert_same_bits, begin, end, finished
+from tests.launch.test_local import leftovers
+from tests.test_resume import RUN, STRATEGIES
+
+TIMEOUT_S = 3.0
+WITHIN_S = TIMEOUT_S + 5  # from the fault to the end of the command, as the requirement says
+AT = 6  # steps taken before the fault: after a checkpoint and an evaluation
+Act = Callable[[], None]
+LINES = {name: [*RUN, *options, f"launch.timeout_s={TIMEOUT_S}"] for name, options in STRATEGIES.items()}
+LINES["fsdp 3"] = [*LINES["fsdp 2"], "launch.nproc_per_node=3"]
+
+
+@functools.cache
+def uninterrupted(strategy: str, folder: Path) -> Ended:
+    return finished(*LINES[strategy], root=folder / strategy)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    return functools.partial(uninterrupted, folder=tmp_path_factory.mktemp("whole"))
+
+
+# --- what a rank can do instead of joining the others
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def loop_in_c() -> None:
+    re.match("(a|a)*b", "a" * 64)  # tries 2**64 ways in one call, in which Python never runs
+
+
+def sleep() -> None:
+    time.sleep(1000)
+
+
+# --- and where
+
+
+def in_training(act: Act) -> None:
+    original = DataParallelEngine.forward_backward
+
+    def forward_backward(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+        if index == AT:
+            act()
+        return original(self, step, index=index, **options)
+
+    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def in_evaluation(act: Act) -> None:
+    original = DataParallelEngine.forward
+
+    def forward(self, micro_batch):  # type: ignore[no-untyped-def]
+        act()
+        return original(self, micro_batch)
+
+    DataParallelEngine.forward = forward  # type: ignore[method-assign]
+
+
+def in_a_save(act: Act) -> None:
+    original = CheckpointStore._write
+
+    def write(self, beside, tensors):  # type: ignore[no-untyped-def]
+        act()
+        return original(self, beside, tensors)
+
+    CheckpointStore._write = write  # type: ignore[method-assign]
+
+
+def at_the_start(act: Act) -> None:
+    original = worker.thaw
+
+    def thaw(frozen):  # type: ignore[no-untyped-def]
+        act()
+        return original(frozen)
+
+    worker.thaw = thaw
+
+
+def hang(
+    strategy: str, rank: int, act: Act, where: Callable[[Act], None], *, folder: Path, options: tuple[str, ...] = ()
+) -> tuple[Ended, float]:
+    """Run a command in which one rank acts, once. Returns how it ended, and how many seconds after the fault."""
+    since = folder / "since"
+
+    def once() -> None:
+        if Environment.read().rank == rank and not since.exists():
+            since.write_text(repr(time.time()))
+            act()
+
+    process = begin(*LINES[strategy], *options, root=folder / "runs", before=lambda: where(once))
+    ended = end(process, root=folder / "runs", timeout_s=60)
+    elapsed_s = time.time() - float(since.read_text())
+    assert not in_group(process.pid)
+    return ended, elapsed_s
+
+
+def in_group(group: int) -> list[psutil.Process]:
+    """The living processes of a process group: a command's, its workers' and theirs."""
+    return [p for p in psutil.process_iter() if os.getpgid(p.pid) == group and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def check(ended: Ended, elapsed_s: float, *, rank: int, stacks: dict[int, str]) -> None:
+    """The run has ended as a hang of this rank, and its log has each rank's stack, with this function in it."""
+    assert ended.code == 71, ended.output
+    assert elapsed_s < WITHIN_S
+    assert ended.summary["status"] == "failed"
+    assert ended.summary["error"].startswith(f"rank {rank} hangs: "), ended.summary["error"]
+    assert f"[rank 0] ERROR: {ended.summary['error']}\n" in ended.output
+    assert "restart" not in ended.output
+    log = (ended.directory / "train.log").read_text()
+    for one, function in stacks.items():
+        found = re.search(rf"\[rank \d\] ERROR rank {one} .*\n((?:  |Traceback|Thread|Current|\S*Error|\n).*\n?)*", log)
+        assert found is not None, log
+        assert re.search(rf"line \d+,? in {function}\n", found[0]), found[0]
+    assert not leftovers(ended)
+
+
+TRAINING = [
+    ("ddp 2", 1, stop, "stop"),
+    ("ddp 3", 0, loop, "computes"),
+    ("fsdp 2", 0, loop_in_c, "computes"),
+    pytest.param("fsdp 3", 2, stop, "stop", marks=pytest.mark.slow),
+    pytest.param("fsdp 3", 1, loop, "computes", marks=pytest.mark.slow),
+    pytest.param("ddp 3", 2, loop_in_c, "computes", marks=pytest.mark.slow),
+    pytest.param("ddp 2", 0, sleep, "waits, but not", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "rank", "act", "manner"), TRAINING)
+def test_a_rank_that_hangs_in_training_is_named_and_the_same_command_continues(
+    strategy: str, rank: int, act: Act, manner: str, whole: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    ended, elapsed_s = hang(strategy, rank, act, in_training, folder=tmp_path)
+    stacks = {other: "forward_backward" for other in range(int(strategy[-1]))} | {rank: act.__name__}
+    check(ended, elapsed_s, rank=rank, stacks=stacks)
+    assert f"rank {rank} hangs: it " in ended.summary["error"] and manner in ended.summary["error"]
+    assert f"in step {AT + 1} (training), at {__file__}:" in ended.summary["error"]
+    assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
