@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -16,7 +17,7 @@ NUM_BEATS = 64  # that are remembered
 _SLOT_BYTES = 4096  # one rank's place and latest beats
 _STACK_BYTES = 1 << 21  # above a hundred threads of a hundred frames each, which is where faulthandler ends
 _VERDICT_BYTES = 1 << 16
-_PLACE = struct.Struct("<iiiiqq")  # rank, pid, state, unused; collectives on both groups at the error
+_PLACE = struct.Struct("<iiidqq")  # rank, pid; state, since when (monotonic), and the collectives on both groups then
 _BEATS = struct.Struct("<q")
 _BEAT = struct.Struct("<qq16sqq")  # number, step, phase; collectives on both groups
 _BEATS_AT, _RING_AT = 64, 128
@@ -54,6 +55,7 @@ class Place:
     rank: int
     pid: int
     state: State
+    since: float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has told an error
     collectives: tuple[int, int]  # begun so far, if it has told its error; otherwise as of the latest beat
     beats: tuple[Beat, ...]  # the latest, oldest first
 
@@ -80,7 +82,7 @@ class Board:
         self._stack = open(path, "r+b", buffering=0)
         self._stack.seek(self._stack_at(local_rank))
         faulthandler.register(DUMP, file=self._stack, all_threads=True)
-        _PLACE.pack_into(self._slots, local_rank * _SLOT_BYTES, rank, os.getpid(), State.RUNNING, 0, 0, 0)
+        _PLACE.pack_into(self._slots, local_rank * _SLOT_BYTES, rank, os.getpid(), State.RUNNING, 0.0, 0, 0)
 
     def beat(self, phase: str, *, step: int, collectives: tuple[int, int]) -> None:
         """Write down that this rank is about to do `phase` (at most 16 characters) of a step."""
@@ -96,7 +98,7 @@ class Board:
             os.pwrite(self._file.fileno(), stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
         at = self.local_rank * _SLOT_BYTES
         rank, pid = _PLACE.unpack_from(self._slots, at)[:2]
-        _PLACE.pack_into(self._slots, at, rank, pid, state, 0, *collectives)
+        _PLACE.pack_into(self._slots, at, rank, pid, state, time.monotonic(), *collectives)
 
     @property
     def mine(self) -> Place:
@@ -107,14 +109,14 @@ class Board:
 
     def place(self, local_rank: int) -> Place:
         at = local_rank * _SLOT_BYTES
-        rank, pid, state, _, *collectives = _PLACE.unpack_from(self._slots, at)
+        rank, pid, state, since, *collectives = _PLACE.unpack_from(self._slots, at)
         (total,) = _BEATS.unpack_from(self._slots, at + _BEATS_AT)
         beats = [self._beat(at, number) for number in range(max(0, total - NUM_BEATS), total)]
         told = State(state) > State.RUNNING
         latest = (collectives[0], collectives[1]) if told or not beats else beats[-1].collectives
         if state == State.ABSENT:  # then its slot is empty; launchers number a node's ranks in one row
             rank = _PLACE.unpack_from(self._slots, self.local_rank * _SLOT_BYTES)[0] - self.local_rank + local_rank
-        return Place(local_rank, rank, pid, State(state), latest, tuple(beats))
+        return Place(local_rank, rank, pid, State(state), since, latest, tuple(beats))
 
     def _beat(self, at: int, number: int) -> Beat:
         place = at + _RING_AT + number % NUM_BEATS * _BEAT.size

@@ -16,6 +16,7 @@ from framework.verdict import Seen, judge
 _TO_TELL_S = 1.5  # between the first rank whose time is up and the last that waits like it
 _TO_DUMP_S = 1.5
 _TO_LOSE_S = 2.0  # between a connection that breaks and the end of the process at its other end
+_LATE_S = 0.5
 _SETTLED_S = 0.2  # a stack that has not grown for so long is complete
 
 
@@ -99,7 +100,7 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
             share = (_process(place.pid).cpu_s - cpu_s[place.pid]) / elapsed_s
             manner = _manner(place, stack, computes=share > 0.2)
         else:
-            manner = ""
+            manner = _lateness(place, board)
         seen.append(Seen(place, stack, manner))
     verdict = judge(seen, timeout_s=timeout_s, spans_nodes=spans_nodes)
     for one in seen:
@@ -108,6 +109,14 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     for place in silent.values():
         _kill(place, signal.SIGKILL)
     return True
+
+
+def _lateness(place: Place, board: Board) -> str:
+    """Return by how much a rank came late. One that waits loses its connections in the moment in which another gives up."""
+    gave_up = [p.since for p in board.others() + [board.mine] if p.state is State.TIMED_OUT and p.since <= place.since]
+    if place.state is State.LOST_PEER and gave_up and place.since - max(gave_up) > _LATE_S:
+        return f"came {place.since - max(gave_up):.1f} seconds after the others had given up"
+    return ""
 
 
 def _has_told(place: Place) -> bool:

@@ -1,6 +1,5 @@
 """The verdict on a hang: which rank is guilty, from where all of them stand."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,8 +54,8 @@ class _Odd:
     """A rank that has begun another number of collectives than it should."""
 
     rank: int
-    at: Beat
     begun: int
+    at: Beat
     expected: int
     group: str
 
@@ -87,15 +86,15 @@ def _odd_in(seen: Sequence[Seen], *, group: int) -> _Odd | None:
     alike = [number for number in whole if len(set(done[number].values())) == 1]
     if 2 * len(alike) < len(whole):
         return None  # a pipeline, say: its ranks have different parts
-    for number in sorted(done):
+    usual: dict[tuple[str, str], set[int]] = {}  # by what is done, and what follows
+    for number in alike:
+        usual.setdefault((at[number].phase, at[number + 1].phase), set()).update(done[number].values())
+    for number in sorted(set(done) - set(alike)):
         closed, open_ = done[number], under_way.get(number, {})
-        if len(set(closed.values())) == 1 and max(open_.values(), default=0) <= max(closed.values()):
-            continue
-        usual = Counter(next(iter(done[n].values())) for n in alike if at[n].phase == at[number].phase).most_common(1)
-        expected = usual[0][0] if usual else max((*closed.values(), *open_.values()))
+        known = usual.get((at[number].phase, at[number + 1].phase), set())
+        expected = max(known) if len(known) == 1 else max((*closed.values(), *open_.values()))
         odd = [(rank, begun) for rank, begun in closed.items() if begun != expected]
         odd += [(rank, begun) for rank, begun in open_.items() if begun > expected]
-        if len(odd) == 1:
-            return _Odd(odd[0][0], at[number], odd[0][1], expected, _GROUPS[group])
-        return None
+        if odd:
+            return _Odd(*odd[0], at[number], expected, _GROUPS[group]) if len(odd) == 1 else None
     return None
