@@ -72,8 +72,7 @@ class Board:
         self.num_local = num_local
         self.leads = False
         self._number = 0
-        self._file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
-        descriptor = self._file.fileno()
+        self._descriptor = descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, self._stack_at(num_local))
         # on a full disk a write to memory without a page behind it is fatal, and this is an error
         os.posix_fallocate(descriptor, local_rank * _SLOT_BYTES, _SLOT_BYTES)
@@ -83,6 +82,11 @@ class Board:
         self._stack.seek(self._stack_at(local_rank))
         faulthandler.register(DUMP, file=self._stack, all_threads=True)
         _PLACE.pack_into(self._slots, local_rank * _SLOT_BYTES, rank, os.getpid(), State.RUNNING, 0.0, 0, 0)
+
+    def close(self) -> None:
+        faulthandler.unregister(DUMP)
+        self._stack.close()
+        os.close(self._descriptor)
 
     def beat(self, phase: str, *, step: int, collectives: tuple[int, int]) -> None:
         """Write down that this rank is about to do `phase` (at most 16 characters) of a step."""
@@ -95,7 +99,7 @@ class Board:
     def tell(self, state: State, *, stack: str, collectives: tuple[int, int]) -> None:
         """Write down how this rank's work has ended, and where."""
         if not self.stack(self.local_rank):
-            os.pwrite(self._file.fileno(), stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
+            os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
         at = self.local_rank * _SLOT_BYTES
         rank, pid = _PLACE.unpack_from(self._slots, at)[:2]
         _PLACE.pack_into(self._slots, at, rank, pid, state, time.monotonic(), *collectives)
@@ -125,7 +129,7 @@ class Board:
 
     def stack(self, local_rank: int) -> str:
         """Return what a rank has written of its stack so far."""
-        return _text_at(self._file.fileno(), self._stack_at(local_rank), _STACK_BYTES)
+        return _text_at(self._descriptor, self._stack_at(local_rank), _STACK_BYTES)
 
     def _stack_at(self, local_rank: int) -> int:
         return self.num_local * _SLOT_BYTES + _VERDICT_BYTES + local_rank * _STACK_BYTES
@@ -133,7 +137,7 @@ class Board:
     def try_lead(self) -> bool:
         """Take the lead in finding out what has happened, if no living rank has it and it is not known yet."""
         try:
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         self.leads = not self.verdict
@@ -141,13 +145,13 @@ class Board:
 
     def post(self, verdict: str) -> None:
         text, at = verdict.encode()[: _VERDICT_BYTES - 1], self.num_local * _SLOT_BYTES
-        os.pwrite(self._file.fileno(), text[1:], at + 1)
-        os.pwrite(self._file.fileno(), text[:1], at)  # the first byte last: until then a reader sees nothing
+        os.pwrite(self._descriptor, text[1:], at + 1)
+        os.pwrite(self._descriptor, text[:1], at)  # the first byte last: until then a reader sees nothing
 
     @property
     def verdict(self) -> str:
         """What the leader has found, or an empty string."""
-        return _text_at(self._file.fileno(), self.num_local * _SLOT_BYTES, _VERDICT_BYTES)
+        return _text_at(self._descriptor, self.num_local * _SLOT_BYTES, _VERDICT_BYTES)
 
 
 def posted_verdict(path: Path, *, num_local: int) -> str:

@@ -32,7 +32,7 @@ def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
     """Return who hangs, if what this rank has told is part of a hang; an empty string if it is an ordinary error.
 
     Every rank that has told its error calls this. The first whose time is up finds out: it has the silent ones write
-    their stacks, puts all stacks into the log, posts the verdict, and kills the silent ones. The others wait for it.
+    their stacks, puts all stacks into the log, and posts the verdict, for which the others wait. It leads from then on.
     """
     if not _is_part_of_a_hang(board):
         return ""
@@ -41,6 +41,13 @@ def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
             return ""
         time.sleep(0.02)
     return board.verdict
+
+
+def kill_silent(board: Board) -> None:
+    """Kill the ranks of this node that have told nothing: they will not end by themselves."""
+    for place in board.others():
+        if not _has_told(place):
+            _kill(place, signal.SIGKILL)
 
 
 def _is_part_of_a_hang(board: Board) -> bool:
@@ -81,7 +88,7 @@ def _process(pid: int) -> _Process:
 
 
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
-    """Find out who hangs, log and post it, and kill the silent ranks. Returns False if a rank has merely ended."""
+    """Find out who hangs, log it and post it. Returns False if a rank has merely ended."""
     begun, cpu_s = time.monotonic(), {place.pid: _process(place.pid).cpu_s for place in board.others()}
     _wait(lambda: _has_ended(board) or all(_has_told(p) or _is_stopped(p) for p in board.others()), at_most_s=_TO_TELL_S)
     if _has_ended(board):
@@ -106,8 +113,6 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     for one in seen:
         log.to_files(f"rank {one.place.rank} {one.manner or 'waits for other ranks'}, {one}\n{one.stack or '(no stack)'}")
     board.post(verdict)
-    for place in silent.values():
-        _kill(place, signal.SIGKILL)
     return True
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,13 +75,15 @@ def _watched(
         yield None
         return
     directory, verdict = RunDirectory(frozen.path.parent), ""
-    with nullcontext(scratch) if scratch else common_folder(directory.path, attempt=environment.attempt) as folder:
+    with ExitStack() as ends:
+        folder = scratch or ends.enter_context(common_folder(directory.path, attempt=environment.attempt))
         board = Board(
             board_in(folder, attempt=environment.attempt),
             rank=environment.rank,
             local_rank=environment.local_rank,
             num_local=environment.local_world_size,
         )
+        ends.callback(board.close)
         try:
             yield board
         except Exception as error:
@@ -90,6 +92,8 @@ def _watched(
             verdict = hang.settle(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
             if not verdict:
                 raise
+            if board.leads and not environment.uses_mpi:  # mpirun kills what is left, and keeps the code of the first end
+                hang.kill_silent(board)
     if verdict:
         if scratch is None:  # our own launcher tells it otherwise
             _tell_hang(verdict, directory, environment=environment, leads=board.leads)
