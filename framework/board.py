@@ -18,7 +18,7 @@ _SLOT_BYTES = 4096  # one rank's place and latest beats
 _STACK_BYTES = 1 << 21  # above a hundred threads of a hundred frames each, which is where faulthandler ends
 _VERDICT_BYTES = 1 << 16
 _PLACE = struct.Struct("<iiidqq")  # rank, pid; state, since when (monotonic), and the collectives on both groups then
-_BEATS = struct.Struct("<q")
+_BEATS = struct.Struct("<q")  # so many have there been
 _BEAT = struct.Struct("<qq16sqq")  # number, step, phase; collectives on both groups
 _BEATS_AT, _RING_AT = 64, 128
 assert _RING_AT + NUM_BEATS * _BEAT.size <= _SLOT_BYTES
@@ -81,7 +81,7 @@ class Board:
         self._stack = open(path, "r+b", buffering=0)
         self._stack.seek(self._stack_at(local_rank))
         faulthandler.register(DUMP, file=self._stack, all_threads=True)
-        _PLACE.pack_into(self._slots, local_rank * _SLOT_BYTES, rank, os.getpid(), State.RUNNING, 0.0, 0, 0)
+        self._write_place(rank, os.getpid(), State.RUNNING, 0.0, 0, 0)
 
     def close(self) -> None:
         faulthandler.unregister(DUMP)
@@ -100,9 +100,13 @@ class Board:
         """Write down how this rank's work has ended, and where."""
         if not self.stack(self.local_rank):
             os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
+        rank, pid = _PLACE.unpack_from(self._slots, self.local_rank * _SLOT_BYTES)[:2]
+        self._write_place(rank, pid, state, time.monotonic(), *collectives)
+
+    def _write_place(self, *values: float) -> None:
         at = self.local_rank * _SLOT_BYTES
-        rank, pid = _PLACE.unpack_from(self._slots, at)[:2]
-        _PLACE.pack_into(self._slots, at, rank, pid, state, time.monotonic(), *collectives)
+        # at once: packed in place, it would be zero for a moment
+        self._slots[at : at + _PLACE.size] = _PLACE.pack(*values)
 
     @property
     def mine(self) -> Place:
@@ -142,6 +146,10 @@ class Board:
             return False
         self.leads = not self.verdict
         return self.leads
+
+    def stop_leading(self) -> None:
+        self.leads = False
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def post(self, verdict: str) -> None:
         text, at = verdict.encode()[: _VERDICT_BYTES - 1], self.num_local * _SLOT_BYTES

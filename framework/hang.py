@@ -38,6 +38,7 @@ def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
         return ""
     while not board.verdict:
         if board.try_lead() and not _lead(board, timeout_s=timeout_s, spans_nodes=spans_nodes):
+            board.stop_leading()  # so that the next finds the same
             return ""
         time.sleep(0.02)
     return board.verdict
@@ -89,7 +90,7 @@ def _process(pid: int) -> _Process:
 
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     """Find out who hangs, log it and post it. Returns False if a rank has merely ended."""
-    begun, cpu_s = time.monotonic(), {place.pid: _process(place.pid).cpu_s for place in board.others()}
+    begun, cpu_s = time.monotonic(), {place.local_rank: _process(place.pid).cpu_s for place in board.others()}
     _wait(lambda: _has_ended(board) or all(_has_told(p) or _is_stopped(p) for p in board.others()), at_most_s=_TO_TELL_S)
     if _has_ended(board):
         return False
@@ -104,7 +105,7 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
         if local_rank in stopped:
             manner = "is stopped (by SIGSTOP, or a debugger)"
         elif local_rank in silent:
-            share = (_process(place.pid).cpu_s - cpu_s[place.pid]) / elapsed_s
+            share = (_process(place.pid).cpu_s - cpu_s[local_rank]) / elapsed_s
             manner = _manner(place, stack, computes=share > 0.2)
         else:
             manner = _lateness(place, board)

@@ -246,7 +246,7 @@ def the_metrics(act: Act) -> None:
 LEFT_OUT = [
     ("ddp 2", 1, the_gradients, (), "default process"),
     ("ddp 3", 0, the_metrics, (), "control"),
-    ("fsdp 2", 0, the_norm, (), "default process"),
+    pytest.param("fsdp 2", 0, the_norm, (), "default process", marks=pytest.mark.slow),
     pytest.param("ddp 3", 2, the_gradients, ("trainer.log_every=100",), "default process", marks=pytest.mark.slow),
     pytest.param("ddp 2", 0, the_metrics, (), "control", marks=pytest.mark.slow),
     pytest.param("fsdp 3", 1, the_norm, (), "default process", marks=pytest.mark.slow),
