@@ -52,6 +52,13 @@ def _add_file(path: Path, *, who: str) -> None:
     LOGGER.addHandler(handler)
 
 
+def to_files(text: str) -> None:
+    """Log an error to the files only: a whole story, of which the console gets the headline."""
+    for handler in LOGGER.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(LOGGER.makeRecord(LOGGER.name, logging.ERROR, "", 0, "%s", (text,), None))
+
+
 def stop_file() -> None:
     """Close the log files, so that a process that goes on (a sweep) does not write into a finished run."""
     for handler in [h for h in LOGGER.handlers if isinstance(h, logging.FileHandler)]:

@@ -10,6 +10,7 @@ class Exit(IntEnum):
     FAILED = 1
     NO_VALID_CHECKPOINT = 65
     DIVERGED = 70
+    HANG = 71
     DISK = 74
     PREEMPTED = 75
     CONFIGURATION = 78
@@ -78,4 +79,21 @@ def is_lost_peer(error: Exception) -> bool:
 _LOST_PEER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo's words
     "EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed",  # those of rpc's transport
+)  # fmt: skip
+
+
+def is_timeout(error: BaseException | None) -> bool:
+    """Return whether an error says, or follows from one that says, that another rank was waited for in vain."""
+    while error is not None:
+        if any(text in str(error) for text in _TIMEOUT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_TIMEOUT = (
+    "Timed out waiting", "Application timeout caused pair closure",  # gloo's words, the second those of what follows
+    "Timeout waiting for key", "Wait timeout", "wait timeout after",  # those of the stores
+    "RPC ran for more than set timeout",
+    "launch.timeout_s",  # our own
 )  # fmt: skip

@@ -47,6 +47,7 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
         _close_record(trainer, "failed", error=str(end))
         return end.code
     except Exception as error:
+        world.tell(error)
         # not the counters, which may be collective: the sinks (and a terminal's cursor) must not be left as they are
         trainer.recorder.close(status="failed", error=headline(error))
         raise
@@ -164,6 +165,7 @@ def _warn_of_low_rate(trainer: Trainer) -> None:
 
 def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDirectory) -> None:
     """Write the weights and the curves. Collective: the weights are gathered."""
+    trainer.world.at("the results", step=trainer.progress.step)
     if trainer.average is not None:
         trainer.average.swap()  # what was evaluated is what is kept
     weights = full_weights(trainer.engine.module, world=trainer.world)

@@ -150,6 +150,7 @@ class Trainer:
     def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
         """Take one optimizer step. Returns this rank's sums and, if it was measured, the global gradient norm."""
         progress, plan, scale = self.progress, self.plan, self.loss_scale
+        self.world.at("training", step=progress.step + 1)
         for parameter in self.parameters:
             parameter.grad = None
         self.before = [buffer.clone() for buffer in self.buffers]
@@ -229,6 +230,7 @@ class Trainer:
 
     def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
         assert grad_norm is not None
+        self.world.at("logging", step=self.progress.step)
         norm = grad_norm.item()
         means = self.means(sums, num_samples=step.num_samples)
         now, (then, seen) = time.monotonic(), self.last_log
@@ -259,6 +261,7 @@ class Trainer:
 
     def evaluate(self, split: str) -> bool:
         """Measure every sample of a split once. Returns whether this step's checkpoint is one of the best, to be kept."""
+        self.world.at("evaluation", step=self.progress.step)
         self.engine.sync_buffers()
         self.engine.module.eval()
         if self.average is not None:
@@ -275,6 +278,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint. Diverged instead, if what it would hold is not finite."""
+        self.world.at("saving", step=self.progress.step)
         self.means({}, num_samples=1)
         if not self.divergence.is_watched:  # where it is, a step that was left out has left its gradient
             # the gradients of the step just taken are still there

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from framework import mpi
+from framework import hang, mpi
+from framework.board import Board
 from framework.environment import Environment, Place, set_default
 from framework.mesh import resolve_axes
 from framework.mpi_group import backend_name as mpi_backend
@@ -44,6 +46,7 @@ class World:
     backend: str
     timeout: timedelta
     control_backend: str
+    board: Board | None = None  # of the ranks on this node
     control: dist.ProcessGroup | None = None
     _flags: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     _store: dist.Store | None = None
@@ -58,6 +61,7 @@ class World:
         timeout_s: float,
         scratch: Path | None,
         num_devices: int | None = 1,
+        board: Board | None = None,
     ) -> "World":
         """Join the run's process groups. Collective.
 
@@ -81,6 +85,7 @@ class World:
             backend="cpu:gloo,cuda:nccl" if use_cuda else mpi_backend() if backend == "mpi" else "gloo",
             control_backend=mpi_backend() if backend == "mpi" else "gloo",
             timeout=timedelta(seconds=timeout_s),
+            board=board,
         )
         if use_cuda:
             torch.cuda.set_device(world.device)
@@ -95,6 +100,8 @@ class World:
 
     def _join(self, store: dist.Store) -> None:
         self._store = store
+        # torch gives the groups of a mesh half an hour, and takes no other time for them
+        distributed_c10d.default_pg_timeout = self.timeout
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout
         )
@@ -124,6 +131,24 @@ class World:
     def at_end(self, *, leave: Callable[[], None], abandon: Callable[[], None]) -> None:
         """Have `leave` run when every rank is done, while all still answer; `abandon` instead where this rank has failed."""
         self._at_end.append((leave, abandon))
+
+    def at(self, phase: str, *, step: int) -> None:
+        """Note where this rank stands, for the others: they read it when it does not answer any more."""
+        if self.board is not None:
+            self.board.beat(phase, step=step, collectives=self._collectives())
+
+    def tell(self, error: Exception) -> None:
+        """Note that this rank's work has ended in an error: before anything that takes time, for others look for it."""
+        if self.board is not None:
+            hang.tell(self.board, error, collectives=self._collectives())
+
+    def _collectives(self) -> tuple[int, int]:
+        """Return how many operations this rank has begun on the default group and on `control`; only gloo counts them."""
+        if self.control is None or self.backend != "gloo":
+            return 0, 0
+        assert dist.group.WORLD is not None
+        groups: tuple[Any, Any] = dist.group.WORLD, self.control  # torch declares their counters no more than its own use of them
+        return groups[0]._get_sequence_number_for_group(), groups[1]._get_sequence_number_for_group()
 
     def leave(self) -> None:
         """End what the ranks do for each other, all being well. Collective."""

@@ -1,28 +1,27 @@
 """Workers on this machine: torch elastic's agent, in this process, with workers forked from it while it is warm."""
 
-import hashlib
 import importlib
 import logging
-import shutil
+import signal
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from framework import log
+from framework.board import posted_verdict
 from framework.environment import set_default
 from framework.frozen import Frozen
-from framework.launch.worker import Failure, recorded_failures, work, work_in_child
+from framework.launch.scratch import new_folder
+from framework.launch.worker import Failure, board_in, recorded_failures, work, work_in_child
 from framework.log import LOGGER
 from framework.outcome import Exit
 from framework.run_directory import RunDirectory
@@ -46,7 +45,7 @@ def _launch_group(config: dict[str, Any], *, frozen: Frozen, directory: RunDirec
     warnings.filterwarnings("ignore", message=".*fork.*multi-threaded", category=DeprecationWarning)
     # the other signals are ours: workers stop at a step boundary (framework.preemption)
     set_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
-    with _scratch(directory) as scratch:
+    with new_folder(directory.path) as scratch:
         spec = WorkerSpec(
             role="worker",
             local_world_size=config["launch"]["nproc_per_node"],
@@ -61,19 +60,11 @@ def _launch_group(config: dict[str, Any], *, frozen: Frozen, directory: RunDirec
             result = agent.run()
         finally:
             tempfile.tempdir = None
+    if agent.verdict:
+        return _report_hang(agent.verdict, directory)
     if agent.failure is not None and result.is_failed():
         return _report(agent.failure, directory)
     return max(result.return_values.values())
-
-
-@contextmanager
-def _scratch(directory: RunDirectory) -> Iterator[Path]:
-    """Yield a temporary folder, after removing those of this run's earlier attempts that were killed with their parent."""
-    prefix = f"steadfast_{hashlib.sha256(str(directory.path.absolute()).encode()).hexdigest()[:16]}_"
-    for leftover in Path(tempfile.gettempdir()).glob(prefix + "*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
 
 
 class _Agent(LocalElasticAgent):
@@ -84,11 +75,16 @@ class _Agent(LocalElasticAgent):
         start_method = "spawn" if torch.cuda.is_available() else "fork"
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(scratch)), start_method=start_method)
         self.failure: Failure | None = None  # of the latest attempt
+        self.verdict = ""  # on a hang
         self._directory = directory
         self._scratch = scratch
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._has_hung(worker_group):
+            return RunResult(state=WorkerState.FAILED)
         result = super()._monitor_workers(worker_group)
+        if self._has_hung(worker_group):
+            return RunResult(state=WorkerState.FAILED)
         if result.is_failed():
             before, max_restarts = self.failure, worker_group.spec.max_restarts
             number = max_restarts - self._remaining_restarts + 1
@@ -100,6 +96,18 @@ class _Agent(LocalElasticAgent):
                 with log.launcher_file(self._directory.log):
                     LOGGER.warning("%s; restart %d of %d", self.failure, number, max_restarts)
         return result
+
+
+    def _has_hung(self, worker_group: WorkerGroup) -> bool:
+        """Return whether the workers have found one of them to hang. Then none is left, and none is started again."""
+        attempt = worker_group.spec.max_restarts - self._remaining_restarts
+        board = board_in(self._scratch, attempt=attempt)
+        self.verdict = posted_verdict(board, num_local=len(worker_group.workers))
+        if self.verdict:
+            self._remaining_restarts = 0
+            # those who have found it are about to end; who has not after a second is killed
+            self._shutdown(signal.SIGCONT, timeout=1)
+        return bool(self.verdict)
 
 
 class _OneNode(RendezvousHandler):
@@ -160,3 +168,10 @@ def _report(failure: Failure, directory: RunDirectory) -> Exit:
     with log.launcher_file(directory.log):
         LOGGER.error("%s\n  at %s\n  the whole story is in %s", failure, failure.where, directory.log)
     return Exit.FAILED
+
+
+def _report_hang(verdict: str, directory: RunDirectory) -> Exit:
+    directory.record_end(status="failed", error=verdict)
+    with log.launcher_file(directory.log):
+        LOGGER.error("%s\n  the stacks of all ranks are in %s", verdict, directory.log)
+    return Exit.HANG

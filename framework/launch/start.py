@@ -10,6 +10,7 @@ from framework import log, preflight
 from framework.config import compose
 from framework.environment import Environment
 from framework.frozen import Frozen, freeze
+from framework.launch.scratch import sweep
 from framework.log import LOGGER
 from framework.metrics import read_rows
 from framework.outcome import Exit
@@ -70,6 +71,7 @@ def begin(overrides: list[str], *, world_size: int | None) -> Begun | Exit:
     lock = Lock(directory.path)
     try:
         lock.take()
+        sweep(directory.path)
         if starts_over and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
             lock.release()

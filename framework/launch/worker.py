@@ -2,22 +2,26 @@
 
 import dataclasses
 import json
-import logging
 import os
+import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from framework import log
+from framework import hang, log
+from framework.board import Board
 from framework.environment import Environment
 from framework.files import write_atomically
 from framework.frozen import Frozen, thaw
+from framework.launch.scratch import common_folder
 from framework.log import LOGGER
-from framework.outcome import headline, is_lost_peer, place_of
+from framework.outcome import Exit, headline, is_lost_peer, place_of
 from framework.parent import die_with_parent
 from framework.preemption import PREEMPTION
 from framework.run import execute
@@ -43,18 +47,70 @@ def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None) -> 
     config = thaw(frozen)
     if environment.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
-    backend, timeout_s = config["backend"]["name"], config["launch"]["timeout_s"]
-    num_devices = config["parallel"].get("num_devices", 1)
-    world = World.start(
-        environment, backend=backend, timeout_s=timeout_s, scratch=scratch, num_devices=num_devices
-    )
-    try:
+    with ExitStack() as at_end, _watched(frozen, environment, scratch, timeout_s=config["launch"]["timeout_s"]) as board:
+        world = World.start(
+            environment,
+            backend=config["backend"]["name"],
+            timeout_s=config["launch"]["timeout_s"],
+            scratch=scratch,
+            num_devices=config["parallel"].get("num_devices", 1),
+            board=board,
+        )
+        at_end.callback(world.stop)
         _check_configuration(world, frozen)
         code = execute(config, world=world)
         world.leave()
         return code
-    finally:
-        world.stop()
+
+
+@contextmanager
+def _watched(
+    frozen: Frozen, environment: Environment, scratch: Path | None, *, timeout_s: float
+) -> Iterator[Board | None]:
+    """Yield the board of this node's ranks. If an error inside is part of a hang, end this process.
+
+    At once, as nothing after it could: the destructors of gloo's groups wait for whatever is still under way.
+    """
+    if environment.world_size == 1:
+        yield None
+        return
+    directory, verdict = RunDirectory(frozen.path.parent), ""
+    with ExitStack() as ends:
+        folder = scratch or ends.enter_context(common_folder(directory.path, attempt=environment.attempt))
+        board = Board(
+            board_in(folder, attempt=environment.attempt),
+            rank=environment.rank,
+            local_rank=environment.local_rank,
+            num_local=environment.local_world_size,
+        )
+        ends.callback(board.close)
+        try:
+            yield board
+        except Exception as error:
+            hang.tell(board, error)
+            spans_nodes = environment.world_size > environment.local_world_size
+            verdict = hang.settle(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
+            if not verdict:
+                raise
+            if board.leads and not environment.uses_mpi:  # mpirun kills what is left, and keeps the code of the first end
+                hang.kill_silent(board)
+    if verdict:
+        if scratch is None:  # our own launcher tells it otherwise
+            _tell_hang(verdict, directory, environment=environment, leads=board.leads)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(Exit.HANG)
+
+
+def _tell_hang(verdict: str, directory: RunDirectory, *, environment: Environment, leads: bool) -> None:
+    if environment.rank == environment.local_rank:  # the first node, whose rank 0 keeps the record
+        directory.record_end(status="failed", error=verdict)
+    if leads:
+        LOGGER.error("%s\n  the stacks of all ranks are in %s", verdict, directory.log)
+
+
+def board_in(folder: Path, *, attempt: int) -> Path:
+    return folder / f"board_{attempt}"
 
 
 def work_in_child(frozen: Frozen, scratch: Path | None) -> int:
@@ -74,10 +130,7 @@ def _check_configuration(world: World, frozen: Frozen) -> None:
 
 def _record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:
     """Keep the whole story in train.log, and the headline where the parent finds it."""
-    for handler in LOGGER.handlers:
-        if isinstance(handler, logging.FileHandler):
-            record = LOGGER.makeRecord(LOGGER.name, logging.ERROR, "", 0, "%s", (traceback.format_exc(),), None)
-            handler.handle(record)
+    log.to_files(traceback.format_exc())
     if scratch is not None:
         failure = Failure.of(error, rank=environment.rank)
         text = json.dumps(dataclasses.asdict(failure))

@@ -1,0 +1,316 @@
+"""A rank that hangs is named, with the stacks of all, within the time-out and five seconds; and nothing is left behind."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from framework.checkpoint.store import CheckpointStore
+from framework.data.synthetic import Synthetic
+from framework.engine import DataParallelEngine
+from framework.environment import Environment
+from framework.launch import worker
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_same_bits, begin, end, finished
+from tests.launch.test_local import assert_gone, leftovers, wait_for
+from tests.test_resume import RUN, STRATEGIES
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 3.0
+WITHIN_S = TIMEOUT_S + 5 + 3  # from the fault to the end of the command: as promised, and 3 for a machine that is busy
+AT = 6  # steps taken before the fault: after a checkpoint and an evaluation
+Act = Callable[[], object]
+LINES = {name: [*RUN, *options, f"launch.timeout_s={TIMEOUT_S}"] for name, options in STRATEGIES.items()}
+LINES["fsdp 3"] = [*LINES["fsdp 2"], "launch.nproc_per_node=3"]
+
+
+@functools.cache
+def uninterrupted(strategy: str, folder: Path) -> Ended:
+    return finished(*LINES[strategy], root=folder / strategy)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    return functools.partial(uninterrupted, folder=tmp_path_factory.mktemp("whole"))
+
+
+# --- what a rank can do instead of joining the others
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def loop_in_c() -> None:
+    re.match("(a|a)*b", "a" * 64)  # tries 2**64 ways in one call, in which Python never runs
+
+
+def sleep() -> None:
+    time.sleep(1000)
+
+
+# --- and where
+
+
+def in_training(act: Act) -> None:
+    original = DataParallelEngine.forward_backward
+
+    def forward_backward(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+        if index == AT:
+            act()
+        return original(self, step, index=index, **options)
+
+    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def in_evaluation(act: Act) -> None:
+    original = DataParallelEngine.forward
+
+    def forward(self, micro_batch):  # type: ignore[no-untyped-def]
+        act()
+        return original(self, micro_batch)
+
+    DataParallelEngine.forward = forward  # type: ignore[method-assign]
+
+
+def in_a_save(act: Act) -> None:
+    original = CheckpointStore._write
+
+    def write(self, beside, tensors):  # type: ignore[no-untyped-def]
+        act()
+        return original(self, beside, tensors)
+
+    CheckpointStore._write = write  # type: ignore[method-assign]
+
+
+def at_the_start(act: Act) -> None:
+    original = worker.thaw
+
+    def thaw(frozen):  # type: ignore[no-untyped-def]
+        act()
+        return original(frozen)
+
+    worker.thaw = thaw
+
+
+def in_the_data(act: Act) -> None:
+    original = Synthetic.load
+
+    def load(self, split):  # type: ignore[no-untyped-def]
+        act()
+        return original(self, split)
+
+    Synthetic.load = load  # type: ignore[method-assign]
+
+
+def hang(
+    strategy: str, rank: int, act: Act, where: Callable[[Act], None], *, folder: Path, options: tuple[str, ...] = ()
+) -> tuple[Ended, float]:
+    """Run a command in which one rank acts, once. Returns how it ended, and how many seconds after the fault."""
+    since = folder / "since"
+
+    def once() -> object:
+        if Environment.read().rank != rank or since.exists():
+            return None
+        since.write_text(repr(time.time()))
+        return act()
+
+    process = begin(*LINES[strategy], *options, root=folder / "runs", before=lambda: where(once))
+    ended = end(process, root=folder / "runs", timeout_s=60)
+    elapsed_s = time.time() - float(since.read_text())
+    assert not in_group(process.pid)
+    return ended, elapsed_s
+
+
+def in_group(group: int) -> list[psutil.Process]:
+    """The living processes of a process group: a command's, its workers' and theirs."""
+    return [p for p in psutil.process_iter() if os.getpgid(p.pid) == group and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def check(ended: Ended, elapsed_s: float, *, rank: int, stacks: dict[int, str]) -> None:
+    """The run has ended as a hang of this rank, and its log has each rank's stack, with this function in it."""
+    assert ended.code == 71, ended.output
+    assert elapsed_s < WITHIN_S
+    assert ended.summary["status"] == "failed"
+    assert ended.summary["error"].startswith(f"rank {rank} hangs: "), ended.summary["error"]
+    assert f"] ERROR: {ended.summary['error']}\n  the stacks of all ranks are in {ended.directory}" in ended.output
+    assert "restart" not in ended.output
+    log = (ended.directory / "train.log").read_text()
+    for one, function in stacks.items():
+        found = re.search(rf"\[rank \d\] ERROR rank {one} .*\n((?:  |Traceback|Thread|Current|\S*Error|\n).*\n?)*", log)
+        assert found is not None, log
+        assert re.search(rf"line \d+,? in {function}\n", found[0]), found[0]
+    assert not leftovers(ended)
+
+
+TRAINING = [
+    ("ddp 2", 1, stop, "stop"),
+    ("ddp 3", 0, loop, "computes"),
+    ("fsdp 2", 0, loop_in_c, "computes"),
+    pytest.param("fsdp 3", 2, stop, "stop", marks=pytest.mark.slow),
+    pytest.param("fsdp 3", 1, loop, "computes", marks=pytest.mark.slow),
+    pytest.param("ddp 3", 2, loop_in_c, "computes", marks=pytest.mark.slow),
+    pytest.param("ddp 2", 0, sleep, "waits, but not", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "rank", "act", "manner"), TRAINING)
+def test_a_rank_that_hangs_in_training_is_named_and_the_same_command_continues(
+    strategy: str, rank: int, act: Act, manner: str, whole: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    ended, elapsed_s = hang(strategy, rank, act, in_training, folder=tmp_path)
+    stacks = {other: "forward_backward" for other in range(int(strategy[-1]))} | {rank: act.__name__}
+    check(ended, elapsed_s, rank=rank, stacks=stacks)
+    assert f"rank {rank} hangs: it " in ended.summary["error"] and manner in ended.summary["error"]
+    assert f"in step {AT + 1} (training), at {__file__}:" in ended.summary["error"]
+    assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
+
+
+ELSEWHERE = [
+    ("ddp 3", 1, stop, in_evaluation, "evaluation", "evaluate"),
+    ("fsdp 2", 1, stop, in_a_save, "saving", "save"),
+    pytest.param("ddp 2", 0, loop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),
+    pytest.param("fsdp 3", 0, stop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),
+    pytest.param("ddp 2", 0, stop, in_a_save, "saving", "save", marks=pytest.mark.slow),
+    pytest.param("ddp 3", 2, loop_in_c, in_a_save, "saving", "save", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "rank", "act", "where", "phase", "function"), ELSEWHERE)
+def test_a_rank_that_hangs_in_evaluation_or_in_a_save_is_named_and_the_same_command_continues(
+    strategy: str, rank: int, act: Act, where: Callable[[Act], None], phase: str, function: str,
+    whole: Callable[[str], Ended], tmp_path: Path,
+) -> None:  # fmt: skip
+    ended, elapsed_s = hang(strategy, rank, act, where, folder=tmp_path)
+    stacks = {other: function for other in range(int(strategy[-1]))} | {rank: act.__name__}
+    check(ended, elapsed_s, rank=rank, stacks=stacks)
+    assert f"({phase}), at {__file__}:" in ended.summary["error"]
+    assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
+
+
+@pytest.mark.parametrize("act", [stop, pytest.param(sleep, marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_at_its_start_is_named(act: Act, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+    ended, elapsed_s = hang("ddp 2", 1, act, at_the_start, folder=tmp_path)
+    assert ended.code == 71, ended.output
+    assert elapsed_s < WITHIN_S
+    assert ended.summary["error"].startswith("rank 1 hangs: it has not come so far"), ended.summary["error"]
+    assert_same_bits(finished(*LINES["ddp 2"], root=tmp_path / "runs"), whole("ddp 2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act", [loop, stop])
+def test_a_rank_that_hangs_while_it_loads_the_data_is_named(
+    act: Act, whole: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    ended, elapsed_s = hang("ddp 2", 0, act, in_the_data, folder=tmp_path)  # rank 0 loads for its whole node
+    check(ended, elapsed_s, rank=0, stacks={0: act.__name__, 1: "execute"})
+    assert_same_bits(finished(*LINES["ddp 2"], root=tmp_path / "runs"), whole("ddp 2"))
+
+
+# --- a rank that leaves out one collective, once: where `act` says so
+
+
+def leave_out() -> bool:
+    return True
+
+
+def the_gradients(act: Act) -> None:
+    original = DataParallelEngine.forward_backward
+
+    def forward_backward(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+        if index == AT and act():
+            self._set_sync(False)
+            self._set_sync = lambda _: None
+        return original(self, step, index=index, **options)
+
+    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def the_norm(act: Act) -> None:
+    original = Trainer.train_step
+
+    def train_step(self, *args, **options):  # type: ignore[no-untyped-def]
+        if self.progress.step == AT and act():
+            self.engine.clip_grad_norm = lambda max_norm: torch.tensor(1.0)
+        return original(self, *args, **options)
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def the_metrics(act: Act) -> None:
+    original = Trainer.log_step
+
+    def log_step(self, *args):  # type: ignore[no-untyped-def]
+        if self.progress.step == AT + 1 and act():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(self.world, "sum", lambda values: values)
+                return original(self, *args)
+        return original(self, *args)
+
+    Trainer.log_step = log_step  # type: ignore[method-assign]
+
+
+LEFT_OUT = [
+    ("ddp 2", 1, the_gradients, (), "default process"),
+    ("ddp 3", 0, the_metrics, (), "control"),
+    pytest.param("fsdp 2", 0, the_norm, (), "default process", marks=pytest.mark.slow),
+    pytest.param("ddp 3", 2, the_gradients, ("trainer.log_every=100",), "default process", marks=pytest.mark.slow),
+    pytest.param("ddp 2", 0, the_metrics, (), "control", marks=pytest.mark.slow),
+    pytest.param("fsdp 3", 1, the_norm, (), "default process", marks=pytest.mark.slow),
+    pytest.param("fsdp 2", 1, the_metrics, (), "control", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "rank", "what", "options", "group"), LEFT_OUT)
+def test_a_rank_that_leaves_out_a_collective_is_named_and_the_same_command_continues(
+    strategy: str, rank: int, what: Callable[[Act], None], options: tuple[str, ...], group: str,
+    whole: Callable[[str], Ended], tmp_path: Path,
+) -> None:  # fmt: skip
+    ended, elapsed_s = hang(strategy, rank, leave_out, what, folder=tmp_path, options=options)
+    check(ended, elapsed_s, rank=rank, stacks={other: "fit" for other in range(int(strategy[-1]))})
+    part = "logging" if what is the_metrics else "training"
+    said = rf"rank {rank} hangs: in step {AT + 1} \({part}\) it has begun \d+ collectives on the {group} group, where "
+    assert re.match(said, ended.summary["error"]), ended.summary["error"]
+    if not options:
+        assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_continues(rank: int, tmp_path: Path) -> None:
+    line = [*RUN, "parallel=ddp", "trainer.max_epochs=15", f"launch.timeout_s={2 * TIMEOUT_S}"]  # nothing is imported yet
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "train.py", *line]
+    output = tmp_path / "output"
+    with open(output, "w") as file:
+        agent = subprocess.Popen(
+            [*command, f"run.root={tmp_path / 'runs'}"], cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=60, what="a checkpoint")
+        workers = {int(p.environ()["RANK"]): p.pid for p in psutil.Process(agent.pid).children(recursive=True)}
+        os.kill(workers[rank], signal.SIGSTOP)
+        stopped_at = time.time()
+        assert agent.wait(60) == 1
+        elapsed_s = time.time() - stopped_at
+    finally:
+        agent.kill()
+    assert_gone(list(workers.values()), timeout_s=0.5)
+    # torchrun itself has but one code, and tells those of its processes
+    check(Ended(71, output.read_text(), tmp_path / "runs"), elapsed_s - TIMEOUT_S, rank=rank, stacks={0: "fit", 1: "fit"})
+    assert re.search(r"exitcode *: 71 ", output.read_text()), output.read_text()
+    again = finished(*line, "launch.nproc_per_node=2", root=tmp_path / "runs")
+    assert_same_bits(again, finished(*line, "launch.nproc_per_node=2", root=tmp_path / "whole"))
