@@ -93,21 +93,21 @@ class Lock:
         self.path = directory / "lock"
         self._descriptor: int | None = None
 
-    def take(self, *, patience_s: float = 10.0) -> None:
-        """Take the lock, making the directory. Busy, at once, if a living process holds it.
+    def take(self, *, patience_s: float = 10.0, grace_s: float = 0.0) -> None:
+        """Take the lock, making the directory. Busy, after `grace_s`, if a living process holds it.
 
         Where the holder itself is dead and its workers are just being taken down, waits `patience_s` for them.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + patience_s
+        began = time.monotonic()
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 holder = self._holder()
-                if _is_alive(holder) or time.monotonic() > deadline:
+                if time.monotonic() - began > (grace_s if _is_held(holder) else patience_s):
                     os.close(descriptor)
                     raise Busy(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
                                f"{holder.get('host', 'an unknown host')}; wait for it, or stop it") from None  # fmt: skip
@@ -128,11 +128,16 @@ class Lock:
             return {}
 
 
-def _is_alive(holder: dict[str, Any]) -> bool:
+def _is_held(holder: dict[str, Any]) -> bool:
     if holder.get("host") != socket.gethostname():
         return bool(holder)  # on another host: believe the lock
+    return is_alive(holder["pid"])
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine lives."""
     try:
-        os.kill(holder["pid"], 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:

@@ -59,8 +59,8 @@ class World:
     ) -> "World":
         """Join the run's process groups. Collective.
 
-        `num_devices` are this process's, None: all that there are; a CPU is one. `scratch` is a folder for the file store
-        of a run on one machine.
+        `num_devices` are this process's, None: all that there are; a CPU is one. `scratch` is a folder, which all
+        ranks see, for a file store of this attempt.
         """
         if environment.world_size == 1 and backend == "mpi":
             backend = "gloo"  # nobody to talk to: MPI need not be started, which leaves files behind without mpirun

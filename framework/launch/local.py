@@ -3,10 +3,11 @@
 import hashlib
 import importlib
 import logging
+import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from framework.frozen import Frozen
 from framework.launch.worker import Failure, recorded_failures, work, work_in_child
 from framework.log import LOGGER
 from framework.outcome import Exit
-from framework.run_directory import RunDirectory
+from framework.run_directory import RunDirectory, is_alive
 
 
 def launch(config: dict[str, Any], *, frozen: Frozen) -> int:
@@ -36,53 +37,68 @@ def launch(config: dict[str, Any], *, frozen: Frozen) -> int:
     try:
         return work(frozen, None)  # one process needs no group of them: this one will do
     except Exception as error:
-        return _report(Failure.of(error, rank=0), directory)
+        return report(Failure.of(error, rank=0), directory)
 
 
 def _launch_group(config: dict[str, Any], *, frozen: Frozen, directory: RunDirectory) -> int:
+    prepare(config)
+    with scratch_folder(directory) as scratch:
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=config["launch"]["nproc_per_node"],
+            entrypoint=work_in_child,
+            args=(frozen, scratch),
+            rdzv_handler=Arranged(config["run"]["id"]),
+            max_restarts=config["launch"]["max_restarts"],
+        )
+        agent = _Agent(spec, directory=directory, scratch=scratch)
+        result = agent.run()
+    if agent.failure is not None and result.is_failed():
+        return report(agent.failure, directory)
+    return max(result.return_values.values())
+
+
+def prepare(config: dict[str, Any]) -> None:
+    """Make this process one from which workers are forked: warm, and silent about what we report ourselves."""
     importlib.import_module(config["parallel"]["_target_"].rpartition(".")[0])
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we report, in three lines
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", message=".*fork.*multi-threaded", category=DeprecationWarning)
     # the other signals are ours: workers stop at a step boundary (framework.preemption)
     set_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
-    with _scratch(directory) as scratch:
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=config["launch"]["nproc_per_node"],
-            entrypoint=work_in_child,
-            args=(frozen, scratch),
-            rdzv_handler=_OneNode(config["run"]["id"]),
-            max_restarts=config["launch"]["max_restarts"],
-        )
-        agent = _Agent(spec, directory=directory, scratch=scratch)
-        tempfile.tempdir = str(scratch)  # where torch leaves a file for every worker's last error
-        try:
-            result = agent.run()
-        finally:
-            tempfile.tempdir = None
-    if agent.failure is not None and result.is_failed():
-        return _report(agent.failure, directory)
-    return max(result.return_values.values())
+
+
+def start_method() -> str:
+    """Return how workers are started.
+
+    A forked child cannot use CUDA if its parent has; and what a CPU worker needs, it inherits imported.
+    """
+    return "spawn" if torch.cuda.is_available() else "fork"
 
 
 @contextmanager
-def _scratch(directory: RunDirectory) -> Iterator[Path]:
-    """Yield a temporary folder, after removing those of this run's earlier attempts that were killed with their parent."""
+def scratch_folder(directory: RunDirectory) -> Iterator[Path]:
+    """Yield a temporary folder, where torch too leaves a file for every worker's last error.
+
+    Those of this run whose process was killed are removed; another node of the run may be alive on this machine.
+    """
     prefix = f"steadfast_{hashlib.sha256(str(directory.path.absolute()).encode()).hexdigest()[:16]}_"
     for leftover in Path(tempfile.gettempdir()).glob(prefix + "*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+        if not is_alive(int(leftover.name.split("_")[2])):
+            shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}_", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = None
 
 
 class _Agent(LocalElasticAgent):
     """Torch elastic's agent; it tells why it restarts the workers, and does not repeat what fails in the same way."""
 
     def __init__(self, spec: WorkerSpec, *, directory: RunDirectory, scratch: Path) -> None:
-        # a forked child cannot use CUDA if its parent has; and what a CPU worker needs, it inherits imported
-        start_method = "spawn" if torch.cuda.is_available() else "fork"
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(scratch)), start_method=start_method)
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(scratch)), start_method=start_method())
         self.failure: Failure | None = None  # of the latest attempt
         self._directory = directory
         self._scratch = scratch
@@ -93,7 +109,7 @@ class _Agent(LocalElasticAgent):
             before, max_restarts = self.failure, worker_group.spec.max_restarts
             number = max_restarts - self._remaining_restarts + 1
             recorded = recorded_failures(self._scratch, attempt=number - 1)
-            self.failure = _cause(recorded, result.failures, num_ranks=len(worker_group.workers))
+            self.failure = cause(recorded, result.failures, ranks=range(len(worker_group.workers)))
             if before is not None and (self.failure.error, self.failure.where) == (before.error, before.where):
                 self._remaining_restarts = 0
             if self._remaining_restarts > 0:
@@ -102,23 +118,23 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-class _OneNode(RendezvousHandler):
-    """The rendezvous of a node alone: nothing to agree on, and so no port to listen on."""
+class Arranged(RendezvousHandler):
+    """The rendezvous of nodes that know their places: nothing to agree on, and so no port to listen on."""
 
     def __init__(self, run_id: str) -> None:
+        self.rank = 0
+        self.num_nodes = 1
         self._run_id = run_id
-        self._round = 0
         self._is_closed = False
 
     def get_backend(self) -> str:
-        return "one-node"
+        return "arranged"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._round += 1
         return RendezvousInfo(
-            store=dist.PrefixStore(f"round_{self._round}", dist.HashStore()),
-            rank=0,
-            world_size=1,
+            store=dist.HashStore(),  # of this call alone
+            rank=self.rank,
+            world_size=self.num_nodes,
             bootstrap_store_info=RendezvousStoreInfo(master_addr="127.0.0.1", master_port=0),
         )
 
@@ -139,14 +155,15 @@ class _OneNode(RendezvousHandler):
         return True
 
 
-def _cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, num_ranks: int) -> Failure:
+def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: Iterable[int]) -> Failure:
     """Return the failure that caused the others: a worker that was killed leaves peers that merely miss it.
 
-    `recorded` are those that the workers have written down; `ended` are the processes that the agent has seen end.
+    `recorded` are those that the workers have written down; `ended` are the processes that the agent has seen end. A lost
+    peer is the answer where all of these `ranks` have lost one.
     """
     if recorded and not recorded[0].lost_peer:
         return recorded[0]
-    silent = sorted(set(range(num_ranks)) - {failure.rank for failure in recorded})
+    silent = sorted(set(ranks) - {failure.rank for failure in recorded})
     for rank in silent:
         if rank in ended and ended[rank].exitcode < 0:
             return Failure(rank, f"killed by {ended[rank].signal_name()}", f"process {ended[rank].pid}")
@@ -155,7 +172,7 @@ def _cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, num_ran
     return recorded[0]
 
 
-def _report(failure: Failure, directory: RunDirectory) -> Exit:
+def report(failure: Failure, directory: RunDirectory) -> Exit:
     directory.record_end(status="failed", error=f"rank {failure.rank}: {failure.error}")
     with log.launcher_file(directory.log):
         LOGGER.error("%s\n  at %s\n  the whole story is in %s", failure, failure.where, directory.log)

@@ -33,7 +33,7 @@ def work(frozen: Frozen, scratch: Path | None) -> int:
     try:
         return _work(frozen, environment=environment, scratch=scratch)
     except Exception as error:
-        _record_failure(error, environment=environment, scratch=scratch)
+        record_failure(error, environment=environment, scratch=scratch)
         raise
     finally:
         log.stop_file()
@@ -59,10 +59,16 @@ def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None) -> 
 
 def work_in_child(frozen: Frozen, scratch: Path | None) -> int:
     """`work`, in a process of its own that does not outlive the one that started it."""
+    begin_child()
+    return work(frozen, scratch)
+
+
+def begin_child() -> None:
+    """Make this process a worker, which ends with the one that started it and leaves the talking to that."""
     die_with_parent()
     tempfile.tempdir = None  # not the launcher's
+    PREEMPTION.watch()  # a spawned one has not inherited it
     PREEMPTION.speaks = False
-    return work(frozen, scratch)
 
 
 def _check_configuration(world: World, frozen: Frozen) -> None:
@@ -72,7 +78,7 @@ def _check_configuration(world: World, frozen: Frozen) -> None:
         raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
 
 
-def _record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:
+def record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:
     """Keep the whole story in train.log, and the headline where the parent finds it."""
     for handler in LOGGER.handlers:
         if isinstance(handler, logging.FileHandler):
