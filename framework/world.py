@@ -1,5 +1,6 @@
 """The world: which process this is, on which device, and the collectives that all of them take part in."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -225,14 +226,18 @@ def _store(environment: Environment, *, scratch: Path | None, timeout: timedelta
     """Return this attempt's store. Keys of a failed attempt must not be seen by the next: gloo would hang on them."""
     if scratch is not None:
         return dist.FileStore(str(scratch / f"store_{environment.attempt}"), environment.world_size)
-    return dist.PrefixStore(f"attempt_{environment.attempt}", launcher_store(environment, timeout=timeout))
+    return launcher_store(environment, timeout=timeout, part="attempt")
 
 
-def launcher_store(environment: Environment, *, timeout: timedelta) -> dist.Store:
-    """Return the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none. Collective."""
+@functools.cache  # the store that rank 0 serves goes with the last reference to it, and others may be late
+def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -> dist.Store:
+    """Return a part of the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none. Collective."""
     if environment.uses_mpi:
-        return mpi.store(one_machine=mpi.place_on_node().local_world_size == environment.world_size, timeout=timeout)
-    return dist.TCPStore(
+        one_machine = mpi.place_on_node().local_world_size == environment.world_size
+        return dist.PrefixStore(part, mpi.store(one_machine=one_machine, timeout=timeout))
+    if environment.uses_agent_store:  # which outlives an attempt: but each torchrun counts the restarts for itself
+        part = f"{part}_{environment.attempt}"
+    store = dist.TCPStore(
         environment.master_addr,
         environment.master_port,
         environment.world_size,
@@ -240,3 +245,4 @@ def launcher_store(environment: Environment, *, timeout: timedelta) -> dist.Stor
         timeout=timeout,
         multi_tenant=True,
     )
+    return dist.PrefixStore(part, store)

@@ -97,8 +97,7 @@ def _decide(overrides: list[str], *, environment: Environment, folder: Path) -> 
     began = folder / "began"
     if began.exists():  # `run.resume=never` is about the run, not about each of its rounds
         overrides = ["run.resume=auto" if line == "run.resume=never" else line for line in overrides]
-    # the rank 0 of a node that was taken for dead may be on its way out
-    begun = begin(overrides, world_size=environment.world_size, grace_s=2 * _GRACE_S)
+    begun = begin(overrides, world_size=environment.world_size, party="elastic")
     if not isinstance(begun, Begun):
         return begun
     began.touch()
@@ -186,16 +185,24 @@ class _Agent(LocalElasticAgent):
             seen = self._meeting.look()
             if not is_told and (PREEMPTION.requested or seen.stops or seen.may_grow):
                 is_told = self._tell_workers(round)
-            is_lost = seen.has_lost(round)
-            if not is_lost and seen.code is None:
+            patience_s = self._patience_s(seen, round)
+            if patience_s is None:
                 continue
             over_since = over_since or time.monotonic()
-            if time.monotonic() - over_since > (_GRACE_S if is_lost else self._timeout_s):
+            if time.monotonic() - over_since >= patience_s:
                 self._shutdown(signal.SIGKILL)
                 break
         with self._meeting.change() as membership:
             self._conclude(membership, round, result)
             self._meeting.wait_for_next(membership)
+
+    def _patience_s(self, membership: Membership, round: int) -> float | None:
+        """Return how long workers that still run may go on doing so; None if nothing is wrong."""
+        if membership.round != round or membership.is_short:  # the others go on without them, or wait for a dead node
+            return 0.0
+        if membership.broken == round:  # they are about to notice by themselves
+            return _GRACE_S
+        return self._timeout_s if membership.code is not None else None  # rank 0 may be closing its loggers
 
     def _tell_workers(self, round: int) -> bool:
         """Have the workers stop after their step, with a checkpoint; first of all say why, for all nodes' will."""

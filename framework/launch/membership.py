@@ -68,9 +68,10 @@ class Membership:
     def is_full(self) -> bool:
         return len(self.waiting) >= self.sizes[-1]
 
-    def has_lost(self, round: int) -> bool:
-        """Whether this round can only be given up: a worker has failed, or a node is gone."""
-        return self.broken == round or self.round != round or any(number not in self.nodes for number in self.members)
+    @property
+    def is_short(self) -> bool:
+        """Whether a node of the round is dead."""
+        return any(number not in self.nodes for number in self.members)
 
     def add(self, node: Node) -> int:
         self.num_nodes_ever += 1
@@ -79,8 +80,7 @@ class Membership:
 
     def start_round(self) -> None:
         """Begin the next round with as many of the waiting nodes as may take part; the others go on waiting."""
-        is_whole = all(number in self.nodes for number in self.members)
-        if self.broken == self.round > 0 and is_whole and not self._has_failed(self.round):
+        if self.broken == self.round > 0 and not self.is_short and not self._has_failed(self.round):
             # nobody died and nobody has an error of its own: without a count this would go on for ever
             self.note(Failure(0, "the nodes have lost each other, and no process has died", "the network"), self.round)
         if self.code is not None:

@@ -37,7 +37,7 @@ def start(overrides: list[str]) -> int:
         from framework.launch.elastic import take_part
 
         return take_part(overrides, config)
-    begun = _claim(config, grace_s=0.0)
+    begun = _claim(config, party=None)
     if isinstance(begun, Exit):
         return begun
     from framework.launch.local import launch
@@ -57,14 +57,14 @@ class Begun:
     lock: Lock
 
 
-def begin(overrides: list[str], *, world_size: int | None, grace_s: float = 0.0) -> Begun | Exit:
+def begin(overrides: list[str], *, world_size: int | None, party: str | None = None) -> Begun | Exit:
     """Compose and check; claim the run's directory and freeze. One process does this, for all.
 
-    An exit code instead, if the configuration is wrong, the directory in use (for longer than `grace_s`), or the run
-    finished already.
+    An exit code instead, if the configuration is wrong, the directory in use (by others than our `party`: see Lock), or
+    the run finished already.
     """
     config = admit(overrides, world_size=world_size)
-    return config if isinstance(config, Exit) else _claim(config, grace_s=grace_s)
+    return config if isinstance(config, Exit) else _claim(config, party=party)
 
 
 def admit(overrides: list[str], *, world_size: int | None) -> dict[str, Any] | Exit:
@@ -83,11 +83,11 @@ def admit(overrides: list[str], *, world_size: int | None) -> dict[str, Any] | E
     return config
 
 
-def _claim(config: dict[str, Any], *, grace_s: float) -> Begun | Exit:
+def _claim(config: dict[str, Any], *, party: str | None) -> Begun | Exit:
     directory = RunDirectory(Path(config["run"]["dir"]))
-    lock = Lock(directory.path)
+    lock = Lock(directory.path, party=party)
     try:
-        lock.take(grace_s=grace_s)
+        lock.take()
         if config["run"]["resume"] == "never" and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
             lock.release()

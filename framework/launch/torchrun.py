@@ -82,11 +82,9 @@ def from_text(text: str) -> Frozen | int:
 
 
 def _through_store(text: str | None, *, environment: Environment, timeout: timedelta) -> str:
-    import torch.distributed as dist
-
     from framework.world import launcher_store
 
-    store = dist.PrefixStore(f"start_{environment.attempt}", launcher_store(environment, timeout=timeout))
+    store = launcher_store(environment, timeout=timeout, part="start")
     if text is not None:
         store.set("decision", text)
     return store.get("decision").decode()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from tests import harness
 from tests.harness import Ended, assert_close, command, exact_rows, finished
@@ -21,7 +23,7 @@ from tests.test_bitwise import digest
 from tests.test_resume import RUN as SMALL
 from tests.test_resume import after_step
 
-RUN = [*SMALL, "precision=fp64", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=400",
+RUN = [*SMALL, "precision=fp64", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=200",
        "trainer.eval_every=50"]  # fmt: skip
 ELASTIC = ["parallel=ddp", "launch.nproc_per_node=1", "launch.nnodes=1:2"]
 LOST_S, JOINED_S = 25.0, 40.0
@@ -174,7 +176,7 @@ def test_a_node_lost_and_a_node_back(one: Ended, cluster: Callable[..., Cluster]
     assert late.code == 0 and "finished already" in late.output
 
 
-@pytest.mark.parametrize("whom", ["agent 0", "agent 1", "worker of agent 1"])
+@pytest.mark.parametrize("whom", [pytest.param("agent 0", marks=pytest.mark.slow), "agent 1", "worker of agent 0"])
 def test_a_signal_to_any_process_stops_the_run_on_all_nodes(
     whom: str, one: Ended, cluster: Callable[..., Cluster]
 ) -> None:
@@ -191,3 +193,219 @@ def test_a_signal_to_any_process_stops_the_run_on_all_nodes(
     again = both.start().end()  # the same command, on one node
     assert again.code == 0, again.output
     assert_close(again, one)
+
+
+def fail() -> None:
+    raise RuntimeError("a mistake of the user's")
+
+
+def test_an_error_on_one_node_ends_the_run_on_all_when_it_comes_again(cluster: Callable[..., Cluster]) -> None:
+    both = cluster(*RUN, *ELASTIC)
+    nodes = [both.start(), both.start(before=after_step(12, fail))]
+    ended = [node.end() for node in nodes]
+    assert [end.code for end in ended] == [1, 1], ended[0].output + ended[1].output
+    told = r"rank (\d) failed: RuntimeError: a mistake of the user's"
+    assert len(re.findall(told + "; restart 1 of 3", ended[1].output)) == 1, ended[1].output
+    assert re.search(told + r"\n  at .*test_elastic.py:\d+ in fail\n", ended[1].output), ended[1].output
+    (error,) = re.findall(r"the run has failed: (rank \d: RuntimeError: a mistake of the user's)", ended[0].output)
+    assert ended[0].summary["status"] == "failed" and ended[0].summary["error"] == error
+    assert_no_trace(both)
+
+
+def test_an_error_that_does_not_come_again_is_a_restart(one: Ended, cluster: Callable[..., Cluster]) -> None:
+    both = cluster(*RUN, *ELASTIC)
+    both.finish()
+    once = both.folder / "once"
+
+    def fail_once() -> None:
+        if not once.exists():
+            once.touch()
+            fail()
+
+    nodes = [both.start(), both.start(before=after_step(12, fail_once))]
+    ended = [node.end() for node in nodes]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert ended[1].output.count("; restart 1 of 3") == 1
+    assert_close(ended[0], one)
+
+
+def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Callable[..., Cluster]) -> None:
+    finished(*RUN, "trainer.max_steps=10", root=cluster().root)
+    both = two(cluster, "trainer.max_steps=50", "run.resume=never")
+    both.nodes[1].kill()
+    both.finish()
+    ended = both.nodes[0].end()
+    assert ended.code == 0, ended.output
+    assert ended.output.count("the earlier run is now in") == 0  # of another number of steps, so of another id
+    assert "continuing from" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["launch.nnodes=0:2"], "launch.nnodes: '0:2' is not valid (a number of nodes, or MIN:MAX for a run that nodes "),
+        (["launch.nnodes=2:1"], "launch.nnodes: '2:1' is not valid ("),
+        (["launch.nnodes=0"], "launch.nnodes: 0 is not valid ("),
+        (["launch.nnodes=x"], "launch.nnodes: 'x' is not valid ("),
+        (["parallel=single"], "parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2 processes ("),
+        (["parallel=fsdp", "parallel.shard=2"], "parallel.shard: 2, but 1 nodes of launch.nproc_per_node=1 give 1 process ("),
+    ],
+)  # fmt: skip
+def test_numbers_of_nodes_that_cannot_be_are_refused(line: list[str], problem: str, tmp_path: Path) -> None:
+    refused = command(*RUN, *ELASTIC, *line, root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.startswith(problem) and refused.output.count("\n") == 1, refused.output
+    assert not list(refused.root.iterdir())
+
+
+def test_another_command_on_another_node_is_refused(cluster: Callable[..., Cluster]) -> None:
+    both = cluster(*RUN, *ELASTIC)
+    began = time.time()
+    both.start()
+    both.wait_for_step(world_size=1, after=began, within_s=60)
+    refused = both.start("launch.nnodes=1:3").end()
+    assert refused.code == 78
+    assert "another command than on the run's other nodes: sizes [1, 2, 3] here and [1, 2] there" in refused.output
+    both.finish()
+    assert both.nodes[0].end().code == 0
+
+
+# --- the long ones
+
+BITWISE = [*RUN, "invariance=bitwise", "trainer.max_steps=3000", "trainer.eval_every=500"]
+ROUNDS = [*RUN, "trainer.max_steps=3000", "trainer.eval_every=500"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("line", [BITWISE, ROUNDS], ids=["bitwise", "samples"])
+def test_ten_nodes_lost_and_ten_back(line: list[str], tmp_path: Path, cluster: Callable[..., Cluster]) -> None:
+    reference = finished(*line, root=tmp_path / "one")
+    rng, both = random.Random(0), cluster(*line, *ELASTIC)
+    began = time.time()
+    alive = [both.start_cold(), both.start_cold()]
+    both.wait_for_step(world_size=2, after=began, within_s=90)
+    lost, joined = [], []
+    for number in range(10):
+        killed_at = time.time()
+        alive.pop(0 if number == 0 else rng.randrange(2)).kill()  # at first the one that began
+        lost.append(both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S))
+        back_at = time.time()
+        alive.append(both.start_cold())
+        joined.append(both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S))
+        time.sleep(rng.random())
+    print(f"lost: {[f'{s:.1f}' for s in lost]} s\njoined: {[f'{s:.1f}' for s in joined]} s")
+    both.finish()
+    ended = [node.end(timeout_s=120) for node in alive]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert ended[0].summary["restarts"] == 20
+    if line is BITWISE:
+        assert digest(ended[0]) == digest(reference)
+        assert exact_rows(ended[0]) == exact_rows(reference)
+    else:
+        assert_close(ended[0], reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Cluster]) -> None:
+    """Also while a round begins or ends, and with nobody left."""
+    reference = finished(*BITWISE, root=tmp_path / "one")
+    rng, both = random.Random(1), cluster(*BITWISE, *ELASTIC)
+    alive = [both.start(), both.start()]
+    for _ in range(20):
+        time.sleep(rng.uniform(0.0, 6.0))
+        for _ in range(rng.choice([1, 1, 2])):
+            alive.pop(rng.randrange(len(alive))).kill()
+        while len(alive) < 2:
+            alive.append(both.start())
+    both.finish()
+    ended = [node.end(timeout_s=120) for node in alive]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert digest(ended[0]) == digest(reference)
+    assert_no_trace(both)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_nodes_may_become_one_and_three_again(one: Ended, cluster: Callable[..., Cluster]) -> None:
+    three = cluster(*RUN, *ELASTIC, "launch.nnodes=1:3", "trainer.max_steps=600")
+    reference = finished(*RUN, "trainer.max_steps=600", root=three.folder / "one")
+    began = time.time()
+    for _ in range(3):
+        three.start()
+    three.wait_for_step(world_size=3, after=began, within_s=60)
+    killed_at = time.time()
+    three.nodes[0].kill()
+    three.wait_for_step(world_size=2, after=killed_at, within_s=LOST_S)
+    killed_at = time.time()
+    three.nodes[1].kill()
+    three.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
+    back_at = time.time()
+    for _ in range(2):
+        three.start()
+    three.wait_for_step(world_size=3, after=back_at, within_s=JOINED_S)
+    three.finish()
+    ended = [node.end() for node in three.nodes[2:]]
+    assert [end.code for end in ended] == [0, 0, 0], ended[0].output
+    assert_close(ended[0], reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_machine_that_falls_silent_is_gone_on_without(
+    number: int, one: Ended, cluster: Callable[..., Cluster]
+) -> None:
+    """No connection is closed and no lock is let go: all its processes are stopped. Later they come back."""
+    both = two(cluster)
+    node = both.nodes[number]
+    processes = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+    silent_at = time.time()
+    for process in processes:
+        process.suspend()
+    lost_s = both.wait_for_step(world_size=1, after=silent_at, within_s=LOST_S)
+    print(f"silent: {lost_s:.1f} s")
+    back_at = time.time()
+    for process in processes:
+        process.resume()
+    both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
+    both.finish()
+    ended = [node.end() for node in both.nodes]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert_close(ended[0], one)
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d",
+            "--rdzv-id=test", "--local-addr=127.0.0.1"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_loses_a_node_and_takes_it_back(one: Ended, cluster: Callable[..., Cluster]) -> None:
+    both = cluster(*RUN, "parallel=ddp", "trainer.max_steps=600")
+    reference = finished(*RUN, "trainer.max_steps=600", root=both.folder / "one")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of no node
+    settings = "is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8"
+    rendezvous = [f"--rdzv-endpoint=127.0.0.1:{store.port}", f"--rdzv-conf={settings}"]
+    command = [sys.executable, *TORCHRUN, *rendezvous, ROOT / "tests/launch/paced.py", both.folder, *both.overrides]
+
+    def start() -> Node:
+        output = both.folder / f"node_{len(both.nodes)}.output"
+        environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with open(output, "wb") as file:
+            return both._add(subprocess.Popen(command, stdout=file, stderr=file, env=environment), output)
+
+    began = time.time()
+    start(), start()
+    both.wait_for_step(world_size=2, after=began, within_s=90)
+    killed_at = time.time()
+    both.nodes[0].kill()
+    lost_s = both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
+    back_at = time.time()
+    start()
+    joined_s = both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
+    print(f"torchrun: lost {lost_s:.1f} s, joined {joined_s:.1f} s")
+    both.finish()
+    ended = [node.end() for node in both.nodes[1:]]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert_close(ended[0], reference)
