@@ -52,28 +52,26 @@ def take_part(overrides: list[str], config: dict[str, Any]) -> int:
             if PREEMPTION.requested:
                 return Exit.PREEMPTED
             time.sleep(_POLL_S)
-        try:
-            with scratch_folder(directory) as scratch:
-                spec = WorkerSpec(
-                    role="worker",
-                    local_world_size=launch["nproc_per_node"],
-                    entrypoint=_join,
-                    args=(overrides, meeting.folder),
-                    rdzv_handler=Arranged(config["run"]["id"]),
-                    max_restarts=launch["max_restarts"],
-                )
-                agent = _Agent(
-                    spec, meeting=meeting, directory=directory, scratch=scratch, timeout_s=launch["timeout_s"]
-                )
-                return agent.attend()
-        finally:
-            meeting.leave()
     except ValueError as error:
         print(Problem("launch", str(error), "give the same command on every node"), file=sys.stderr)
         return Exit.CONFIGURATION
     except OSError as error:
         LOGGER.error("%s cannot be used: %s", meeting.folder, error)
         return Exit.DISK
+    try:
+        with scratch_folder(directory) as scratch:
+            spec = WorkerSpec(
+                role="worker",
+                local_world_size=launch["nproc_per_node"],
+                entrypoint=_join,
+                args=(overrides, meeting.folder),
+                rdzv_handler=Arranged(config["run"]["id"]),
+                max_restarts=launch["max_restarts"],
+            )
+            agent = _Agent(spec, meeting=meeting, directory=directory, scratch=scratch, timeout_s=launch["timeout_s"])
+            return agent.attend()
+    finally:
+        meeting.leave()
 
 
 def _join(overrides: list[str], folder: Path) -> int:
@@ -128,6 +126,8 @@ class _Agent(LocalElasticAgent):
             report(self._failure, self._directory)
         elif membership.error is not None:
             LOGGER.error("the run has failed: %s", membership.error)
+            if self._directory.path.exists():
+                self._directory.record_end(status="failed", error=membership.error)
         return membership.code
 
     def _next_round(self) -> Membership:
@@ -163,7 +163,8 @@ class _Agent(LocalElasticAgent):
             membership.start_round()
         elif idle_s > self._timeout_s:
             there, needed = len(membership.nodes), membership.sizes[0]
-            membership.end(Exit.FAILED, error=f"{there} nodes in launch.timeout_s={self._timeout_s:g}, of at least {needed}")
+            error = f"{there} of at least {needed} nodes have come in launch.timeout_s={self._timeout_s:g}"
+            membership.end(Exit.FAILED, error=error)
         return membership
 
     def _start(self, membership: Membership) -> None:
@@ -172,7 +173,8 @@ class _Agent(LocalElasticAgent):
         assert isinstance(place, Arranged)
         place.rank, place.num_nodes = membership.members.index(self._meeting.number), len(membership.members)
         if place.rank == 0:
-            LOGGER.info("round %d: %d nodes of %d processes", membership.round, place.num_nodes, spec.local_world_size)
+            nodes = f"{place.num_nodes} node{'s' * (place.num_nodes != 1)}"
+            LOGGER.info("%s", f"round {membership.round}: {nodes} of launch.nproc_per_node={spec.local_world_size}")
         # torch numbers attempts by restarts, which every agent counts for itself; the rounds are counted together
         self._remaining_restarts = spec.max_restarts - membership.round
         self._initialize_workers(self._worker_group)

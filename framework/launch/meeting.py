@@ -91,9 +91,9 @@ class Meeting:
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Go. The last one removes the folder."""
+        """Go. The last one removes the folder. A disk that refuses is no matter: this node is soon taken for dead."""
         self._left.set()
-        with self._locked():
+        with suppress(OSError), self._locked():
             membership = self.look()
             membership.nodes.pop(self.number, None)
             if membership.nodes:
