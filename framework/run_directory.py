@@ -109,7 +109,7 @@ class Lock:
             if self._party is not None and holder.get("party") == self._party:
                 if waited > party_patience_s:
                     self.path.unlink(missing_ok=True)  # its lock is on the file, not on the name
-            elif waited > (0.0 if _is_held(holder) else patience_s):
+            elif waited > (0.0 if _is_alive(holder) else patience_s):
                 raise Busy(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
                            f"{holder.get('host', 'an unknown host')}; wait for it, or stop it")  # fmt: skip
             time.sleep(0.05)
@@ -140,16 +140,11 @@ class Lock:
             return {}
 
 
-def _is_held(holder: dict[str, Any]) -> bool:
+def _is_alive(holder: dict[str, Any]) -> bool:
     if holder.get("host") != socket.gethostname():
         return bool(holder)  # on another host: believe the lock
-    return is_alive(holder["pid"])
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine lives."""
     try:
-        os.kill(pid, 0)
+        os.kill(holder["pid"], 0)
     except ProcessLookupError:
         return False
     except PermissionError:

@@ -1,5 +1,6 @@
 """Workers on this machine: torch elastic's agent, in this process, with workers forked from it while it is warm."""
 
+import fcntl
 import hashlib
 import importlib
 import logging
@@ -8,7 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from framework.frozen import Frozen
 from framework.launch.worker import Failure, recorded_failures, work, work_in_child
 from framework.log import LOGGER
 from framework.outcome import Exit
-from framework.run_directory import RunDirectory, is_alive
+from framework.run_directory import RunDirectory
 
 
 def launch(config: dict[str, Any], *, frozen: Frozen) -> int:
@@ -84,14 +85,28 @@ def scratch_folder(directory: RunDirectory) -> Iterator[Path]:
     """
     prefix = f"steadfast_{hashlib.sha256(str(directory.path.absolute()).encode()).hexdigest()[:16]}_"
     for leftover in Path(tempfile.gettempdir()).glob(prefix + "*"):
-        if not is_alive(int(leftover.name.split("_")[2])):
+        with suppress(OSError), _locked(leftover):
             shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}_", ignore_cleanup_errors=True) as folder:
-        tempfile.tempdir = folder
+    new = Path(tempfile.mkdtemp(prefix="steadfast_new_"))
+    with _locked(new):
+        folder = new.rename(new.with_name(prefix + new.name.rpartition("_")[2]))  # not before it is locked
+        tempfile.tempdir = str(folder)
         try:
-            yield Path(folder)
+            yield folder
         finally:
             tempfile.tempdir = None
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, as long as this process lives. BlockingIOError where another does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class _Agent(LocalElasticAgent):

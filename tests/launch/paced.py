@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def pace(folder: Path) -> Callable[[], None]:
     """Return what makes every rank note its steps in `folder`/steps: the time, the step, its rank and the world size.
 
-    A step takes a tenth of a second as long as there is a file `folder`/slow.
+    A step takes 0.3 s as long as there is a file `folder`/slow.
     """
 
     def plant() -> None:
@@ -28,7 +28,7 @@ def pace(folder: Path) -> Callable[[], None]:
                 world = trainer.world
                 file.write(f"{time.time()} {trainer.progress.step} {world.rank} {world.world_size}\n")
             if (folder / "slow").exists():
-                time.sleep(0.1)
+                time.sleep(0.3)
             return result
 
         Trainer.train_step = train_step  # type: ignore[method-assign,assignment]

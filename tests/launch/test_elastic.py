@@ -290,8 +290,8 @@ def test_another_command_on_another_node_is_refused(cluster: Callable[..., Clust
 
 # --- the long ones
 
-BITWISE = [*RUN, "invariance=bitwise", "trainer.max_steps=3000", "trainer.eval_every=500"]
-ROUNDS = [*RUN, "trainer.max_steps=3000", "trainer.eval_every=500"]
+BITWISE = [*RUN, "invariance=bitwise", "trainer.max_steps=1200", "trainer.eval_every=200"]
+ROUNDS = [*RUN, "trainer.max_steps=1200", "trainer.eval_every=200"]
 
 
 @pytest.mark.slow
@@ -314,7 +314,7 @@ def test_ten_nodes_lost_and_ten_back(line: list[str], tmp_path: Path, cluster: C
         time.sleep(rng.random())
     print(f"lost: {[f'{s:.1f}' for s in lost]} s\njoined: {[f'{s:.1f}' for s in joined]} s")
     both.finish()
-    ended = [node.end(timeout_s=120) for node in alive]
+    ended = [node.end(timeout_s=240) for node in alive]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
     assert ended[0].summary["restarts"] == 20
     if line is BITWISE:
@@ -338,7 +338,7 @@ def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Clust
         while len(alive) < 2:
             alive.append(both.start())
     both.finish()
-    ended = [node.end(timeout_s=120) for node in alive]
+    ended = [node.end(timeout_s=240) for node in alive]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
     assert digest(ended[0]) == digest(reference)
     assert_no_trace(both)
@@ -347,8 +347,8 @@ def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Clust
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_three_nodes_may_become_one_and_three_again(one: Ended, cluster: Callable[..., Cluster]) -> None:
-    three = cluster(*RUN, *ELASTIC, "launch.nnodes=1:3", "trainer.max_steps=400")
-    reference = finished(*RUN, "trainer.max_steps=400", root=three.folder / "one")
+    three = cluster(*RUN, *ELASTIC, "launch.nnodes=1:3", "trainer.max_steps=250")
+    reference = finished(*RUN, "trainer.max_steps=250", root=three.folder / "one")
     began = time.time()
     for _ in range(3):
         three.start()
@@ -400,8 +400,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_loses_a_node_and_takes_it_back(one: Ended, cluster: Callable[..., Cluster]) -> None:
-    both = cluster(*RUN, "parallel=ddp", "trainer.max_steps=600")
-    reference = finished(*RUN, "trainer.max_steps=600", root=both.folder / "one")
+    both = cluster(*RUN, "parallel=ddp", "trainer.max_steps=300")
+    reference = finished(*RUN, "trainer.max_steps=300", root=both.folder / "one")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of no node
     settings = "is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8"
     rendezvous = [f"--rdzv-endpoint=127.0.0.1:{store.port}", f"--rdzv-conf={settings}"]
