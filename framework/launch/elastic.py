@@ -70,6 +70,9 @@ def take_part(overrides: list[str], config: dict[str, Any]) -> int:
             )
             agent = _Agent(spec, meeting=meeting, directory=directory, scratch=scratch, timeout_s=launch["timeout_s"])
             return agent.attend()
+    except OSError as error:
+        LOGGER.error("this node has to leave the run: %s", error)
+        return Exit.DISK
     finally:
         meeting.leave()
 

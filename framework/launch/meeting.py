@@ -42,10 +42,11 @@ class Meeting:
         ValueError where this node's command is another than theirs.
         """
         with self.change() as membership:
-            if not membership.nodes:  # nobody is left of an earlier attempt; its rounds' numbers stay used
-                fresh = self._new()
-                fresh.round, fresh.num_nodes_ever = membership.round, membership.num_nodes_ever
-                membership.__dict__ |= fresh.__dict__
+            if not membership.nodes:  # nobody is left of an earlier attempt
+                membership.begin_anew(self._new())
+                for path in self.folder.iterdir():
+                    if path.name != "lock":
+                        path.unlink()
             if membership.code is not None or not self._is_of_one_command(membership):
                 return False
             self.number = membership.add(self._node)

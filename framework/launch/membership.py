@@ -73,6 +73,10 @@ class Membership:
         """Whether a node of the round is dead."""
         return any(number not in self.nodes for number in self.members)
 
+    def begin_anew(self, fresh: "Membership") -> None:
+        """Become another attempt's. The numbers of nodes and rounds stay used: some file of theirs may be left."""
+        vars(self).update(vars(fresh) | {"num_nodes_ever": self.num_nodes_ever, "round": self.round})
+
     def add(self, node: Node) -> int:
         self.num_nodes_ever += 1
         self.nodes[self.num_nodes_ever] = node
