@@ -97,7 +97,7 @@ def _join(overrides: list[str], folder: Path) -> int:
 def _decide(overrides: list[str], *, environment: Environment, folder: Path) -> Frozen | int:
     began = folder / "began"
     if began.exists():  # `run.resume=never` is about the run, not about each of its rounds
-        overrides = ["run.resume=auto" if line == "run.resume=never" else line for line in overrides]
+        overrides = ["run.resume=auto" if line.lstrip("+") == "run.resume=never" else line for line in overrides]
     begun = begin(overrides, world_size=environment.world_size, party="elastic")
     if not isinstance(begun, Begun):
         return begun
