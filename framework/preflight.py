@@ -11,7 +11,7 @@ from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config import options
 from framework.frozen import frozen_run_id
 from framework.problems import Problem, did_you_mean, shown
-from framework.processes import check_backend, check_processes
+from framework.processes import check_backend, check_processes, most_processes
 from framework.run_directory import RunDirectory
 from framework.schema import COMPONENTS, schema_problems
 from framework.secrets import REMEDY, is_secret_key, secrets_in
@@ -143,7 +143,7 @@ def _check_bitwise(config: Config) -> list[Problem]:
 
 def _check_async(config: Config) -> list[Problem]:
     """Refuse what needs the ranks to stand at the same parameters after each step."""
-    if config["parallel"].get("mode") != "async" or config["launch"].get("nproc_per_node") == 1:
+    if config["parallel"].get("mode") != "async" or most_processes(config) == 1:
         return []
     trainer, expected = config["trainer"], "parallel.mode=sync for that"
     at_odds = {

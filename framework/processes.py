@@ -2,13 +2,14 @@
 
 import importlib.util
 import mmap
+import re
 from pathlib import Path
 from typing import Any
 
 from framework import mpi
 from framework.config import option_node, options
 from framework.mesh import MESH_AXES
-from framework.problems import Problem
+from framework.problems import Problem, shown
 
 Config = dict[str, Any]
 
@@ -18,18 +19,19 @@ def check_processes(config: Config, *, world_size: int | None) -> tuple[Config, 
     launch, parallel = dict(config["launch"]), config["parallel"]
     if world_size is not None:
         asked = launch.get("nproc_per_node")
-        launch["nproc_per_node"] = world_size
+        launch |= {"nproc_per_node": world_size, "nnodes": 1}
         source = f"the launcher started {world_size}"
     else:
         asked = None
-        if launch.get("nnodes") not in (1, "1"):
-            return config, [Problem("launch.nnodes", f"{launch.get('nnodes')} with launch=local",
-                                    "1; start several nodes with torchrun --nnodes")]  # fmt: skip
+        if node_counts(launch.get("nnodes")) is None:
+            return config, [Problem("launch.nnodes", f"{shown(launch.get('nnodes'))} is not valid",
+                                    "a number of nodes, or MIN:MAX for a run that nodes may leave and join")]  # fmt: skip
         if launch.get("nproc_per_node") is None:
             launch["nproc_per_node"] = _default_processes(parallel)
         source = f"launch.nproc_per_node gives {launch['nproc_per_node']}"
     config = config | {"launch": launch}
     count = launch["nproc_per_node"]
+    counts = node_counts(launch["nnodes"]) or range(1, 2)
     axes = {name: parallel[name] for name in MESH_AXES if name in parallel}
     problems = []
     if asked is not None and asked != world_size and world_size is not None and asked > world_size:
@@ -37,8 +39,32 @@ def check_processes(config: Config, *, world_size: int | None) -> tuple[Config, 
     if not isinstance(count, int) or any(not isinstance(size, (int, type(None))) for size in axes.values()):
         return config, problems  # the schema has said so
     start = "launch.nproc_per_node={}" if world_size is None else "{} processes"
-    problems += _mesh_problems(axes, count=count, source=source, start=start, option=_option(parallel))
+    for num_nodes in sorted({counts[0], counts[-1]}):  # what is between them may fit or not: see `fitting_nodes`
+        if counts != range(1, 2):
+            source = f"{num_nodes} nodes of launch.nproc_per_node={launch['nproc_per_node']} give {count * num_nodes}"
+        problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=_option(parallel))
     return config, problems or (_device_problems(config) if world_size is None else [])
+
+
+def node_counts(nnodes: Any) -> range | None:
+    """Return the numbers of nodes that `launch.nnodes`, a number or MIN:MAX, allows; None if it says something else."""
+    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", str(nnodes))
+    counts = range(int(match[1]), int(match[2] or match[1]) + 1) if match is not None else range(0)
+    return counts or None
+
+
+def fitting_nodes(config: Config) -> list[int]:
+    """Return the numbers of nodes, of those allowed, whose processes fill the mesh."""
+    count, parallel = config["launch"]["nproc_per_node"], config["parallel"]
+    axes = {name: parallel[name] for name in MESH_AXES if name in parallel}
+    return [num_nodes for num_nodes in node_counts(config["launch"]["nnodes"]) or ()
+            if not _mesh_problems(axes, count=count * num_nodes, source="", start="", option="")]  # fmt: skip
+
+
+def most_processes(config: Config) -> int | None:
+    """Return how many processes there are with all the nodes that are allowed; None where that is not known yet."""
+    count, counts = config["launch"].get("nproc_per_node"), node_counts(config["launch"].get("nnodes"))
+    return count * counts[-1] if isinstance(count, int) and counts is not None else None
 
 
 def _option(parallel: Config) -> str:
@@ -124,7 +150,7 @@ _BACKEND_COMES_WITH = {
 def check_backend(config: Config) -> list[Problem]:
     backend = config["backend"].get("name")
     if backend == "mpi":
-        refusal = mpi.refusal(num_processes=config["launch"].get("nproc_per_node"), is_torchs=_torch_has("ProcessGroupMPI"))
+        refusal = mpi.refusal(num_processes=most_processes(config), is_torchs=_torch_has("ProcessGroupMPI"))
         return [refusal] if refusal is not None else []
     if backend not in ("nccl", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
         return []

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,35 +97,46 @@ class Lock:
     """The right to write in a run's directory, held by the process that launched it and by its forked workers.
 
     A lock of the kernel's (flock): it ends with the last of these processes, however they die, so a stale one cannot
-    stand in the way. The file says who holds it.
+    stand in the way. The file says who holds it. A `party` agrees by other means on which of its processes may write;
+    only a lost machine's lock, which a file server may keep for minutes, can then stand in the way, and is passed by.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, party: str | None = None) -> None:
         self.path = directory / "lock"
+        self._party = party
         self._descriptor: int | None = None
 
-    def take(self, *, patience_s: float = 10.0) -> None:
+    def take(self, *, patience_s: float = 10.0, party_patience_s: float = 3.0) -> None:
         """Take the lock, making the directory. Busy, at once, if a living process holds it.
 
-        Where the holder itself is dead and its workers are just being taken down, waits `patience_s` for them.
+        Where the holder itself is dead and its workers are just being taken down, waits `patience_s` for them; for one of
+        the same party `party_patience_s`, and then goes on without it.
         """
         make_directory(self.path.parent)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                holder = self._holder()
-                if _is_alive(holder) or time.monotonic() > deadline:
-                    os.close(descriptor)
-                    raise Busy(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
-                               f"{holder.get('host', 'an unknown host')}; wait for it, or stop it") from None  # fmt: skip
-                time.sleep(0.05)
+        began = time.monotonic()
+        while (descriptor := self._try()) is None:
+            waited, holder = time.monotonic() - began, self._holder()
+            if self._party is not None and holder.get("party") == self._party:
+                if waited > party_patience_s:
+                    self.path.unlink(missing_ok=True)  # its lock is on the file, not on the name
+            elif waited > (0.0 if _is_alive(holder) else patience_s):
+                raise Busy(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
+                           f"{holder.get('host', 'an unknown host')}; wait for it, or stop it")  # fmt: skip
+            time.sleep(0.05)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "party": self._party}
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         self._descriptor = descriptor
+
+    def _try(self) -> int | None:
+        """Return the descriptor of the locked file, or None where another has the lock."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        with suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                return descriptor
+        os.close(descriptor)
+        return None
 
     def release(self) -> None:
         if self._descriptor is not None:

@@ -7,6 +7,7 @@ from framework import build
 from framework.mesh import MESH_AXES, resolve_axes
 from framework.preflight import from_error
 from framework.problems import Problem
+from framework.processes import most_processes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,7 +46,7 @@ def _check_strategy(model: "nn.Module", config: Config) -> list[Problem]:
         return []
     options = {name: value for name, value in config["parallel"].items() if name != "_target_"}
     axes = {name: options[name] for name in MESH_AXES if name in options}
-    options |= resolve_axes(axes, world_size=config["launch"]["nproc_per_node"])
+    options |= resolve_axes(axes, world_size=most_processes(config) or 1)
     return [from_error("parallel", ValueError(line)) for line in module.problems(model, **options)]
 
 

@@ -65,8 +65,8 @@ class World:
     ) -> "World":
         """Join the run's process groups. Collective.
 
-        `num_devices` are this process's, None: all that there are; a CPU is one. `scratch` is a folder for the file store
-        of a run on one machine.
+        `num_devices` are this process's, None: all that there are; a CPU is one. `scratch` is a folder, which all
+        ranks see, for a file store of this attempt.
         """
         if environment.world_size == 1 and backend == "mpi":
             backend = "gloo"  # nobody to talk to: MPI need not be started, which leaves files behind without mpirun
@@ -262,16 +262,19 @@ def _store(environment: Environment, *, scratch: Path | None, timeout: timedelta
     """Return this attempt's store. Keys of a failed attempt must not be seen by the next: gloo would hang on them."""
     if scratch is not None:
         return dist.FileStore(str(scratch / f"store_{environment.attempt}"), environment.world_size)
-    return dist.PrefixStore(f"attempt_{environment.attempt}", launcher_store(environment, timeout=timeout))
+    return launcher_store(environment, timeout=timeout, part="attempt")
 
 
-def launcher_store(environment: Environment, *, timeout: timedelta) -> dist.Store:
-    """Return the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none. Collective."""
+def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -> dist.Store:
+    """Return a part of the launcher's TCP store; rank 0 starts it where the launcher (not torchrun's agent) has none. Collective."""
     if environment.uses_mpi:
-        return mpi.store(one_machine=mpi.place_on_node().local_world_size == environment.world_size, timeout=timeout)
+        one_machine = mpi.place_on_node().local_world_size == environment.world_size
+        return dist.PrefixStore(part, mpi.store(one_machine=one_machine, timeout=timeout))
+    if environment.uses_agent_store:  # which outlives an attempt: but each torchrun counts the restarts for itself
+        part = f"{part}_{environment.attempt}"
     store = _tcp_store(environment)
     store.set_timeout(timeout)
-    return store
+    return dist.PrefixStore(part, store)
 
 
 @functools.cache  # rank 0 serves it, so it lives as long as the process: the others may still be asking

@@ -1,25 +1,49 @@
 """The temporary folder that the processes of a run share on one machine."""
 
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 def sweep(directory: Path) -> None:
-    """Remove what earlier launches of the run in `directory` have left, having been killed. Its lock must be held."""
+    """Remove what launches of the run in `directory` have left that were killed.
+
+    Another node of an elastic run may be alive on this machine; of other launchers' folders (`common_folder`) none is in
+    use while this process holds the run's lock.
+    """
     for leftover in Path(tempfile.gettempdir()).glob(_prefix(directory) + "*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        with suppress(OSError), _locked(leftover):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager
 def new_folder(directory: Path) -> Iterator[Path]:
-    """Yield a new folder, which the caller hands to the workers that it starts."""
-    with tempfile.TemporaryDirectory(prefix=_prefix(directory), ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    """Yield a new folder, which the caller hands to the workers that it starts; torch leaves its files there too."""
+    new = Path(tempfile.mkdtemp(prefix="steadfast_new_"))
+    with _locked(new):
+        folder = new.rename(new.with_name(_prefix(directory) + new.name.rpartition("_")[2]))  # not before it is locked
+        tempfile.tempdir = str(folder)
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = None
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, as long as this process lives. BlockingIOError where another does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

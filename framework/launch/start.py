@@ -31,8 +31,15 @@ def start(overrides: list[str]) -> int:
         from framework.launch.torchrun import join
 
         return join(overrides, environment=environment)
-    begun = begin(overrides, world_size=None)
-    if not isinstance(begun, Begun):
+    config = admit(overrides, world_size=None)
+    if isinstance(config, Exit):
+        return config
+    if config["launch"]["nnodes"] not in (1, "1"):
+        from framework.launch.elastic import take_part
+
+        return take_part(overrides, config)
+    begun = _claim(config, party=None)
+    if isinstance(begun, Exit):
         return begun
     from framework.launch.local import launch
 
@@ -51,28 +58,39 @@ class Begun:
     lock: Lock
 
 
-def begin(overrides: list[str], *, world_size: int | None) -> Begun | Exit:
+def begin(overrides: list[str], *, world_size: int | None, party: str | None = None) -> Begun | Exit:
     """Compose and check; claim the run's directory and freeze. One process does this, for all.
 
-    An exit code instead, if the configuration is wrong, the directory in use, or the run finished already.
+    An exit code instead, if the configuration is wrong, the directory in use (by others than our `party`: see Lock), or
+    the run finished already.
     """
+    config = admit(overrides, world_size=world_size)
+    return config if isinstance(config, Exit) else _claim(config, party=party)
+
+
+def admit(overrides: list[str], *, world_size: int | None) -> dict[str, Any] | Exit:
+    """Compose and check, touching nothing. An exit code instead, if the configuration is wrong or the run finished already."""
     config, problems = check(overrides, world_size=world_size)
     if problems:
         return report(problems)
     directory = RunDirectory(Path(config["run"]["dir"]))
-    starts_over = config["run"]["resume"] == "never"
-    if directory.is_finished and not starts_over:
+    if directory.is_finished and config["run"]["resume"] != "never":
         _tell_result(directory)
         if config["run"]["resume"] not in ("auto", "must"):
             LOGGER.info("run.resume=%s is not used", config["run"]["resume"])
         return Exit.FINISHED
     if problems := try_out(config):
         return report(problems)
-    lock = Lock(directory.path)
+    return config
+
+
+def _claim(config: dict[str, Any], *, party: str | None) -> Begun | Exit:
+    directory = RunDirectory(Path(config["run"]["dir"]))
+    lock = Lock(directory.path, party=party)
     try:
         lock.take()
         sweep(directory.path)
-        if starts_over and (directory.path / "config.yaml").exists():
+        if config["run"]["resume"] == "never" and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
             lock.release()
             lock.take()

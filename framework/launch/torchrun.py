@@ -62,25 +62,29 @@ def _decide(overrides: list[str], *, environment: Environment) -> Frozen | int:
 
 def _from_rank_0(decision: Frozen | int | None, *, environment: Environment) -> Frozen | int:
     """Hand rank 0's decision to every rank. Collective."""
-    text = None
-    if isinstance(decision, Frozen):
-        text = json.dumps({"path": str(decision.path.absolute()), "digest": decision.digest})
-    elif decision is not None:
-        text = json.dumps({"code": int(decision)})
+    text = None if decision is None else as_text(decision)
     timeout = timedelta(minutes=10)
     if environment.uses_mpi:
-        taken = json.loads(mpi.from_rank_0(text, timeout=timeout))
-    else:
-        taken = json.loads(_through_store(text, environment=environment, timeout=timeout))
+        return from_text(mpi.from_rank_0(text, timeout=timeout))
+    return from_text(_through_store(text, environment=environment, timeout=timeout))
+
+
+def as_text(decision: Frozen | int) -> str:
+    """Return rank 0's decision as it is handed over."""
+    if isinstance(decision, Frozen):
+        return json.dumps({"path": str(decision.path.absolute()), "digest": decision.digest})
+    return json.dumps({"code": int(decision)})
+
+
+def from_text(text: str) -> Frozen | int:
+    taken = json.loads(text)
     return taken["code"] if "code" in taken else Frozen(path=Path(taken["path"]), digest=taken["digest"])
 
 
 def _through_store(text: str | None, *, environment: Environment, timeout: timedelta) -> str:
-    import torch.distributed as dist
-
     from framework.world import launcher_store
 
-    store = dist.PrefixStore(f"start_{environment.attempt}", launcher_store(environment, timeout=timeout))
+    store = launcher_store(environment, timeout=timeout, part="start")
     if text is not None:
         store.set("decision", text)
     return store.get("decision").decode()

@@ -29,29 +29,34 @@ from framework.run_directory import RunDirectory
 from framework.world import World
 
 
-def work(frozen: Frozen, scratch: Path | None) -> int:
-    """Run this process's part of the run. Returns the exit code that all ranks agree on; raises what goes wrong."""
+def work(frozen: Frozen, scratch: Path | None, *, node_scratch: Path | None = None) -> int:
+    """Run this process's part of the run. Returns the exit code that all ranks agree on; raises what goes wrong.
+
+    `scratch` is a folder that all ranks share, `node_scratch` one that this node's do, if that is another. None: the
+    launcher is not ours.
+    """
     environment = Environment.read()
     log.start_console(rank=environment.rank)
     log.start_file(RunDirectory(frozen.path.parent).log, rank=environment.rank)
     try:
-        return _work(frozen, environment=environment, scratch=scratch)
+        return _work(frozen, environment=environment, scratch=scratch, node_scratch=node_scratch or scratch)
     except Exception as error:
-        _record_failure(error, environment=environment, scratch=scratch)
+        record_failure(error, environment=environment, scratch=scratch)
         raise
     finally:
         log.stop_file()
 
 
-def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None) -> int:
+def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None, node_scratch: Path | None) -> int:
     config = thaw(frozen)
     if environment.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
-    with ExitStack() as at_end, _watched(frozen, environment, scratch, timeout_s=config["launch"]["timeout_s"]) as board:
+    timeout_s = config["launch"]["timeout_s"]
+    with ExitStack() as at_end, _watched(frozen, environment, node_scratch, timeout_s=timeout_s) as board:
         world = World.start(
             environment,
             backend=config["backend"]["name"],
-            timeout_s=config["launch"]["timeout_s"],
+            timeout_s=timeout_s,
             scratch=scratch,
             num_devices=config["parallel"].get("num_devices", 1),
             board=board,
@@ -115,10 +120,16 @@ def board_in(folder: Path, *, attempt: int) -> Path:
 
 def work_in_child(frozen: Frozen, scratch: Path | None) -> int:
     """`work`, in a process of its own that does not outlive the one that started it."""
+    begin_child()
+    return work(frozen, scratch)
+
+
+def begin_child() -> None:
+    """Make this process a worker, which ends with the one that started it and leaves the talking to that."""
     die_with_parent()
     tempfile.tempdir = None  # not the launcher's
+    PREEMPTION.watch()  # a spawned one has not inherited it
     PREEMPTION.speaks = False
-    return work(frozen, scratch)
 
 
 def _check_configuration(world: World, frozen: Frozen) -> None:
@@ -128,7 +139,7 @@ def _check_configuration(world: World, frozen: Frozen) -> None:
         raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
 
 
-def _record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:
+def record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:
     """Keep the whole story in train.log, and the headline where the parent finds it."""
     log.to_files(traceback.format_exc())
     if scratch is not None:

@@ -1,0 +1,44 @@
+"""A node's command whose steps take a while and are written down, for tests that lose nodes in between.
+
+`python tests/launch/paced.py FOLDER OVERRIDE...` is `python train.py OVERRIDE...` so planted, started cold.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def pace(folder: Path) -> Callable[[], None]:
+    """Return what makes every rank note its steps in `folder`/steps: the time, the step, its rank and the world size.
+
+    A step takes 0.3 s as long as there is a file `folder`/slow.
+    """
+
+    def plant() -> None:
+        from framework.trainer import Trainer
+
+        original = Trainer.train_step
+
+        def train_step(trainer: Trainer, *args: object, **kwargs: object) -> object:
+            result = original(trainer, *args, **kwargs)  # type: ignore[arg-type]
+            with open(folder / "steps", "a") as file:
+                world = trainer.world
+                file.write(f"{time.time()} {trainer.progress.step} {world.rank} {world.world_size}\n")
+            if (folder / "slow").exists():
+                time.sleep(0.3)
+            return result
+
+        Trainer.train_step = train_step  # type: ignore[method-assign,assignment]
+
+    return plant
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from train import main
+
+    pace(Path(sys.argv[1]))()
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,429 @@
+"""Elastic runs: nodes are lost and come back, the run goes on, and its result is that of one process."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from tests import harness
+from tests.harness import Ended, assert_close, command, exact_rows, finished
+from tests.launch.paced import ROOT, pace
+from tests.launch.test_local import assert_gone, wait_for
+from tests.test_bitwise import digest
+from tests.test_resume import RUN as SMALL
+from tests.test_resume import after_step
+
+RUN = [*SMALL, "precision=fp64", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=200",
+       "trainer.eval_every=50"]  # fmt: skip
+ELASTIC = ["parallel=ddp", "launch.nproc_per_node=1", "launch.nnodes=1:2"]
+LOST_S, JOINED_S = 25.0, 40.0
+
+
+class Node:
+    """The command on one node: all nodes are on this machine, each in a process group of its own."""
+
+    def __init__(self, process: Any, *, output: Path, root: Path) -> None:
+        self.process = process
+        self.pid: int = process.pid
+        self.output = output
+        self.root = root
+
+    def kill(self) -> None:
+        """Lose the node: its agent, as in kill -9. Its workers go with it."""
+        workers = [child.pid for child in psutil.Process(self.pid).children(recursive=True)]
+        os.kill(self.pid, signal.SIGKILL)
+        assert_gone(workers, timeout_s=5.0)
+        self._wait(5.0)
+
+    def signal(self, signum: int) -> None:
+        os.kill(self.pid, signum)
+
+    def end(self, *, timeout_s: float = 60.0) -> Ended:
+        code = self._wait(timeout_s)
+        assert code is not None, f"still running after {timeout_s} s\n{self.output.read_text()[-3000:]}"
+        return Ended(code, self.output.read_text(), self.root)
+
+    def _wait(self, timeout_s: float) -> int | None:
+        if isinstance(self.process, subprocess.Popen):
+            try:
+                return self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return None
+        self.process.join(timeout_s)
+        return self.process.exitcode
+
+
+class Cluster:
+    """Nodes that share a folder. `start` gives one the command, forked from the warm tests; `start_cold` as a person would."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        self.root = folder / "runs"
+        self.overrides = [*overrides, f"run.root={self.root}"]
+        self.slow = folder / "slow"
+        self.slow.touch()
+        self.nodes: list[Node] = []
+
+    def start(self, *overrides: str, before: Callable[[], None] = lambda: None) -> Node:
+        def plant() -> None:
+            pace(self.folder)()
+            before()
+
+        output = self.folder / f"node_{len(self.nodes)}.output"
+        arguments = ([*self.overrides, *overrides], output, plant, os._exit, False)
+        process = harness._FORK.Process(target=harness._child, args=arguments)
+        process.start()
+        return self._add(process, output)
+
+    def start_cold(self) -> Node:
+        output = self.folder / f"node_{len(self.nodes)}.output"
+        arguments = [sys.executable, ROOT / "tests/launch/paced.py", self.folder, *self.overrides]
+        with open(output, "wb") as file:
+            return self._add(subprocess.Popen(arguments, stdout=file, stderr=file), output)
+
+    def _add(self, process: Any, output: Path) -> Node:
+        self.nodes.append(Node(process, output=output, root=self.root))
+        return self.nodes[-1]
+
+    def wait_for_step(self, *, world_size: int, after: float, within_s: float) -> float:
+        """Wait for a step of so many processes; return how many seconds after `after` it was done."""
+        found: list[float] = []
+
+        def is_there() -> bool:
+            for at, _, _, size in self.steps():
+                if at > after and size == world_size:
+                    found.append(at - after)
+            return bool(found)
+
+        try:
+            wait_for(is_there, timeout_s=within_s, what=f"a step of {world_size} processes")
+        except AssertionError as error:
+            told = [f"--- node {number}\n{node.output.read_text()[-2000:]}" for number, node in enumerate(self.nodes)]
+            raise AssertionError("\n".join([str(error), *told[-3:]])) from None
+        return found[0]
+
+    def steps(self) -> list[tuple[float, int, int, int]]:
+        """Time, step, rank, world size."""
+        path = self.folder / "steps"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(float(at), int(step), int(rank), int(size)) for at, step, rank, size in map(str.split, lines)]
+
+    def finish(self) -> None:
+        self.slow.unlink()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def make(*overrides: str) -> Cluster:
+        made.append(Cluster(tmp_path, *overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for node in one.nodes:
+            node.process.kill()
+            node._wait(10.0)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*RUN, root=tmp_path_factory.mktemp("one") / "runs")
+
+
+def two(cluster: Callable[..., Cluster], *overrides: str) -> Cluster:
+    """Two nodes that train together."""
+    both = cluster(*RUN, *ELASTIC, *overrides)
+    began = time.time()
+    both.start()
+    both.start()
+    both.wait_for_step(world_size=2, after=began, within_s=60)
+    return both
+
+
+def assert_no_trace(cluster: Cluster) -> None:
+    """Nothing of the nodes' meeting is left."""
+    assert not [path for path in cluster.root.rglob("*") if path.name.endswith(".elastic")]
+
+
+def test_a_node_lost_and_a_node_back(one: Ended, cluster: Callable[..., Cluster]) -> None:
+    both = two(cluster)
+    killed_at = time.time()
+    both.nodes[0].kill()  # the first: rank 0, and the oldest
+    lost_s = both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
+    back_at = time.time()
+    both.start()
+    joined_s = both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
+    print(f"lost: {lost_s:.1f} s, joined: {joined_s:.1f} s")
+    both.finish()
+    ended = [node.end() for node in both.nodes[1:]]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert_close(ended[0], one)
+    assert "restart " not in ended[0].output  # a lost node is no failure
+    assert_no_trace(both)
+    late = both.start().end()
+    assert late.code == 0 and "finished already" in late.output
+
+
+@pytest.mark.parametrize("whom", ["agent 1", *(pytest.param(whom, marks=pytest.mark.slow) for whom in ("agent 0", "worker of agent 0"))])
+def test_a_signal_to_any_process_stops_the_run_on_all_nodes(
+    whom: str, one: Ended, cluster: Callable[..., Cluster]
+) -> None:
+    both = two(cluster)
+    node = both.nodes[int(whom[-1])]
+    pid = psutil.Process(node.pid).children()[0].pid if "worker" in whom else node.pid
+    os.kill(pid, signal.SIGTERM)
+    ended = [node.end(timeout_s=15) for node in both.nodes]
+    assert [end.code for end in ended] == [75, 75], ended[0].output + ended[1].output
+    assert ended[0].summary["status"] == "preempted"
+    assert ended[0].summary["step"] == max(step for _, step, _, _ in both.steps())  # nothing is lost
+    assert_no_trace(both)
+    both.finish()
+    again = both.start().end()  # the same command, on one node
+    assert again.code == 0, again.output
+    assert_close(again, one)
+
+
+def fail() -> None:
+    raise RuntimeError("a mistake of the user's")
+
+
+def test_an_error_on_one_node_ends_the_run_on_all_when_it_comes_again(cluster: Callable[..., Cluster]) -> None:
+    both = cluster(*RUN, *ELASTIC)
+    nodes = [both.start(), both.start(before=after_step(12, fail))]
+    ended = [node.end() for node in nodes]
+    assert [end.code for end in ended] == [1, 1], ended[0].output + ended[1].output
+    told = r"rank (\d) failed: RuntimeError: a mistake of the user's"
+    assert len(re.findall(told + "; restart 1 of 3", ended[1].output)) == 1, ended[1].output
+    assert re.search(told + r"\n  at .*test_elastic.py:\d+ in fail\n", ended[1].output), ended[1].output
+    (error,) = re.findall(r"the run has failed: (rank \d: RuntimeError: a mistake of the user's)", ended[0].output)
+    assert ended[0].summary["status"] == "failed" and ended[0].summary["error"] == error
+    assert_no_trace(both)
+
+
+@pytest.mark.slow
+def test_an_error_that_does_not_come_again_is_a_restart(one: Ended, cluster: Callable[..., Cluster]) -> None:
+    both = cluster(*RUN, *ELASTIC)
+    both.finish()
+    once = both.folder / "once"
+
+    def fail_once() -> None:
+        if not once.exists():
+            once.touch()
+            fail()
+
+    nodes = [both.start(), both.start(before=after_step(12, fail_once))]
+    ended = [node.end() for node in nodes]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert ended[1].output.count("; restart 1 of 3") == 1
+    assert_close(ended[0], one)
+
+
+@pytest.mark.slow
+def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Callable[..., Cluster]) -> None:
+    both = two(cluster)
+    both.nodes[0].signal(signal.SIGTERM)
+    (name,) = {node.end().directory.name for node in both.nodes}
+    again_at = time.time()
+    both.start("run.resume=never"), both.start("run.resume=never")
+    wait_for(lambda: any(at > again_at and step == 20 for at, step, _, _ in both.steps()), timeout_s=60, what="step 20")
+    killed_at = time.time()
+    both.nodes[2].kill()
+    both.finish()
+    ended = both.nodes[3].end()
+    assert ended.code == 0, ended.output
+    assert sorted(path.name for path in both.root.glob("*/*")) == [name, f"{name}.old-1"]
+    steps = [step for at, step, _, _ in both.steps() if at > again_at]
+    assert steps[0] == 1
+    assert min(step for at, step, _, _ in both.steps() if at > killed_at + 1.0) > 16  # from a checkpoint
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["launch.nnodes=0:2"], "launch.nnodes: '0:2' is not valid (a number of nodes, or MIN:MAX for a run that nodes "),
+        (["launch.nnodes=2:1"], "launch.nnodes: '2:1' is not valid ("),
+        (["launch.nnodes=0"], "launch.nnodes: 0 is not valid ("),
+        (["launch.nnodes=x"], "launch.nnodes: 'x' is not valid ("),
+        (["parallel=single"], "parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2 processes ("),
+        (["parallel=fsdp", "parallel.shard=2"], "parallel.shard: 2, but 1 nodes of launch.nproc_per_node=1 give 1 process ("),
+    ],
+)  # fmt: skip
+def test_numbers_of_nodes_that_cannot_be_are_refused(line: list[str], problem: str, tmp_path: Path) -> None:
+    refused = command(*RUN, *ELASTIC, *line, root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.startswith(problem) and refused.output.count("\n") == 1, refused.output
+    assert not list(refused.root.iterdir())
+
+
+def test_too_few_nodes_are_not_waited_for_for_ever(cluster: Callable[..., Cluster]) -> None:
+    two_or_none = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=1")
+    alone = two_or_none.start().end()
+    assert alone.code == 1
+    assert alone.output.endswith("the run has failed: 1 of at least 2 nodes have come in launch.timeout_s=1\n")
+    assert_no_trace(two_or_none)
+
+
+@pytest.mark.slow  # the nodes that are there may be dead: that takes a while to know
+def test_another_command_on_another_node_is_refused(cluster: Callable[..., Cluster]) -> None:
+    both = cluster(*RUN, *ELASTIC)
+    began = time.time()
+    both.start()
+    both.wait_for_step(world_size=1, after=began, within_s=60)
+    refused = both.start("launch.nnodes=1:3").end()
+    assert refused.code == 78
+    assert "another command than on the run's other nodes: sizes [1, 2, 3] here and [1, 2] there" in refused.output
+    both.finish()
+    assert both.nodes[0].end().code == 0
+
+
+# --- the long ones
+
+BITWISE = [*RUN, "invariance=bitwise", "trainer.max_steps=1200", "trainer.eval_every=200"]
+ROUNDS = [*RUN, "trainer.max_steps=1200", "trainer.eval_every=200"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("line", [BITWISE, ROUNDS], ids=["bitwise", "samples"])
+def test_ten_nodes_lost_and_ten_back(line: list[str], tmp_path: Path, cluster: Callable[..., Cluster]) -> None:
+    reference = finished(*line, root=tmp_path / "one")
+    rng, both = random.Random(0), cluster(*line, *ELASTIC)
+    began = time.time()
+    alive = [both.start_cold(), both.start_cold()]
+    both.wait_for_step(world_size=2, after=began, within_s=90)
+    lost, joined = [], []
+    for number in range(10):
+        killed_at = time.time()
+        alive.pop(0 if number == 0 else rng.randrange(2)).kill()  # at first the one that began
+        lost.append(both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S))
+        back_at = time.time()
+        alive.append(both.start_cold())
+        joined.append(both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S))
+        time.sleep(rng.random())
+    print(f"lost: {[f'{s:.1f}' for s in lost]} s\njoined: {[f'{s:.1f}' for s in joined]} s")
+    both.finish()
+    ended = [node.end(timeout_s=240) for node in alive]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert ended[0].summary["restarts"] == 20
+    if line is BITWISE:
+        assert digest(ended[0]) == digest(reference)
+        assert exact_rows(ended[0]) == exact_rows(reference)
+    else:
+        assert_close(ended[0], reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Cluster]) -> None:
+    """Also while a round begins or ends, and with nobody left."""
+    reference = finished(*BITWISE, root=tmp_path / "one")
+    rng, both = random.Random(1), cluster(*BITWISE, *ELASTIC)
+    alive = [both.start(), both.start()]
+    for _ in range(12):
+        time.sleep(rng.uniform(0.0, 14.0))
+        for _ in range(rng.choice([1, 1, 2])):
+            alive.pop(rng.randrange(len(alive))).kill()
+        while len(alive) < 2:
+            alive.append(both.start())
+    both.finish()
+    ended = [node.end(timeout_s=240) for node in alive]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert digest(ended[0]) == digest(reference)
+    assert_no_trace(both)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_nodes_may_become_one_and_three_again(one: Ended, cluster: Callable[..., Cluster]) -> None:
+    three = cluster(*RUN, *ELASTIC, "launch.nnodes=1:3", "trainer.max_steps=250")
+    reference = finished(*RUN, "trainer.max_steps=250", root=three.folder / "one")
+    began = time.time()
+    for _ in range(3):
+        three.start()
+    three.wait_for_step(world_size=3, after=began, within_s=60)
+    killed_at = time.time()
+    three.nodes[0].kill()
+    three.wait_for_step(world_size=2, after=killed_at, within_s=LOST_S)
+    killed_at = time.time()
+    three.nodes[1].kill()
+    three.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
+    back_at = time.time()
+    for _ in range(2):
+        three.start()
+    three.wait_for_step(world_size=3, after=back_at, within_s=JOINED_S)
+    three.finish()
+    ended = [node.end(timeout_s=120) for node in three.nodes[2:]]
+    assert [end.code for end in ended] == [0, 0, 0], ended[0].output
+    assert_close(ended[0], reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_machine_that_falls_silent_is_gone_on_without(
+    number: int, one: Ended, cluster: Callable[..., Cluster]
+) -> None:
+    """No connection is closed and no lock is let go: all its processes are stopped. Later they come back."""
+    both = two(cluster)
+    node = both.nodes[number]
+    processes = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+    silent_at = time.time()
+    for process in processes:
+        process.suspend()
+    lost_s = both.wait_for_step(world_size=1, after=silent_at, within_s=LOST_S)
+    print(f"silent: {lost_s:.1f} s")
+    back_at = time.time()
+    for process in processes:
+        process.resume()
+    both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
+    both.finish()
+    ended = [node.end() for node in both.nodes]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert_close(ended[0], one)
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d",
+            "--rdzv-id=test", "--local-addr=127.0.0.1"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_loses_a_node_and_takes_it_back(one: Ended, cluster: Callable[..., Cluster]) -> None:
+    both = cluster(*RUN, "parallel=ddp", "trainer.max_steps=300")
+    reference = finished(*RUN, "trainer.max_steps=300", root=both.folder / "one")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of no node
+    settings = "is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8"
+    rendezvous = [f"--rdzv-endpoint=127.0.0.1:{store.port}", f"--rdzv-conf={settings}"]
+    command = [sys.executable, *TORCHRUN, *rendezvous, ROOT / "tests/launch/paced.py", both.folder, *both.overrides]
+
+    def start() -> Node:
+        output = both.folder / f"node_{len(both.nodes)}.output"
+        environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with open(output, "wb") as file:
+            return both._add(subprocess.Popen(command, stdout=file, stderr=file, env=environment), output)
+
+    began = time.time()
+    start(), start()
+    both.wait_for_step(world_size=2, after=began, within_s=90)
+    killed_at = time.time()
+    both.nodes[0].kill()
+    lost_s = both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
+    back_at = time.time()
+    start()
+    joined_s = both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
+    print(f"torchrun: lost {lost_s:.1f} s, joined {joined_s:.1f} s")
+    both.finish()
+    ended = [node.end() for node in both.nodes[1:]]
+    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert_close(ended[0], reference)
