@@ -248,7 +248,7 @@ class World:
             work, seen = self._flags.pop()
             work.wait()
             before = [bool(count) for count in seen.tolist()]
-        mine = torch.tensor(flags, dtype=torch.int32)
+        mine = torch.tensor(flags, dtype=torch.int64)
         self._flags.append((dist.all_reduce(mine, group=self.control, async_op=True), mine))
         return before
 

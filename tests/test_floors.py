@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     ["environment", "log", "keys", "splitmix", "files", "frozen", "outcome", "problems", "secrets", "mesh", "ranges", "signatures", "schema", "syntax",
      "config", "help", "preemption", "parent", "board", "stacks", "verdict", "hang", "mpi", "mpi_buffers", "mpi_work", "mpi_group", "world", "run_directory", "torchvision_import"],
-    ["tree", "tree_sum", "shards", "engine", "modules", "optim", "muon", "loss_scale", "averaging", "schedules", "precision", "metrics", "sync_batchnorm", "checkpoint/", "tasks/"],
+    ["tree", "tree_sum", "shards", "engine", "modules", "optim", "muon", "loss_scale", "averaging", "divergence", "schedules", "precision", "metrics", "sync_batchnorm", "checkpoint/", "tasks/"],
     ["parallel/", "data/", "loggers/"],
     ["recorder", "trainer", "curves"],
     ["build", "run", "preflight", "processes", "tryout"],
