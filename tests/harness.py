@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib.figure  # noqa: F401  # these are what a run would import: every forked child has them
+import pytest
 import torch
 import torch._dynamo  # noqa: F401
 import torch.distributed.checkpoint  # noqa: F401
@@ -123,6 +124,11 @@ def finished(*overrides: str, root: Path, **options: Any) -> Ended:
     ended = command(*overrides, root=root, **options)
     assert ended.code == 0, f"exit {ended.code}: {overrides}\n{ended.output}"
     return ended
+
+
+def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Return the values as a test's parameters, all but the quick ones marked slow."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 _WALL_CLOCK = ("samples_per_s",)

@@ -14,7 +14,7 @@ from framework.data.loader import Loader
 from framework.engine import DataParallelEngine, Forward, Step
 from framework.environment import Environment
 from framework.trainer import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished
+from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 from tests.test_conformance import MODELS, layouts
 from tests.test_conformance import RUN as CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
@@ -97,7 +97,7 @@ def left_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 
 @pytest.mark.parametrize("fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"])
-@pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], ["single", "ddp 2", "fsdp 2"]))
 def test_a_skipped_step_leaves_no_trace(
     strategy: str, fault: Callable[[], None], left_out: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -149,7 +149,7 @@ def rolled_back(strategy: str, *, to: int, root: Path) -> Ended:
     return finished(*line, root=root)
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], ["single", "ddp 2", "fsdp 2"]))
 def test_a_rollback_goes_on_from_a_checkpoint_behind_the_bad_batch(strategy: str, tmp_path: Path) -> None:
     expected = rolled_back(strategy, to=8, root=tmp_path / "expected")
     line = [*LINE, *STRATEGIES[strategy], ROLLBACK]
@@ -173,7 +173,7 @@ def test_before_the_first_checkpoint_it_goes_back_to_the_beginning(tmp_path: Pat
     assert [row["step"] for row in ended.rows if row["split"] == "train"] == list(range(1, 22))
 
 
-@pytest.mark.parametrize("number", [9, 10, 14])
+@pytest.mark.parametrize("number", slow_but([10], [9, 10, 14]))
 def test_killed_about_a_rollback_it_ends_with_the_same_bits(number: int, tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], ROLLBACK, "launch.max_restarts=0"]
     whole = finished(*line, root=tmp_path / "whole", before=bad_batches(BAD))

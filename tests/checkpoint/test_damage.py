@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Ended, assert_same_bits, command, finished
+from tests.harness import Ended, assert_same_bits, command, finished, slow_but
 
 RUN = [
     "dataset=synthetic", "dataset.num_train=64", "dataset.num_val=16", "dataset.num_test=16", "dataset.image_size=8",
@@ -64,9 +64,7 @@ def swap_with_the_older(path: Path, random: random.Random) -> str:
 DAMAGES: list[Callable[[Path, random.Random], str]] = [flip_a_bit, flip_a_bit, truncate, delete, swap_with_the_older]
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=() if s < NUM_QUICK else pytest.mark.slow) for s in range(NUM_DAMAGES)]
-)
+@pytest.mark.parametrize("seed", slow_but(range(NUM_QUICK), range(NUM_DAMAGES)))
 def test_damage_is_noticed_and_recovered_from(seed: int, unfinished: Ended, ended: Ended) -> None:
     rng = random.Random(seed)
     newest = unfinished.directory / "checkpoints" / "step_00000012"

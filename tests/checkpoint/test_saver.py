@@ -16,7 +16,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.environment import Environment
 from framework.run_directory import RunDirectory
 from framework.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, command, finished
+from tests.harness import Ended, assert_same_bits, command, finished, slow_but
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 
 ASYNC, SYNC = "checkpoint.async_save=true", "checkpoint.async_save=false"
@@ -57,7 +57,7 @@ def written_between_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: finished(*RUN, *STRATEGIES[name], SYNC, root=root / name) for name in CASES}
 
 
-@pytest.mark.parametrize("strategy", CASES)
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_steps_go_on_while_a_checkpoint_is_written(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -90,7 +90,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     assert ended.summary["saves"]["committed"] == 6
 
 
-@pytest.mark.parametrize("strategy", CASES)
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_killed_while_a_checkpoint_is_written_it_ends_with_the_same_bits(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -108,7 +108,7 @@ def test_killed_while_a_checkpoint_is_written_it_ends_with_the_same_bits(
     assert_same_bits(finished(*line, root=tmp_path / "runs"), written_between_steps[strategy])
 
 
-@pytest.mark.parametrize("strategy", CASES)
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_an_error_surfaces_at_the_next_steps(strategy: str, tmp_path: Path) -> None:
     def fail(step: int) -> None:
         environment = Environment.read()
@@ -139,7 +139,7 @@ def test_an_error_that_is_not_the_disks_ends_the_run(tmp_path: Path) -> None:
     assert "LookupError: the planted fault" in failed.output
 
 
-@pytest.mark.parametrize("strategy", CASES)
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_a_save_that_is_due_too_early_waits_and_is_counted(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_stop_waits_for_its_checkpoint(written_between_steps: dict[str, Ended]
 
 
 @pytest.mark.parametrize("mode", [ASYNC, SYNC])
-@pytest.mark.parametrize("strategy", CASES)
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_a_few_failures_in_a_row_are_warnings(
     strategy: str, mode: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -209,7 +209,7 @@ def test_the_last_save_may_not_fail(tmp_path: Path) -> None:
 # --- a grace period that is shorter than a save
 
 
-@pytest.mark.parametrize("strategy", CASES)
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_without_the_time_for_a_checkpoint_it_says_so_and_relies_on_the_last(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -233,3 +233,14 @@ def test_without_any_checkpoint_it_saves_whatever_the_time(tmp_path: Path) -> No
     stopped = command(*line, root=tmp_path / "runs", before=after_step(10, preempt))
     assert stopped.code == 75
     assert (stopped.directory / "checkpoints" / "step_00000010").exists()
+
+
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
+def test_loader_processes_may_start_while_a_checkpoint_is_written(
+    strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
+) -> None:
+    """Each evaluation forks its own, here in the middle of a save."""
+    line = [*RUN, *STRATEGIES[strategy], ASYNC, "dataset.num_workers=2", "trainer.eval_every=4"]
+    ended = finished(*line, root=tmp_path / "runs", before=in_each_save(lambda step: time.sleep(0.5)))
+    expected = written_between_steps[strategy].weights
+    assert all(torch.equal(ended.weights[name], expected[name]) for name in expected)

@@ -12,6 +12,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.environment import Environment
 from framework.files import flush_directory
 from framework.world import World
+from tests.harness import slow_but
 from tests.torture.power_cut import RecordedDisk
 
 NUM_HISTORIES = 500
@@ -43,9 +44,7 @@ def valid_steps(directory: Path) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=() if s < NUM_QUICK else pytest.mark.slow) for s in range(NUM_HISTORIES)]
-)
+@pytest.mark.parametrize("seed", slow_but(range(NUM_QUICK), range(NUM_HISTORIES)))
 def test_a_valid_checkpoint_exists_at_all_times(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(CheckpointStore, "_write", write)
