@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Ended, assert_same_bits, finished
+from tests.harness import Ended, assert_same_bits, finished, slow_but
 from tests.launch.test_local import assert_gone, wait_for
 from tests.test_resume import RUN
 
@@ -69,13 +69,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*LONG, "launch.nproc_per_node=2", root=tmp_path_factory.mktemp("whole") / "runs")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+# torchrun dies of other signals than TERM and INT, and its workers with it, unless it is told of them
+ALL_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
+
+
+@pytest.mark.parametrize("signum", slow_but([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]))
 def test_torchrun_stopped_by_a_signal_leaves_a_checkpoint_to_continue_from(
     signum: int, whole: Ended, tmp_path: Path
 ) -> None:
-    agent = subprocess.Popen(
-        [*TORCHRUN, *LONG, f"run.root={tmp_path / 'runs'}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    command = [*TORCHRUN[:-1], ALL_SIGNALS, TORCHRUN[-1], *LONG, f"run.root={tmp_path / 'runs'}"]
+    agent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=60, what="a checkpoint")
         agent.send_signal(signum)
