@@ -1,6 +1,8 @@
 """Files that appear complete or not at all."""
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +38,14 @@ def make_directory(path: Path) -> None:
         path.mkdir(exist_ok=True)
     with suppress(PermissionError):  # somebody else's, who has made it long ago
         flush_directory(path.parent)
+
+
+def require_room(path: Path) -> None:
+    """Raise the OSError of a full disk if there is not even a megabyte for what is to be written below `path`."""
+    while not path.exists():
+        path = path.parent
+    if shutil.disk_usage(path).free < 1 << 20:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def flush_directory(path: Path) -> None:

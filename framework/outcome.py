@@ -29,9 +29,13 @@ class NoValidCheckpoint(RunEnded):
 
 
 class Diverged(RunEnded):
-    """The loss or the gradient is not finite."""
+    """The loss or the gradient is not finite; `what` says where, without what to do about it."""
 
     code = Exit.DIVERGED
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; lower optimizer.lr, or clip with trainer.clip_grad_norm")
+        self.what = what
 
 
 class DiskFailed(RunEnded):

@@ -222,8 +222,6 @@ def _check_writable(path: Path) -> list[Problem]:
         return [Problem(key, f"{nearest} cannot be written", "a directory that can")]
     if shutil.disk_usage(nearest).total == 0:
         return [Problem(key, f"{nearest} cannot hold files", "a directory on a disk")]
-    if shutil.disk_usage(nearest).free < 1 << 20:
-        return [Problem(key, f"the disk of {nearest} is full", "a disk with room")]
     return []
 
 

@@ -117,7 +117,8 @@ class Trainer:
                 self.saver.settle()
             if self.is_over:
                 self.evaluate("test")
-            if self.is_over or is_best or self.is_due(self.plan.checkpoint_every) or (preempted and self.has_time_to_save()):
+            is_due = is_best or preempted or self.is_due(self.plan.checkpoint_every)
+            if self.is_over or (is_due and not (preempted and self.is_short_of_time())):
                 self.save()
             if self.is_over or preempted:
                 self.saver.finish()
@@ -183,7 +184,7 @@ class Trainer:
         if not policy.is_watched:
             raise error
         if count > policy.limit:
-            raise Diverged(f"{error} (it has been got over {policy.limit} times, which is trainer.divergence.limit)")
+            raise Diverged(f"{error.what} (it has been got over {policy.limit} times, which is trainer.divergence.limit)")
         if policy.rolls_back:
             self.roll_back(past=step)
         else:
@@ -191,7 +192,7 @@ class Trainer:
         self.progress.num_divergences = count
         if self.world.rank == 0:
             done = f"back to step {self.progress.step}, leaving out the batches since" if policy.rolls_back else "left out"
-            LOGGER.warning("%s: %s (%d of %d times)", error, done, count, policy.limit)
+            LOGGER.warning("%s: %s (%d of %d times)", error.what, done, count, policy.limit)
         return policy.rolls_back
 
     def leave_out(self, step: Step) -> None:
@@ -225,8 +226,7 @@ class Trainer:
     def require_finite(self, grad_norm: Tensor, *, step: int) -> None:
         """Raise Diverged on every rank, the norm being the global one; but fp16 skips such a step and goes on."""
         if not self.loss_scale.is_dynamic and not torch.isfinite(grad_norm):
-            raise Diverged(f"the gradient of step {step} is not finite (norm {grad_norm.item()}); lower optimizer.lr, "
-                           "or clip with trainer.clip_grad_norm")  # fmt: skip
+            raise Diverged(f"the gradient of step {step} is not finite (norm {grad_norm.item()})")
 
     def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
         assert grad_norm is not None
@@ -251,7 +251,7 @@ class Trainer:
         *totals, watch = self.world.sum(local.cpu()).tolist()
         if not math.isfinite(watch):
             raise Diverged(f"the loss is not finite by step {self.progress.step} (it was still finite at the last "
-                           "checkpoint or row); lower optimizer.lr, or clip with trainer.clip_grad_norm")  # fmt: skip
+                           "checkpoint or row)")  # fmt: skip
         return {name: total / num_samples for name, total in zip(sums, totals)}
 
     def record(self, row: Row) -> None:
@@ -260,7 +260,10 @@ class Trainer:
         self.tracker.note(row)
 
     def evaluate(self, split: str) -> bool:
-        """Measure every sample of a split once. Returns whether this step's checkpoint is one of the best, to be kept."""
+        """Measure every sample of a split once. Returns whether this step's checkpoint is one of the best, to be kept.
+
+        Diverged if the loss is not finite: no batch is to blame for that, so there is none to leave out.
+        """
         self.world.at("evaluation", step=self.progress.step)
         self.engine.sync_buffers()
         self.engine.module.eval()
@@ -273,6 +276,8 @@ class Trainer:
             self.average.swap()
         self.engine.module.train()
         means = self.means(sums, num_samples=len(self.loaders[split].source))
+        if not math.isfinite(means["loss"]):
+            raise Diverged(f"the {split} loss of step {self.progress.step} is not finite")
         self.record({"step": self.progress.step, "split": split, **means})
         return self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
 
@@ -292,17 +297,18 @@ class Trainer:
         flush = functools.partial(self.recorder.flush, **self.summary())
         self.saver.save(self.progress.step, tensors, self.state_dict(), flush=flush)
 
-    def has_time_to_save(self) -> bool:
-        """Return whether there is time for a checkpoint before the signal that kills, on any rank."""
+    def is_short_of_time(self) -> bool:
+        """Return whether, on any rank, a checkpoint would take longer than what is left before the signal that kills."""
         self.saver.settle()
         if self.plan.grace_s is None or self.saver.last is None:
-            return True
+            return False
         times = self.world.gather((PREEMPTION.left_of(self.plan.grace_s), self.saver.last.seconds))
         left, needed = min(left for left, _ in times), max(seconds for _, seconds in times)
         if left < needed and self.world.rank == 0:
             LOGGER.warning("no checkpoint of step %d: %.1f s of launch.grace_s are left, and the last one took %.1f s; the "
-                           "run continues from that, of step %d", self.progress.step, left, needed, self.saver.last.step)  # fmt: skip
-        return left >= needed
+                           "run continues from that, of step %d",
+                           self.progress.step, max(0.0, left), needed, self.saver.last.step)  # fmt: skip
+        return left < needed
 
     def tick(self) -> None:
         now = time.monotonic()

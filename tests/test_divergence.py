@@ -199,6 +199,28 @@ def test_killed_about_a_rollback_it_ends_with_the_same_bits(number: int, tmp_pat
     assert_same_bits(finished(*line, root=tmp_path / "runs", before=bad_batches(BAD)), whole)
 
 
+def infinite_evaluation() -> None:
+    """The last rank's loss is infinite in the evaluation of step 10."""
+    original = Forward.__call__
+
+    def call(self: Forward, model, micro_batch):  # type: ignore[no-untyped-def]
+        outputs, loss = original(self, model, micro_batch)
+        return outputs, loss + (math.inf if not torch.is_grad_enabled() and self._at[0] == 9 and is_last() else 0.0)
+
+    Forward.__call__ = call  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("action", ["raise", "skip", "rollback"])
+def test_an_evaluation_that_is_not_finite_ends_the_run(action: str, tmp_path: Path) -> None:
+    line = [*LINE, *STRATEGIES["ddp 2"], f"trainer.divergence.action={action}"]
+    failed = command(*line, root=tmp_path / "runs", before=infinite_evaluation)
+    assert failed.code == 70
+    assert failed.summary["error"].startswith("the val loss of step 10 is not finite")
+    assert all(row["step"] < 10 or row["split"] == "train" for row in failed.rows)
+    assert sorted(path.name for path in (failed.directory / "checkpoints").iterdir())[-1] == "step_00000008"
+    assert not (failed.directory / "model.safetensors").exists()
+
+
 IMAGES = [*CONFORMANCE, *MODELS["vit"], "checkpoint.every=4"]  # steps 1 to 5 see 66 samples
 TWO_RANKS = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", "context")]
 

@@ -53,6 +53,26 @@ def test_an_error_that_comes_again_is_not_tried_a_third_time(tmp_path: Path) -> 
     assert failed.summary["restarts"] == 1
 
 
+def plant_abort() -> None:
+    """Rank 1 aborts at step 5, as gloo does where the ranks' collectives differ."""
+    original = DataParallelEngine.forward_backward
+
+    def forward_backward(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+        if index == 5 and Environment.read().rank == 1:
+            os.abort()
+        return original(self, step, index=index, **options)
+
+    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def test_nor_is_a_library_that_aborts_again(tmp_path: Path) -> None:
+    failed = command(*RUN, *STRATEGIES["ddp 2"], root=tmp_path / "runs", before=plant_abort)
+    assert failed.code == 1
+    # a look at the workers may come too late to see who was first: then it is "killed, without a word"
+    assert re.findall(r"restart (\d of \d)", failed.output) in (["1 of 3"], ["1 of 3", "2 of 3"])
+    assert failed.summary["error"].startswith("rank 1: killed")
+
+
 def plant_nan(rank: int, step: int) -> None:
     original = DataParallelEngine.forward_backward
 

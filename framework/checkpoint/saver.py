@@ -1,5 +1,6 @@
 """How a run saves: beside its steps or between them, and what follows when the disk refuses."""
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +49,7 @@ class Saver:
             flush()
             if self._goes_beside(tensors):
                 self._copies = {name: copy_to_host(value, onto=self._copies.get(name)) for name, value in tensors.items()}
-                self._running = self._start_thread().submit(self._write, step, self._copies, state)
+                self._running = self._start_thread().submit(self._write, step, self._copies, copy.deepcopy(state))
             else:
                 self._note(self._write(step, tensors, state))
 

@@ -112,7 +112,10 @@ def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: I
     silent = sorted(set(ranks) - {failure.rank for failure in recorded})
     for rank in silent:
         if rank in ended and ended[rank].exitcode < 0:
-            return Failure(rank, f"killed by {ended[rank].signal_name()}", f"process {ended[rank].pid}")
+            name = ended[rank].signal_name()
+            # from outside, it may not come again; a library that aborts will do it in the same way
+            where = f"process {ended[rank].pid}" if name == "SIGKILL" else "no place in Python: a library's own code"
+            return Failure(rank, f"killed by {name}", where)
     if silent:  # the agent has looked at one process only, and that was a peer
         return Failure(silent[0], "killed, without a word", "no place in the code")
     return recorded[0]

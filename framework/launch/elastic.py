@@ -49,6 +49,7 @@ def take_part(overrides: list[str], config: dict[str, Any]) -> int:
     try:
         while not meeting.enter():
             if PREEMPTION.requested:
+                LOGGER.info("stopped before this node took part; the same command lets it")
                 return Exit.PREEMPTED
             time.sleep(_POLL_S)
     except ValueError as error:

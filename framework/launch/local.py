@@ -51,6 +51,7 @@ class _Agent(Agent):
     def __init__(self, spec: WorkerSpec, *, directory: RunDirectory, scratch: Path) -> None:
         super().__init__(spec, scratch=scratch)
         self.failure: Failure | None = None  # of the latest attempt
+        self._seen: set[tuple[str, str]] = set()  # errors and their places, of all attempts
         self._directory = directory
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -58,11 +59,12 @@ class _Agent(Agent):
         if self.verdict:
             self._remaining_restarts = 0
         elif result.is_failed():
-            before, number = self.failure, self.attempt + 1
+            number = self.attempt + 1
             recorded = recorded_failures(self._scratch, attempt=self.attempt)
             self.failure = cause(recorded, result.failures, ranks=range(len(worker_group.workers)))
-            if before is not None and (self.failure.error, self.failure.where) == (before.error, before.where):
+            if (self.failure.error, self.failure.where) in self._seen:
                 self._remaining_restarts = 0
+            self._seen.add((self.failure.error, self.failure.where))
             if self._remaining_restarts > 0:
                 with log.launcher_file(self._directory.log):
                     LOGGER.warning("%s; restart %d of %d", self.failure, number, worker_group.spec.max_restarts)

@@ -9,6 +9,7 @@ from typing import Any
 from framework import log, preflight
 from framework.config import compose
 from framework.environment import Environment
+from framework.files import require_room
 from framework.frozen import Frozen, freeze
 from framework.launch.scratch import sweep
 from framework.log import LOGGER
@@ -88,6 +89,7 @@ def _claim(config: dict[str, Any], *, party: str | None) -> Begun | Exit:
     directory = RunDirectory(Path(config["run"]["dir"]))
     lock = Lock(directory.path, party=party)
     try:
+        require_room(directory.path)
         lock.take()
         sweep(directory.path)
         if config["run"]["resume"] == "never" and (directory.path / "config.yaml").exists():

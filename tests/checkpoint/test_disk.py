@@ -88,8 +88,16 @@ def test_a_full_disk_loses_nothing(number: int, disk: Path, whole: Callable[[str
 def test_a_disk_of_no_room_at_all_is_refused(disk: Path) -> None:
     mount("-o", "remount,size=512k", str(disk))
     refused = command(*LINE, root=disk / "runs")
-    assert refused.code == 78
-    assert "is full (a disk with room)" in refused.output
+    assert refused.code == 74
+    assert "the run's directory cannot be written: [Errno 28] No space left on device" in refused.output
+    assert not list(disk.glob("runs/*"))
+
+
+def test_a_finished_run_needs_no_room(disk: Path) -> None:
+    done = finished(*LINE, root=disk / "runs")
+    mount("-o", f"remount,size={size_of(disk) + 100_000}", str(disk))
+    again = finished(*LINE, root=disk / "runs")
+    assert f"finished already, at step 8: {done.directory}" in again.output
 
 
 @pytest.mark.parametrize("mode", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
