@@ -206,7 +206,8 @@ class Trainer:
         """Load an earlier checkpoint, and have the samples continue behind the step `past`."""
         self.saver.settle()
         found = self.store.newest_valid(back=self.divergence.back - 1)
-        assert found is not None  # the first was committed at step 0
+        if found is None:  # the disk has refused even the first, of step 0
+            raise Diverged(f"step {self.progress.step + 1} is not finite, and there is no checkpoint to go back to")
         path, state = found
         samples_seen = self.progress.samples_seen + past.num_samples
         self.tick()
