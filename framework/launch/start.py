@@ -17,6 +17,7 @@ from framework.outcome import Exit
 from framework.preemption import PREEMPTION
 from framework.problems import Problem
 from framework.run_directory import Busy, Lock, RunDirectory
+from framework.sweep_table import TableRow, listing
 from framework.tryout import try_out
 
 
@@ -24,7 +25,6 @@ def start(overrides: list[str]) -> int:
     """Run one command line to its end. Returns the exit code."""
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    PREEMPTION.reset()
     PREEMPTION.speaks = environment.rank == 0
     PREEMPTION.watch()
     if environment.is_launched:
@@ -59,6 +59,9 @@ def begin(overrides: list[str], *, world_size: int | None) -> Begun | Exit:
     config, problems = check(overrides, world_size=world_size)
     if problems:
         return report(problems)
+    if config["mode"] == "plan":
+        print(listing([TableRow.read(config, dict(override.split("=", 1) for override in overrides))]), end="")  # type: ignore[misc]
+        return Exit.FINISHED
     directory = RunDirectory(Path(config["run"]["dir"]))
     starts_over = config["run"]["resume"] == "never"
     if directory.is_finished and not starts_over:
