@@ -130,11 +130,11 @@ def _spans(numbers: list[float], factor: float) -> bool:
 
 
 def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None:
-    """Draw a panel for each parameter; the best job is marked, a failed one is a cross at the top. No panel, no file."""
+    """Draw a panel for each parameter; the best job is marked, a failed one is a cross at the top. Nothing to show, no file."""
     from matplotlib.figure import Figure  # half a second: only at the end of a sweep
 
     drawn = panels(rows)
-    if not drawn:
+    if not drawn or not any(row.state == "failed" or row.objective is not None for row in rows):
         return
     across = min(3, len(drawn))
     down = math.ceil(len(drawn) / across)
@@ -148,15 +148,15 @@ def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None
         axes.set(xlabel=panel.key, ylabel=monitor)
     for axes in list(figure.axes)[len(drawn) :]:
         axes.set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     with replacing(target) as beside:
         figure.savefig(beside, dpi=120, format="png")
 
 
-_LOOKS = {  # by state: label, marker, color, face color
-    "finished": ("finished", "o", "#1f77b4", "#1f77b4"),
-    "pruned": ("pruned", "o", "#9aa5b1", "none"),
-    "failed": ("failed", "x", "#d62728", "#d62728"),
+_LOOKS = {  # of a state: marker, color, color inside
+    "finished": ("o", "#1f77b4", "#1f77b4"),
+    "failed": ("x", "#d62728", "#d62728"),
+    "not finished": ("o", "#9aa5b1", "none"),
 }
 
 
@@ -173,15 +173,15 @@ def _draw_panel(axes: Any, panel: Panel, rows: list[TableRow], best: TableRow | 
         axes.set_xlim(-0.5, len(panel.labels) - 0.5)
     if panel.medians:
         axes.plot(*zip(*panel.medians), color="#1f77b4", alpha=0.4, linewidth=1.2, label="median")
-    for state, (label, marker, color, face) in _LOOKS.items():
-        points = [(place, row.objective) for place, row in zip(panel.places, rows) if row.state == state]
-        if state == "failed":  # its last objective says nothing: at the top edge
-            shown, transform = [(place, 1.0) for place, _ in points], axes.get_xaxis_transform()
-        else:
-            shown, transform = [point for point in points if point[1] is not None], axes.transData
-        if shown:
+    for label, (marker, color, inside) in _LOOKS.items():
+        chosen = [(place, row.objective) for place, row in zip(panel.places, rows)
+                  if (row.state if row.state in _LOOKS else "not finished") == label]  # fmt: skip
+        transform = axes.transData
+        if label == "failed":  # its last objective says nothing
+            chosen, transform = [(place, 1.0) for place, _ in chosen], axes.get_xaxis_transform()
+        if shown := [point for point in chosen if point[1] is not None]:
             axes.scatter(*zip(*shown), marker=marker, s=28, label=label, transform=transform, clip_on=False, zorder=3,
-                         **({"color": color} if marker == "x" else {"edgecolors": color, "facecolors": face}))  # fmt: skip
+                         **({"color": color} if marker == "x" else {"edgecolors": color, "facecolors": inside}))  # fmt: skip
     if best is not None:
         axes.plot(panel.places[rows.index(best)], best.objective, marker="*", color="#ff7f0e", markersize=13, zorder=4,
                   linestyle="none", label="best")  # fmt: skip
