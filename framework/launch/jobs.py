@@ -39,7 +39,7 @@ class Pool:
     """Runs jobs, at most `size` at a time. The PREEMPTION of this process passes a signal on to all of them.
 
     What a job leaves in its process (memory, CUDA, the threads of OpenMP, which a later fork would not survive) is gone
-    with it; one that is killed takes no other with it; and none outlives this process. torch is imported here, once.
+    with it; one that is killed takes no other with it; and none outlives this process. torch and whatever else a job would import is imported here, once.
     With more than one at a time, each has its share of the CPUs, and its console goes into `logs`.
     """
 
@@ -58,7 +58,9 @@ class Pool:
         return [job for job, _ in self._running.values()]
 
     def start(self, job: Job) -> None:
-        import torch  # noqa: F401
+        import matplotlib.figure  # noqa: F401
+
+        import framework.launch.local  # noqa: F401
 
         share = self._shares.pop(0)
         log = self._logs / f"{job.config['run']['id']}.log" if self._logs is not None else None

@@ -15,6 +15,7 @@ from framework.log import LOGGER
 from framework.metrics import Row, rows_in
 from framework.multirun import Interval, Multirun, Values
 from framework.outcome import Exit
+from framework.problems import Problem
 from framework.schema import Sweeper
 from framework.sweep_table import TableRow
 
@@ -41,11 +42,12 @@ class Search:
         self._interrupted = self._study.get_trials(states=(TrialState.RUNNING,))
         self._running: dict[Job, _Watched] = {}
         self._codes: list[int] = []
+        self._checked: dict[int, tuple[dict[str, Any], list[Problem]]] = {}
 
     def next(self) -> Job | None:
         while (trial := self._next_trial()) is not None:
             values = {key: _draw(trial, key, space) for key, space in self._multirun.swept.items()}
-            config, problems = check(self._multirun.line(values), world_size=None)
+            config, problems = self._check(trial.number, values)
             if not problems:
                 job = Job(values, line=self._multirun.line(values), config=config)
                 self._running[job] = _Watched(trial, job, monitor=self._monitor)
@@ -90,10 +92,15 @@ class Search:
         if trial.params.keys() != self._multirun.swept.keys():
             return None  # killed while it was drawn
         values = {key: str(value) for key, value in trial.params.items()}
-        config, problems = check(self._multirun.line(values), world_size=None)
+        config, problems = self._check(trial.number, values)
         state = {TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}.get(trial.state)
         row = TableRow.read(config, values, state=state)
         return replace(row, error=str(problems[0])) if problems else row
+
+    def _check(self, number: int, values: Values) -> tuple[dict[str, Any], list[Problem]]:
+        if number not in self._checked:  # a twentieth of a second, for every trial at every end of one
+            self._checked[number] = check(self._multirun.line(values), world_size=None)
+        return self._checked[number]
 
     @property
     def code(self) -> int:

@@ -46,7 +46,7 @@ def work(frozen: Frozen, scratch: Path | None) -> int:
 def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None) -> int:
     config = thaw(frozen)
     if environment.local_world_size > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // environment.local_world_size))
     with ExitStack() as at_end, _watched(frozen, environment, scratch, timeout_s=config["launch"]["timeout_s"]) as board:
         world = World.start(
             environment,

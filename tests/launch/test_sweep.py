@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from framework.launch.jobs import Job, Pool, exit_code
 from framework.launch.sweep import sweep
@@ -227,6 +228,23 @@ def test_a_signal_to_a_sweep_ends_all_its_jobs_with_a_checkpoint(signum: int, tm
     ended = swept(*line, root=root)
     for row in table(ended)[:1]:
         assert_same_bits(job(ended, row), finished(*RUN, f"seed={row['seed']}", root=tmp_path / "alone"))
+
+
+def test_jobs_at_a_time_share_the_cpus(tmp_path: Path) -> None:
+    folder, cpus = tmp_path / "cpus", os.sched_getaffinity(0)
+    folder.mkdir()
+
+    def note() -> None:
+        share = os.sched_getaffinity(0)
+        assert torch.get_num_threads() <= len(share)
+        (folder / str(os.getpid())).write_text(" ".join(map(str, share)))
+        wait_until(lambda: len(list(folder.iterdir())) == 2, what="two jobs do not run at a time")
+
+    ended = swept(*SHORT, *TWO_AT_A_TIME, "seed=1,2", root=tmp_path / "runs", before=after_step(1, note))
+    assert ended.code == 0, ended.output
+    one, other = ({int(cpu) for cpu in path.read_text().split()} for path in folder.iterdir())
+    assert one | other == cpus and (not one & other or len(cpus) == 1)
+    assert "training" not in ended.output and all("training" in path.read_text() for path in ended.root.glob("sweeps/*/logs/*"))
 
 
 # --- the plan
