@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -140,15 +141,16 @@ def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None
     down = math.ceil(len(drawn) / across)
     figure = Figure(figsize=(1 + 4.5 * across, 0.6 + 3.4 * down), layout="constrained")
     best = best_of(rows, mode=mode)
-    told = f"; best {best.objective:.4g}: {' '.join(f'{k}={v}' for k, v in best.values.items())}" if best else ""
-    figure.suptitle(f"{monitor} ({mode}) of {len(rows)} jobs{told}", fontsize=10)
+    told = f"; best {best.objective:.4g}: {best.assignment}" if best else ""
+    figure.suptitle(textwrap.fill(f"{monitor} ({mode}) of {len(rows)} jobs{told}", 75 * across), fontsize=10)
     all_axes = figure.subplots(down, across, squeeze=False).flat
     for axes, panel in zip(all_axes, drawn):
         _draw_panel(axes, panel, rows, best)
         axes.set(xlabel=panel.key, ylabel=monitor)
     for axes in list(figure.axes)[len(drawn) :]:
         axes.set_visible(False)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    looks = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(looks.values(), looks.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     with replacing(target) as beside:
         figure.savefig(beside, dpi=120, format="png")
 

@@ -40,18 +40,31 @@ class Search:
             load_if_exists=True,
         )
         self._interrupted = self._study.get_trials(states=(TrialState.RUNNING,))
+        self._held: tuple[Job, Trial] | None = None
         self._running: dict[Job, _Watched] = {}
         self._codes: list[int] = []
         self._checked: dict[int, tuple[dict[str, Any], list[Problem]]] = {}
 
+    @property
+    def num_left(self) -> int:
+        return max(0, self._sweeper.n_trials - len(self._study.trials)) + len(self._interrupted)
+
     def next(self) -> Job | None:
+        if self._held is None:
+            self._held = self._drawn()
+        if self._held is None or any(self._held[0].directory.path == job.directory.path for job in self._running):
+            return None  # of two trials that are the same run, the second takes the first one's result
+        job, trial = self._held
+        self._running[job] = _Watched(trial, job, monitor=self._monitor)
+        self._held = None
+        return job
+
+    def _drawn(self) -> tuple[Job, Trial] | None:
         while (trial := self._next_trial()) is not None:
             values = {key: _draw(trial, key, space) for key, space in self._multirun.swept.items()}
             config, problems = self._check(trial.number, values)
             if not problems:
-                job = Job(values, line=self._multirun.line(values), config=config)
-                self._running[job] = _Watched(trial, job, monitor=self._monitor)
-                return job
+                return Job(values, line=self._multirun.line(values), config=config), trial
             for problem in problems:  # of this combination: its single values were checked
                 LOGGER.error("trial %d: %s", trial.number, problem)
             self._study.tell(trial, state=TrialState.FAIL)

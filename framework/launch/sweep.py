@@ -24,8 +24,12 @@ from framework.sweep_table import TableRow, best_of, draw, listing, write_csv
 class Source(Protocol):
     """Where the jobs of a sweep come from."""
 
+    @property
+    def num_left(self) -> int:
+        """How many jobs have not finished."""
+
     def next(self) -> Job | None:
-        """Return a job to run now; None if there is none left."""
+        """Return a job to run now; None if there is none, as long as none of those that run has ended."""
 
     def is_hopeless(self, job: Job) -> bool:
         """Return whether a job that is running is to be stopped."""
@@ -47,6 +51,10 @@ class Grid:
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
         self._waiting = list(jobs)
+
+    @property
+    def num_left(self) -> int:
+        return sum(not job.is_done for job in self._jobs)
 
     def next(self) -> Job | None:
         return self._waiting.pop(0) if self._waiting else None
@@ -158,8 +166,9 @@ def _plan(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
 
 
 def _run(source: Source, multirun: Multirun, config: dict[str, Any], directory: Path) -> int:
-    pool = Pool(size=multirun.num_at_a_time, logs=directory / "logs")
-    PREEMPTION.speaks = multirun.num_at_a_time > 1  # otherwise the job does
+    size = max(1, min(multirun.num_at_a_time, source.num_left))
+    pool = Pool(size=size, logs=directory / "logs")
+    PREEMPTION.speaks = size > 1  # otherwise the job does
     PREEMPTION.watch()
     _record(source, directory)
     while not PREEMPTION.requested or pool.running:
@@ -179,7 +188,7 @@ def _run(source: Source, multirun: Multirun, config: dict[str, Any], directory: 
         for job in pool.wait(timeout_s=0.2):
             source.note(job)
             _record(source, directory)
-            if multirun.num_at_a_time > 1:
+            if size > 1:
                 LOGGER.info("%s", f"{TableRow.read(job.config, job.values, code=job.code).state}: {job}")
     return _end(source, config, directory)
 

@@ -13,7 +13,7 @@ from framework.launch.search import _Watched
 from framework.preemption import PREEMPTION
 from framework.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, finished
-from tests.launch.test_sweep import job, no_process, swept, table, wait_until
+from tests.launch.test_sweep import TWO_AT_A_TIME, job, no_process, swept, table, wait_until
 from tests.test_resume import RUN, after_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +119,14 @@ def test_a_trial_that_diverges_is_recorded_as_failed_and_the_search_goes_on(tmp_
     assert again.code == 0 and again.output.count("running ") == 0
     diverged = swept(*line[:-3], "optimizer.lr=choice(1e30)", trials(1), root=tmp_path / "diverged")
     assert diverged.code == 70
+
+
+def test_two_trials_at_a_time_that_are_the_same_run_are_run_once(tmp_path: Path) -> None:
+    line = [*SEARCH, *TWO_AT_A_TIME, "seed=choice(1)", trials(3), "trainer.max_epochs=1"]
+    ended = swept(*line, root=tmp_path / "runs")
+    assert ended.code == 0, ended.output
+    assert [row["state"] for row in table(ended)] == ["finished"] * 3
+    assert (ended.output.count("running "), ended.output.count("finished already")) == (1, 2)
 
 
 def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None:
