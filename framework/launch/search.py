@@ -23,7 +23,7 @@ from framework.sweep_table import TableRow
 class Search:
     """The trials, kept in `search.db` (SQLite), so that a search that was killed goes on.
 
-    What a trial draws follows from the seed, its number and the trials before it, whatever was killed in between.
+    A draw follows from the seed, the trial's number, the key, and the trials before it, whatever was killed in between.
     """
 
     def __init__(self, multirun: Multirun, config: dict[str, Any], directory: Path) -> None:
@@ -47,7 +47,8 @@ class Search:
 
     @property
     def num_left(self) -> int:
-        return max(0, self._sweeper.n_trials - len(self._study.trials)) + len(self._interrupted)
+        trials = self._study.trials
+        return max(self._sweeper.n_trials, len(trials)) - sum(trial.state.is_finished() for trial in trials)
 
     def next(self) -> Job | None:
         if self._held is None:
@@ -61,7 +62,7 @@ class Search:
 
     def _drawn(self) -> tuple[Job, Trial] | None:
         while (trial := self._next_trial()) is not None:
-            values = {key: _draw(trial, key, space) for key, space in self._multirun.swept.items()}
+            values = {key: self._draw(trial, key) for key in self._multirun.swept}
             config, problems = self._check(trial.number, values)
             if not problems:
                 return Job(values, line=self._multirun.line(values), config=config), trial
@@ -74,12 +75,20 @@ class Search:
     def _next_trial(self) -> Trial | None:
         """Return a trial that was interrupted, to be continued, or else a new one."""
         frozen = self._interrupted.pop(0) if self._interrupted else None
-        number = len(self._study.trials) if frozen is None else frozen.number
-        if number >= self._sweeper.n_trials and frozen is None:
+        if frozen is None and len(self._study.trials) >= self._sweeper.n_trials:
             return None
-        self._study.sampler = _sampler(self._sweeper, number=number)
         # Optuna's own name for a trial in the storage, which no public call gives
         return self._study.ask() if frozen is None else Trial(self._study, frozen._trial_id)
+
+    def _draw(self, trial: Trial, key: str) -> str:
+        """Draw a value, or return the one that was drawn before the trial was interrupted."""
+        space = self._multirun.swept[key]
+        self._study.sampler = _sampler(self._sweeper, draw=[trial.number, key])
+        if not isinstance(space, Interval):
+            return str(trial.suggest_categorical(key, space))
+        if isinstance(space.low, int) and isinstance(space.high, int):
+            return str(trial.suggest_int(key, space.low, space.high, step=int(space.step or 1), log=space.log))
+        return str(trial.suggest_float(key, space.low, space.high, step=space.step, log=space.log))
 
     def is_hopeless(self, job: Job) -> bool:
         return self._running[job].is_hopeless()
@@ -104,7 +113,7 @@ class Search:
     def _row(self, trial: FrozenTrial) -> TableRow | None:
         if trial.params.keys() != self._multirun.swept.keys():
             return None  # killed while it was drawn
-        values = {key: str(value) for key, value in trial.params.items()}
+        values = {key: str(trial.params[key]) for key in self._multirun.swept}
         config, problems = self._check(trial.number, values)
         state = {TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}.get(trial.state)
         row = TableRow.read(config, values, state=state)
@@ -122,17 +131,9 @@ class Search:
         return Exit.FINISHED if is_won and Exit.PREEMPTED not in self._codes else exit_code(self._codes)
 
 
-def _draw(trial: Trial, key: str, space: list[str] | Interval) -> str:
-    """Draw a value, or return the one that was drawn before the trial was interrupted."""
-    if not isinstance(space, Interval):
-        return str(trial.suggest_categorical(key, space))
-    if isinstance(space.low, int) and isinstance(space.high, int):
-        return str(trial.suggest_int(key, space.low, space.high, step=int(space.step or 1), log=space.log))
-    return str(trial.suggest_float(key, space.low, space.high, step=space.step, log=space.log))
-
-
-def _sampler(sweeper: Sweeper, *, number: int) -> optuna.samplers.BaseSampler:
-    seed = int(digest_of([sweeper.seed, number])[:8], 16)
+def _sampler(sweeper: Sweeper, *, draw: list[Any]) -> optuna.samplers.BaseSampler:
+    """Return a sampler of one draw: a search that was killed between two draws goes on with the second."""
+    seed = int(digest_of([sweeper.seed, *draw])[:8], 16)
     return optuna.samplers.RandomSampler(seed) if sweeper.sampler == "random" else optuna.samplers.TPESampler(seed=seed)
 
 

@@ -157,7 +157,7 @@ def _source(multirun: Multirun, jobs: list[Job], directory: Path) -> Source:
 
 def _plan(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
     """List the jobs and how they stand; of a search, those that have been drawn."""
-    is_new = multirun.sweeper is not None and not directory.exists()
+    is_new = multirun.sweeper is not None and not (directory / "search.db").exists()
     rows = [] if is_new else _source(multirun, jobs, directory).rows()
     print(listing(rows), end="")
     if multirun.sweeper is not None:
@@ -213,7 +213,7 @@ def _end(source: Source, config: dict[str, Any], directory: Path) -> int:
     LOGGER.info("%s", f"{len(rows)} jobs: {', '.join(f'{n} {state}' for state, n in states.items())}; see {directory}")
     if (best := best_of(rows, mode=mode)) is not None:
         LOGGER.info("%s", f"best {monitor} {best.objective:.4g}: {best.assignment}, in {best.directory.path}")
-    if PREEMPTION.requested:
+    if PREEMPTION.requested and source.num_left:
         LOGGER.info("stopped; the same command continues")
         return Exit.PREEMPTED
     if states["failed"]:
