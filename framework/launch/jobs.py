@@ -95,8 +95,7 @@ class Pool:
 
 def _run(line: list[str], share: set[int], log: Path | None) -> None:
     die_with_parent()
-    PREEMPTION.reset()
-    PREEMPTION.watch()
+    PREEMPTION.watch()  # a signal that came just before the fork is in it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if log is not None:
         _take_share(share)
