@@ -1,6 +1,7 @@
 """Composing and identifying the configuration: from a command line to plain, resolved data."""
 
-from itertools import islice
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,13 @@ def compose(overrides: list[str]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _compose(choices: list[str]) -> DictConfig:
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return hydra_compose("config", overrides=choices)
+    return copy.deepcopy(_composed(CONF, tuple(choices)))
+
+
+@cache  # a tenth of a second, which most jobs of a sweep have in common
+def _composed(conf: Path, choices: tuple[str, ...]) -> DictConfig:
+    with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
+        return hydra_compose("config", overrides=list(choices))
 
 
 def _sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], list[Problem]]:
@@ -99,10 +105,10 @@ def _sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], li
     values: list[Override] = []
     problems: list[Problem] = []
     for text in overrides:
-        override = _parse(text)
+        override = parse(text)
         if override is None or not override.key_or_group:
             options_of = {group: options(group) for group in groups()}
-            problems.append(syntax_problem(text, parses=lambda t: _parse(t) is not None, options=options_of))
+            problems.append(syntax_problem(text, parses=lambda t: parse(t) is not None, options=options_of))
         elif problem := _refusal(override, text):
             problems.append(problem)
         elif override.key_or_group in groups() and not isinstance(override.value(), dict):
@@ -115,7 +121,8 @@ def _sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], li
     return choices, values, problems
 
 
-def _parse(text: str) -> Override | None:
+def parse(text: str) -> Override | None:
+    """Parse one override, as Hydra does; None if it is none."""
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError):  # ValueError: an integer of more digits than Python converts
@@ -137,9 +144,14 @@ def option_node(group: str, option: str) -> dict[str, Any]:
     return yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
 
 
+def is_hydras(key: str) -> bool:
+    """Return whether a key or group is Hydra's own: `hydra.x` or `hydra/x`."""
+    return key.split("/")[0].split(".")[0] == "hydra"
+
+
 def _refusal(override: Override, text: str) -> Problem | None:
     key = override.key_or_group
-    if key.split("/")[0].split(".")[0] == "hydra":
+    if is_hydras(key):
         what = "is Hydra's own and does nothing in a single run"
         return Problem(key, what, "run.root and run.dir say where a run goes")
     if override.type == OverrideType.DEL:
@@ -223,22 +235,6 @@ def _one_line(error: Exception) -> str:
     if "ecursi" in str(error):  # OmegaConf tells one kind itself, and of the other only how deep Python's stack is
         return "it refers to itself"
     return " ".join(str(error).split("\n    full_key:")[0].split())
-
-
-def sweep_points(overrides: list[str]) -> list[list[str]]:
-    """Return command lines that together hold every value of a sweep: the first of each, then one changed at a time."""
-    first: list[str] = []
-    others: list[tuple[int, str]] = []
-    for text in overrides:
-        override = _parse(text)
-        if override is not None and override.is_discrete_sweep():
-            key = override.get_key_element()
-            values = [f"{key}={value}" for value in islice(override.sweep_string_iterator(), 1000)]
-            others += [(len(first), value) for value in values[1:]]
-            first.append(values[0])
-        elif not text.startswith("hydra"):
-            first.append(text)
-    return [first, *([*first[:place], value, *first[place + 1 :]] for place, value in others)]
 
 
 def force_values(arguments: list[str]) -> list[str]:

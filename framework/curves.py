@@ -6,7 +6,7 @@ from typing import Any
 from framework.metrics import read_rows
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
-_NOT_CURVES = ("step", "split", "epoch", "samples_per_s", "lr", "grad_norm")
+NOT_CURVES = ("step", "split", "epoch", "samples_per_s", "lr", "grad_norm")
 
 
 def draw_curves(metrics: Path, target: Path, *, title: str) -> None:
@@ -14,7 +14,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str) -> None:
     from matplotlib.figure import Figure  # half a second: only at the end of a run
 
     rows = read_rows(metrics)
-    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in _NOT_CURVES]
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in NOT_CURVES]
     if not names:
         return
     figure = Figure(figsize=(5 * len(names), 3.6), layout="constrained")

@@ -16,7 +16,9 @@ Examples
   python train.py model=vit optimizer.lr=1e-3 name=first
   python train.py model=gpt dataset=text precision=bf16 trainer.max_epochs=1
   python train.py parallel=ddp launch.nproc_per_node=2
-  python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1,2    six runs
+  python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1,2    six runs; with hydra/launcher=joblib several at a time
+  python train.py mode=plan -m optimizer.lr=1e-3,3e-3     how they stand; runs none
+  python train.py -m "optimizer.lr=tag(log, interval(1e-4, 1e-1))" hydra/sweeper=optuna    a search (docs/sweeps.md)
 """
 
 

@@ -46,8 +46,13 @@ class MetricsFile:
 
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a `metrics.jsonl`, in order; what is not a row (a line that a crash cut short) is left out."""
+    return rows_in(path.read_bytes())
+
+
+def rows_in(content: bytes) -> list[Row]:
+    """Return the rows among the lines of `content`."""
     rows = []
-    for line in path.read_bytes().splitlines():
+    for line in content.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

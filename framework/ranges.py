@@ -9,7 +9,7 @@ from framework.problems import Problem, shown
 
 _AT_LEAST_ONE = (
     "dim depth patch_size image_size in_channels channels vocab_size seq_len max_steps max_epochs eval_every "
-    "log_every every sync_every keep_last back limit patience nproc_per_node hidden " + " ".join(MESH_AXES)
+    "log_every every sync_every keep_last back limit patience nproc_per_node hidden n_trials " + " ".join(MESH_AXES)
 ).split()
 _AT_LEAST_ZERO = (
     "seed num_workers keep_best weight_decay adamw_weight_decay warmup_steps decay_steps min_delta "
@@ -46,6 +46,8 @@ def range_of(name: str) -> Range | None:
         return Range("from 0 to 1", 0, 1)
     if name in _BELOW_ONE:
         return Range("at least 0 and below 1", 0, 1, open_right=True)
+    if name == "n_jobs":
+        return Range("at least 1, or -1 for one each CPU", -1)
     if name == "ema_decay":
         return Range("above 0 and below 1", 0, 1, open_left=True, open_right=True)
     if name in _AT_LEAST_ONE or name.startswith("num_") or name.endswith("_size"):

@@ -72,6 +72,15 @@ class RunDirectory:
             LOGGER.warning("%s could not be written: %s", self.summary, error.strerror)
 
     @property
+    def state(self) -> str:
+        """`missing`, `running`, `killed` (without a last word), `preempted`, `failed` or `finished`."""
+        if Lock(self.path).is_held:
+            return "running"
+        status = self.read_summary().get("status", "missing")
+        is_cut = status == "running" or (status == "finished" and not self._has_whole_weights())
+        return "killed" if is_cut else str(status)
+
+    @property
     def is_finished(self) -> bool:
         return self.read_summary().get("status") == "finished" and self._has_whole_weights()
 
@@ -137,6 +146,18 @@ class Lock:
                 return descriptor
         os.close(descriptor)
         return None
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether a process, this one included, holds the lock now."""
+        try:
+            with open(self.path) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
 
     def release(self) -> None:
         if self._descriptor is not None:

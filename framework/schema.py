@@ -82,7 +82,7 @@ class Config(Section):
     """The root. The component groups are checked against their `_target_`'s signature ."""
 
     name: str
-    mode: Literal["train"]
+    mode: Literal["train", "plan"]
     seed: int
     global_batch_size: int
     micro_batch_size: int | None
@@ -103,6 +103,21 @@ class Config(Section):
     logger: dict[str, Any]  # components by name, each checked like the others
 
 
+class Launcher(Section):
+    """hydra.launcher: how many jobs of a sweep run at a time."""
+
+    n_jobs: int
+
+
+class Sweeper(Section):
+    """hydra.sweeper: how a search draws its trials."""
+
+    n_trials: int
+    seed: int
+    sampler: Literal["tpe", "random"]
+    pruner: Literal["median", "none"]
+
+
 COMPONENTS = ("model", "dataset", "task", "parallel", "optimizer", "scheduler")
 
 
@@ -120,6 +135,12 @@ def schema_problems(config: dict[str, Any]) -> list[Problem]:
         problems += _logger_problems(name, node)
     wrong = {problem.key for problem in problems}
     return problems + [problem for problem in range_problems(config) if problem.key not in wrong]
+
+
+def settings_problems(section: type[Launcher] | type[Sweeper], values: dict[str, Any], *, prefix: str) -> list[Problem]:
+    """Return every unknown key, wrong type and value out of its range in a sweep's settings."""
+    known = [prefix + name for name in section.model_fields]
+    return _problems(section, values, prefix=prefix, known=known) or range_problems(values, prefix)
 
 
 def _logger_problems(name: str, node: Any) -> list[Problem]:

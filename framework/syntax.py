@@ -44,6 +44,9 @@ def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple
     if "--multirun" in flags and is_launched:
         problems.append(Problem("-m", "a sweep cannot run under torchrun or mpirun",
                                 "python train.py -m ..., with launch.nproc_per_node for the processes of each run"))
+    if "--multirun" in flags and len(flags) > 1:
+        other = next(flag for flag in flags if flag != "--multirun")
+        problems.append(Problem(other, "is about one run, and -m about several", "without -m; mode=plan -m lists the jobs"))
     if "--resolve" in flags and "--cfg" not in flags:
         problems.append(Problem("--resolve", "resolves what --cfg prints, and there is none", "--cfg job --resolve"))
     return flags, overrides, problems

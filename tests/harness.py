@@ -61,15 +61,17 @@ def begin(
     before: Callable[[], None] | None = None,
     leave: Callable[[int], None] = os._exit,
     with_curves: bool = False,
+    run: Callable[[list[str]], int] = start,
 ) -> Any:
     """Start `python train.py OVERRIDES run.root=ROOT` in a child process of a group of its own; return the process.
 
+    `run` takes the line: `start`, or what `python train.py -m` does.
     `before` runs in the child first: to plant a fault. `leave` ends it; sys.exit does so as an interpreter would.
     The picture of the curves, a third of a short run's time, is drawn only on demand.
     """
     root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # so that a child's collector does not touch (and so copy) what it inherits
-    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], _output(root), before, leave, with_curves))
+    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], _output(root), before, leave, with_curves, run))
     process.start()
     return process
 
@@ -99,6 +101,7 @@ def _child(
     before: Callable[[], None] | None,
     leave: Callable[[int], None],
     with_curves: bool,
+    run: Callable[[list[str]], int],
 ) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
@@ -110,7 +113,7 @@ def _child(
             framework.run.draw_curves = lambda *_, **__: None
         if before is not None:
             before()
-        code = start(overrides)
+        code = run(overrides)
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the ground up. A name with a slash at its end is a package; a package's modules may import each other.
 FLOORS = [
     ["environment", "log", "keys", "splitmix", "files", "frozen", "outcome", "problems", "secrets", "mesh", "ranges", "signatures", "schema", "syntax",
-     "config", "help", "preemption", "parent", "board", "stacks", "verdict", "hang", "mpi", "mpi_buffers", "mpi_work", "mpi_group", "world", "run_directory", "torchvision_import"],
+     "config", "multirun", "help", "preemption", "parent", "board", "stacks", "verdict", "hang", "mpi", "mpi_buffers", "mpi_work", "mpi_group", "world", "run_directory", "torchvision_import"],
     ["tree", "tree_sum", "shards", "engine", "modules", "optim", "muon", "loss_scale", "averaging", "divergence", "schedules", "precision", "metrics", "sync_batchnorm", "checkpoint/", "tasks/"],
     ["parallel/", "data/", "loggers/"],
-    ["recorder", "trainer", "curves"],
+    ["recorder", "trainer", "curves", "sweep_table"],
     ["build", "run", "preflight", "processes", "tryout"],
     ["launch/"],
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 
 from framework import mpi
 from framework.launch.start import check
+from framework.multirun import read
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,10 +37,12 @@ def test_a_command_of_the_documentation_is_a_valid_configuration(
             pytest.skip(f"no MPI here: {mpi.INSTALL}")
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    if "-m" in rest:  # a sweep: its first job
-        overrides = [word.partition(",")[0] for word in overrides]
+    lines, problems = [overrides], []
+    if "-m" in rest:
+        sweep, problems = read(overrides)
+        lines = [sweep.line(values) for values in sweep.samples()]
     world_size = 2 if "parallel" in line and "launch" not in line else None
-    _, problems = check(overrides, world_size=world_size)
+    problems += [problem for overrides in lines for problem in check(overrides, world_size=world_size)[1]]
     problems = [problem for problem in problems if "not found" not in problem.what and problem.key != "dataset.root"]
     assert not problems, problems
 

@@ -18,6 +18,7 @@ from framework.outcome import Exit
 from framework.preemption import PREEMPTION
 from framework.problems import Problem
 from framework.run_directory import Busy, Lock, RunDirectory
+from framework.sweep_table import TableRow, listing
 from framework.tryout import try_out
 
 
@@ -25,7 +26,6 @@ def start(overrides: list[str]) -> int:
     """Run one command line to its end. Returns the exit code."""
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    PREEMPTION.reset()
     PREEMPTION.speaks = environment.rank == 0
     PREEMPTION.watch()
     if environment.is_launched:
@@ -74,6 +74,9 @@ def admit(overrides: list[str], *, world_size: int | None) -> dict[str, Any] | E
     config, problems = check(overrides, world_size=world_size)
     if problems:
         return report(problems)
+    if config["mode"] == "plan":
+        print(listing([TableRow.read(config, dict(override.split("=", 1) for override in overrides))]), end="")  # type: ignore[misc]
+        return Exit.FINISHED
     directory = RunDirectory(Path(config["run"]["dir"]))
     if directory.is_finished and config["run"]["resume"] != "never":
         _tell_result(directory)

@@ -1,64 +1,225 @@
-"""The jobs of a sweep, one after the other, each in a process of its own."""
+"""A sweep: its jobs checked, run, and told of at the end. The same command again runs only what is missing."""
 
-import multiprocessing
-import os
-import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
 
-from framework.launch.start import start
+import yaml
+
+from framework import log
+from framework.files import make_directory, write_atomically
+from framework.frozen import digest_of
+from framework.launch.jobs import Job, Pool, exit_code
+from framework.launch.start import check, report
+from framework.log import LOGGER
+from framework.multirun import Multirun, Values, read
 from framework.outcome import Exit
-from framework.parent import die_with_parent
 from framework.preemption import PREEMPTION
+from framework.problems import Problem
+from framework.run_directory import Busy, Lock
+from framework.sweep_table import TableRow, best_of, draw, listing, write_csv
 
 
-class Sweep:
-    """Runs command lines and remembers how they ended. One that fails does not stop the next."""
+class Source(Protocol):
+    """Where the jobs of a sweep come from."""
 
-    def __init__(self) -> None:
-        self._codes: dict[str, int] = {}  # by command line
+    @property
+    def num_left(self) -> int:
+        """How many jobs have not finished."""
 
-    def run(self, overrides: list[str]) -> int:
-        """Run one command line to its end. Returns its exit code."""
-        line = " ".join(argument.lstrip("+") for argument in overrides)
-        print(f"job {len(self._codes)}: {line}", file=sys.stderr)
-        self._codes[line] = _start_in_child(overrides)
-        return self._codes[line]
+    def next(self) -> Job | None:
+        """Return a job to run now; None if there is none, as long as none of those that run has ended."""
 
-    def report(self) -> int:
-        """Name the jobs that failed. Returns the sweep's exit code."""
-        failed = {line: code for line, code in self._codes.items() if code not in (Exit.FINISHED, Exit.PREEMPTED)}
-        if failed:
-            print(f"{len(failed)} of {len(self._codes)} jobs failed:", file=sys.stderr)
-        for line, code in failed.items():
-            print(f"  exit {code}: {line}", file=sys.stderr)
-        return max(self._codes.values(), default=Exit.FINISHED)
+    def is_hopeless(self, job: Job) -> bool:
+        """Return whether a job that is running is to be stopped."""
+
+    def note(self, job: Job) -> None:
+        """Take in that a job has ended, as its `code` says."""
+
+    def rows(self) -> list[TableRow]:
+        """Return how the jobs stand."""
+
+    @property
+    def code(self) -> int:
+        """The sweep's exit code, as far as it has come."""
 
 
-def _start_in_child(overrides: list[str]) -> int:
-    """Run one command line to its end in a forked child. Returns its exit code.
+class Grid:
+    """The jobs that a command line lists."""
 
-    What a job leaves in its process (memory, CUDA, the threads of OpenMP, which a later fork would not survive) is gone
-    with it. torch is imported here, once, for all jobs.
+    def __init__(self, jobs: list[Job]) -> None:
+        self._jobs = jobs
+        self._waiting = list(jobs)
+
+    @property
+    def num_left(self) -> int:
+        return sum(not job.is_done for job in self._jobs)
+
+    def next(self) -> Job | None:
+        return self._waiting.pop(0) if self._waiting else None
+
+    def is_hopeless(self, job: Job) -> bool:
+        return False
+
+    def note(self, job: Job) -> None:
+        pass
+
+    def rows(self) -> list[TableRow]:
+        return [TableRow.read(job.config, job.values, code=job.code) for job in self._jobs]
+
+    @property
+    def code(self) -> int:
+        return exit_code([job.code for job in self._jobs if job.code is not None])
+
+
+def sweep(overrides: list[str], problems: list[Problem]) -> int:
+    """Run a `-m` line to its end; `problems` are those of its flags. Returns the exit code."""
+    log.start_console(rank=0)
+    multirun, found = read(overrides)
+    jobs, problems = _checked(multirun, [*problems, *found])
+    if problems:
+        return report(problems)
+    directory = _directory(multirun, jobs)
+    if jobs[0].config["mode"] == "plan":
+        return _plan(multirun, jobs, directory)
+    lock = Lock(directory)
+    try:
+        lock.take()
+        _describe(overrides, multirun, directory)
+    except Busy as busy:
+        LOGGER.error("%s", busy)
+        return busy.code
+    except OSError as error:
+        LOGGER.error("the sweep's directory cannot be written: %s", error)
+        return Exit.DISK
+    try:
+        return _run(_source(multirun, jobs, directory), multirun, jobs[0].config, directory)
+    finally:
+        lock.release()
+
+
+def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], list[Problem]]:
+    """Return the jobs that are known before the first runs (all, but of a search), with every problem of the line.
+
+    Every value is looked at first, so that one that is wrong is told once; then every combination.
     """
-    import torch  # noqa: F401
+    jobs, found = _composed(multirun, multirun.samples())
+    problems = [*problems, *(problem for problem in found if problem not in problems)]
+    if problems or multirun.sweeper is not None:
+        return jobs, problems
+    jobs, problems = _composed(multirun, multirun.combinations())
+    by_place: dict[str, Job] = {}
+    for job in jobs:
+        other = by_place.setdefault(job.config["run"]["dir"], job)
+        if other.config["run"]["id"] != job.config["run"]["id"]:
+            what = f"{other.directory.path} would hold several runs ({other}; {job})"
+            return [], [Problem("run.dir", what, "run.root and name can be given to a sweep")]
+    if len(by_place) < len(jobs):
+        LOGGER.warning("%d of these %d jobs are the same run as another", len(jobs) - len(by_place), len(jobs))
+    return list(by_place.values()), problems
 
+
+def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], list[Problem]]:
+    jobs: list[Job] = []
+    problems: dict[Problem, None] = {}
+    for values in all_values:
+        config, found = check(multirun.line(values), world_size=None)
+        problems |= dict.fromkeys(found)
+        if not found:
+            jobs.append(Job(values, line=multirun.line(values), config=config))
+    return jobs, list(problems)
+
+
+def _directory(multirun: Multirun, jobs: list[Job]) -> Path:
+    """Return where the sweep's record is: a hash of its runs; of a search, of where it starts, and how it draws."""
+    decides: Any = sorted([job.config["name"], job.config["run"]["id"]] for job in jobs)
+    if multirun.sweeper is not None:
+        spaces = {key: space if isinstance(space, list) else asdict(space) for key, space in multirun.swept.items()}
+        decides = [decides, spaces, multirun.sweeper.model_dump(exclude={"n_trials"})]
+    return Path(jobs[0].config["run"]["root"]) / "sweeps" / digest_of(decides)[:12]
+
+
+def _describe(overrides: list[str], multirun: Multirun, directory: Path) -> None:
+    """Say in the sweep's directory which sweep it is."""
+    write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *overrides]}))
+    if multirun.num_at_a_time > 1:
+        make_directory(directory / "logs")
+
+
+def _source(multirun: Multirun, jobs: list[Job], directory: Path) -> Source:
+    if multirun.sweeper is None:
+        return Grid(jobs)
+    from framework.launch.search import Search  # Optuna takes a second
+
+    return Search(multirun, jobs[0].config, directory)
+
+
+def _plan(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
+    """List the jobs and how they stand; of a search, those that have been drawn."""
+    is_new = multirun.sweeper is not None and not (directory / "search.db").exists()
+    rows = [] if is_new else _source(multirun, jobs, directory).rows()
+    print(listing(rows), end="")
+    if multirun.sweeper is not None:
+        print(f"{max(0, multirun.sweeper.n_trials - len(rows))} of {multirun.sweeper.n_trials} trials are still to be drawn")
+    return Exit.FINISHED
+
+
+def _run(source: Source, multirun: Multirun, config: dict[str, Any], directory: Path) -> int:
+    size = max(1, min(multirun.num_at_a_time, source.num_left))
+    pool = Pool(size=size, logs=directory / "logs")
+    PREEMPTION.speaks = size > 1  # otherwise the job does
     PREEMPTION.watch()
-    PREEMPTION.speaks = False  # the job does
-    if PREEMPTION.requested:
+    _record(source, directory)
+    while not PREEMPTION.requested or pool.running:
+        while pool.has_room and not PREEMPTION.requested and (job := source.next()) is not None:
+            if job.is_done:
+                job.code = Exit.FINISHED
+                source.note(job)
+                LOGGER.info("finished already: %s, in %s", job, job.directory.path)
+            else:
+                LOGGER.info("running %s, in %s", job, job.directory.path)
+                pool.start(job)
+        if not pool.running:
+            break
+        for job in pool.running:
+            if source.is_hopeless(job):
+                pool.stop(job)
+        for job in pool.wait(timeout_s=0.2):
+            source.note(job)
+            _record(source, directory)
+            if size > 1:
+                LOGGER.info("%s", f"{TableRow.read(job.config, job.values, code=job.code).state}: {job}")
+    return _end(source, config, directory)
+
+
+def _record(source: Source, directory: Path) -> None:
+    try:
+        write_csv(source.rows(), directory / "sweep.csv")
+    except OSError as error:
+        LOGGER.warning("%s could not be written: %s", directory / "sweep.csv", error.strerror)
+
+
+def _end(source: Source, config: dict[str, Any], directory: Path) -> int:
+    """Draw the picture, name the best and those that failed. Returns the exit code."""
+    monitor, mode = config["checkpoint"]["monitor"], config["checkpoint"]["mode"]
+    _record(source, directory)
+    rows = source.rows()
+    try:
+        draw(rows, directory / "sweep.png", monitor=monitor, mode=mode)
+    except OSError as error:
+        LOGGER.warning("%s could not be written: %s", directory / "sweep.png", error.strerror)
+    states = Counter(row.state for row in rows)
+    LOGGER.info("%s", f"{len(rows)} jobs: {', '.join(f'{n} {state}' for state, n in states.items())}; see {directory}")
+    if (best := best_of(rows, mode=mode)) is not None:
+        LOGGER.info("%s", f"best {monitor} {best.objective:.4g}: {best.assignment}, in {best.directory.path}")
+    if PREEMPTION.requested and source.num_left:
+        LOGGER.info("stopped; the same command continues")
         return Exit.PREEMPTED
-    sys.stdout.flush()
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(overrides,))
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
-
-
-def _run(overrides: list[str]) -> None:
-    die_with_parent()
-    os._exit(_flushed(start(overrides)))
-
-
-def _flushed(code: int) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
+    if states["failed"]:
+        LOGGER.info("%d of %d jobs failed:", states["failed"], len(rows))
+    for row in rows:
+        if row.state == "failed":
+            told = f"exit {row.code}: " if row.code is not None else ""
+            LOGGER.info("%s", f"  {told}{row.assignment}: {row.error}")
+    return source.code

@@ -50,7 +50,7 @@ def work(frozen: Frozen, scratch: Path | None, *, node_scratch: Path | None = No
 def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None, node_scratch: Path | None) -> int:
     config = thaw(frozen)
     if environment.local_world_size > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // environment.local_world_size))
     timeout_s = config["launch"]["timeout_s"]
     with ExitStack() as at_end, _watched(frozen, environment, node_scratch, timeout_s=timeout_s) as board:
         world = World.start(

@@ -1,0 +1,255 @@
+"""A search draws in the parent, goes on after trials that diverge, stops bad ones, and continues when it was killed."""
+
+import ast
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from optuna.study import Study
+from optuna.trial import Trial
+
+from framework.launch.search import _Watched
+from framework.preemption import PREEMPTION
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_same_bits, finished
+from tests.launch.test_sweep import TWO_AT_A_TIME, job, no_process, swept, table, wait_until
+from tests.test_resume import RUN, after_step
+
+ROOT = Path(__file__).resolve().parents[2]
+# 14 steps, evaluated after every fifth and the last
+SEARCH = [*RUN, "trainer.max_epochs=2", "checkpoint.every=null", "hydra/sweeper=optuna", "hydra.sweeper.pruner=none"]
+SPACE = ["optimizer.lr=tag(log,interval(1e-5,1e-1))", "model.dropout=0,0.1"]
+DRAWN = ("optimizer.lr", "model.dropout")
+
+
+def trials(n: int) -> str:
+    return f"hydra.sweeper.n_trials={n}"
+
+
+def drawn(rows: list[dict[str, str]]) -> list[tuple[str, ...]]:
+    return [tuple(row[key] for key in DRAWN) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """A search of four trials that nothing disturbs."""
+    ended = swept(*SEARCH, *SPACE, trials(4), root=tmp_path_factory.mktemp("whole") / "runs")
+    assert ended.code == 0, ended.output
+    return table(ended)
+
+
+def test_a_trial_is_a_run_and_its_objective_is_the_monitor(whole: list[dict[str, str]], tmp_path: Path) -> None:
+    assert len(set(drawn(whole))) == 4
+    assert {row["state"] for row in whole} == {"finished"}
+    row = whole[1]
+    assert 1e-5 <= float(row["optimizer.lr"]) <= 1e-1 and row["model.dropout"] in ("0", "0.1")
+    own = finished(*SEARCH[:-2], *(f"{key}={row[key]}" for key in DRAWN), root=tmp_path / "own")
+    assert own.directory.name == row["id"]
+    assert float(row["objective"]) == min(r["loss"] for r in own.rows if r["split"] == "val")
+
+
+def test_the_same_search_draws_the_same_and_a_longer_one_continues_it(whole: list[dict[str, str]], tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    first = swept(*SEARCH, *SPACE, trials(2), root=root)
+    assert drawn(table(first)) == drawn(whole)[:2]
+    longer = swept(*SEARCH, *SPACE, trials(3), root=root)
+    assert drawn(table(longer)) == drawn(whole)[:3]
+    assert longer.output.count("running ") == 1
+    assert swept(*SEARCH, *SPACE, trials(3), root=root, before=no_process).code == 0
+    plan = swept(*SEARCH, *SPACE, trials(4), "mode=plan", root=root)
+    assert [line.split()[1] for line in plan.output.splitlines()[:-1]] == ["finished"] * 3
+    assert plan.output.splitlines()[-1] == "1 of 4 trials are still to be drawn"
+
+
+def test_another_seed_or_sampler_is_another_search(whole: list[dict[str, str]], tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for line in (["hydra.sweeper.seed=1"], ["hydra.sweeper.sampler=random"]):
+        assert swept(*SEARCH, *SPACE, trials(1), *line, "trainer.max_epochs=1", root=root).code == 0
+    assert len(list(root.glob("sweeps/*/search.db"))) == 2
+
+
+def killed_in_trial(number: int) -> Callable[[], None]:
+    """Return what kills the search, and so everything, at the ninth step of one of its trials."""
+
+    def plant() -> None:
+        original = _Watched.__init__
+
+        def init(self: _Watched, trial: object, *args: object, **kwargs: object) -> None:
+            original(self, trial, *args, **kwargs)  # type: ignore[arg-type]
+            if self.trial.number == number:
+                after_step(9, lambda: os.kill(os.getppid(), signal.SIGKILL))()
+
+        _Watched.__init__ = init  # type: ignore[method-assign]
+
+    return plant
+
+
+def test_a_search_that_was_killed_goes_on_with_the_trial_it_was_in(whole: list[dict[str, str]], tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    line = [*SEARCH, *SPACE, trials(4), "checkpoint.every=4"]
+    killed = swept(*line, root=root, before=killed_in_trial(1))
+    assert killed.code == -signal.SIGKILL
+    ended = swept(*line, root=root)
+    assert ended.code == 0 and ended.output.count("running ") == 3
+    rows = table(ended)
+    assert drawn(rows) == drawn(whole)
+    assert [job(ended, row).summary["restarts"] for row in rows] == [0, 1, 0, 0]
+    assert_same_bits(job(ended, rows[1]), job(ended, whole[1]))
+
+
+def killed_around(owner: Any, name: str, *, before: bool) -> Callable[[], None]:
+    """Return what kills the search just before or after its second call of `owner.name`: in its second trial."""
+
+    def plant() -> None:
+        original, count = getattr(owner, name), [0]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            result = None if before and count[0] == 2 else original(*args, **kwargs)
+            if count[0] == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(owner, name, call)
+
+    return plant
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("call", [(Study, "ask"), (Trial, "suggest_float"), (Trial, "suggest_categorical"), (Study, "tell")])
+def test_killed_at_any_point_a_search_draws_as_if_it_had_not_been(
+    call: tuple[Any, str], before: bool, whole: list[dict[str, str]], tmp_path: Path
+) -> None:
+    line, root = [*SEARCH, *SPACE, trials(3)], tmp_path / "runs"
+    assert swept(*line, root=root, before=killed_around(*call, before=before)).code == -signal.SIGKILL
+    ended = swept(*line, root=root)
+    assert ended.code == 0, ended.output
+    assert drawn(table(ended)) == drawn(whole)[:3]
+
+
+def test_a_preempted_search_goes_on_too(whole: list[dict[str, str]], tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    stop = after_step(9, lambda: os.kill(os.getppid(), signal.SIGTERM))
+    stopped = swept(*SEARCH, *SPACE, trials(2), root=root, before=stop)
+    assert stopped.code == 75, stopped.output
+    assert [row["state"] for row in table(stopped)] == ["preempted"]
+    ended = swept(*SEARCH, *SPACE, trials(2), root=root)
+    assert ended.code == 0 and drawn(table(ended)) == drawn(whole)[:2]
+
+
+def test_a_trial_that_diverges_is_recorded_as_failed_and_the_search_goes_on(tmp_path: Path) -> None:
+    line = [*SEARCH, "optimizer=sgd", "optimizer.lr=1e-3,1e30", trials(4), "hydra.sweeper.sampler=random"]
+    ended = swept(*line, root=tmp_path / "runs")
+    assert ended.code == 0, ended.output
+    rows = table(ended)
+    assert {(row["optimizer.lr"], row["state"]) for row in rows} == {("0.001", "finished"), ("1e+30", "failed")}
+    assert all("not finite" in row["error"] for row in rows if row["state"] == "failed")
+    again = swept(*line, root=tmp_path / "runs", before=no_process)  # a failure is a result
+    assert again.code == 0 and again.output.count("running ") == 0
+    diverged = swept(*line[:-3], "optimizer.lr=choice(1e30)", trials(1), root=tmp_path / "diverged")
+    assert diverged.code == 70
+
+
+def test_two_trials_at_a_time_that_are_the_same_run_are_run_once(tmp_path: Path) -> None:
+    line = [*SEARCH, *TWO_AT_A_TIME, "seed=choice(1)", trials(3), "trainer.max_epochs=1"]
+    ended = swept(*line, root=tmp_path / "runs")
+    assert ended.code == 0, ended.output
+    assert [row["state"] for row in table(ended)] == ["finished"] * 3
+    assert (ended.output.count("running "), ended.output.count("finished already")) == (1, 2)
+
+
+def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None:
+    line = [*SEARCH, "global_batch_size=16,4", "micro_batch_size=2,8", trials(5), "trainer.max_epochs=1", "trainer.eval_every=null"]
+    ended = swept(*line, root=tmp_path / "runs")
+    assert ended.code == 0, ended.output
+    problem = "micro_batch_size: 8 is more than global_batch_size=4 (at most 4)"
+    refused = [row for row in table(ended) if row["state"] == "failed"]
+    assert 0 < len(refused) < 5 and {row["error"] for row in refused} == {problem}
+    assert {(row["global_batch_size"], row["micro_batch_size"]) for row in refused} == {("4", "8")}
+
+
+def watched_at_every_evaluation(folder: Path) -> Callable[[], None]:
+    """Return what has a run wait after each evaluation until the search has seen it; and, if hopeless, for the signal."""
+    folder.mkdir()
+
+    def plant() -> None:
+        is_hopeless, evaluate = _Watched.is_hopeless, Trainer.evaluate
+
+        def told(self: _Watched) -> bool:
+            answer = is_hopeless(self)
+            (folder / f"{self._rows._path.parent.name}_{self.step}_{answer}").touch()
+            return answer
+
+        def evaluated(self: Trainer, split: str) -> bool:
+            answer = evaluate(self, split)
+            name = f"{self.recorder.directory.path.name}_{self.progress.step}"
+            if split == "val" and not self.is_over:
+                wait_until(lambda: bool(list(folder.glob(f"{name}_*"))), what="nobody has looked")
+                if (folder / f"{name}_True").exists():
+                    wait_until(lambda: PREEMPTION.requested, what="nobody has stopped it")
+            return answer
+
+        _Watched.is_hopeless, Trainer.evaluate = told, evaluated  # type: ignore[method-assign]
+
+    return plant
+
+
+def losses(run: Ended) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in run.rows if row["split"] == "val"}
+
+
+def test_a_trial_that_is_worse_than_the_others_is_stopped(tmp_path: Path) -> None:
+    line = [*SEARCH[:-1], *SPACE, trials(8), "hydra.sweeper.sampler=random"]
+    ended = swept(*line, root=tmp_path / "runs", before=watched_at_every_evaluation(tmp_path / "seen"))
+    assert ended.code == 0, ended.output
+    rows = table(ended)
+    pruned = [row for row in rows if row["state"] == "pruned"]
+    assert pruned and {row["state"] for row in rows[:5]} == {"finished"}  # five show what is to be expected
+    for row in pruned:
+        assert int(row["step"]) < 14
+        step = max(r["step"] for r in job(ended, row).rows if r["split"] == "val")
+        others = [losses(job(ended, other)) for other in rows[: rows.index(row)] if other["state"] == "finished"]
+        own = losses(job(ended, row))
+        assert min(own[at] for at in own if at <= step) > median(other[step] for other in others)
+        assert f"pruned, at step {step}: optimizer.lr={row['optimizer.lr']}" in ended.output
+    plan = swept(*line, "mode=plan", root=tmp_path / "runs")
+    assert [text.split()[1] for text in plan.output.splitlines()[:-1]] == [row["state"] for row in rows]
+
+
+@pytest.mark.slow
+def test_what_is_drawn_and_stopped_does_not_depend_on_how_fast_the_search_looks(tmp_path: Path) -> None:
+    line = [*SEARCH[:-1], *SPACE, trials(20)]
+    slow = swept(*line, root=tmp_path / "slow", before=watched_at_every_evaluation(tmp_path / "seen"))
+    fast = swept(*line, root=tmp_path / "fast")
+    assert [(drawn([row]), row["state"]) for row in table(fast)] == [(drawn([row]), row["state"]) for row in table(slow)]
+    assert "pruned" in [row["state"] for row in table(fast)]
+
+
+def test_optuna_is_in_the_parent_alone() -> None:
+    users = {str(path.relative_to(ROOT)) for path in (ROOT / "framework").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, (ast.Import, ast.ImportFrom)) and "optuna" in ast.unparse(node)}  # fmt: skip
+    assert users == {"framework/launch/search.py"}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("seed=1", "hydra/sweeper: optuna, but there is nothing to search (as in "),
+        ("optimizer.lr=tag(log,interval(0,1))", "optimizer.lr: an interval to search goes up, with tag(log, ...) from above 0 (as in "),
+        ("optimizer.lr=interval(-1,1)", "optimizer.lr: -1.0 is out of range (above 0)"),
+        ("lr=interval(0,1)", "lr: unknown key (did you mean optimizer.lr?)"),
+        ("seed=1,2 hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials: 0 is out of range (at least 1)"),
+        ("seed=1,2 hydra.sweeper.prunner=none", "hydra.sweeper.prunner: unknown key (did you mean hydra.sweeper.pruner?)"),
+        ("seed=1,2 hydra.sweeper.sampler=cmaes", "hydra.sweeper.sampler: 'cmaes' is not valid (one of tpe, random)"),
+    ],
+)  # fmt: skip
+def test_a_search_with_a_mistake_starts_nothing(line: str, problem: str, tmp_path: Path) -> None:
+    refused = swept("hydra/sweeper=optuna", *line.split(), root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.startswith(problem) and refused.output.count("\n") == 1, refused.output
+    assert not list((tmp_path / "runs").iterdir())

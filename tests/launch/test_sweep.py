@@ -1,0 +1,370 @@
+"""A sweep is its runs: one after the other or several at a time, killed and continued, with its table and its picture."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from framework.launch.jobs import Job, Pool, exit_code
+from framework.launch.sweep import sweep
+from framework.multirun import Interval, read
+from framework.preemption import PREEMPTION
+from framework.run_directory import Lock, RunDirectory
+from framework.sweep_table import TableRow, draw, panels
+from tests.harness import Ended, assert_same_bits, begin, command, end, finished
+from tests.test_resume import RUN, after_step, preempt
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DDP = ["parallel=ddp", "launch.nproc_per_node=2"]
+SHORT = [*RUN, "trainer.max_epochs=null", "trainer.max_steps=2", "checkpoint.every=null"]
+TWO_AT_A_TIME = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+
+
+def multirun(line: list[str]) -> int:
+    return sweep(line, [])
+
+
+def swept(*line: str, root: Path, **options: Any) -> Ended:
+    return command(*line, root=root, run=multirun, **options)
+
+
+def table(ended: Ended) -> list[dict[str, str]]:
+    (path,) = ended.root.glob("sweeps/*/sweep.csv")
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def job(ended: Ended, row: dict[str, str]) -> Ended:
+    """One job's run, as if it had been a command of its own."""
+    return Ended(0, ended.output, Path(row["directory"]))
+
+
+def wait_until(condition: Callable[[], bool], *, what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+# --- one after the other
+
+
+def alone() -> None:
+    """Refuse to start a job while a process of another is left."""
+    original = Pool.start
+
+    def start(self: Pool, job: Job) -> None:
+        left = psutil.Process().children(recursive=True)
+        assert not left, left
+        original(self, job)
+
+    Pool.start = start  # type: ignore[method-assign]
+
+
+def test_a_job_is_the_run_that_its_own_command_is_and_its_workers_end_before_the_next(tmp_path: Path) -> None:
+    ended = swept(*RUN, *DDP, "optimizer.lr=1e-3,1e-2", root=tmp_path / "runs", before=alone)
+    assert ended.code == 0, ended.output
+    rows = table(ended)
+    assert [(row["optimizer.lr"], row["state"]) for row in rows] == [("0.001", "finished"), ("0.01", "finished")]
+    for row in rows:
+        own = finished(*RUN, *DDP, f"optimizer.lr={row['optimizer.lr']}", root=tmp_path / row["optimizer.lr"])
+        assert own.directory.name == row["id"]
+        assert_same_bits(job(ended, row), own)
+
+
+def no_process() -> None:
+    def start(self: Pool, job: Job) -> None:
+        raise AssertionError(f"{job} was started")
+
+    Pool.start = start  # type: ignore[method-assign]
+
+
+def test_the_same_command_again_runs_what_is_missing(tmp_path: Path) -> None:
+    line = [*SHORT, "model.dropout=0.1,0.2,0.3"]
+    root = tmp_path / "runs"
+    assert finished(*SHORT, "model.dropout=0.2", root=root).code == 0
+    before = json.loads(next(root.glob("*/*/summary.json")).read_text())
+    ended = swept(*line, root=root)
+    assert ended.code == 0 and ended.output.count("finished already: model.dropout=0.2, in ") == 1
+    assert [row["state"] for row in table(ended)] == ["finished"] * 3
+    assert before in [json.loads(path.read_text()) for path in root.glob("*/*/summary.json")]
+    again = swept(*line, root=root, before=no_process)
+    assert again.code == 0 and again.output.count("finished already") == 3, again.output
+
+
+def test_a_sweep_that_is_finished_does_not_import_torch(tmp_path: Path) -> None:
+    finished(*SHORT, "seed=1", root=tmp_path / "runs")
+    line = [*SHORT, "seed=1", f"run.root={tmp_path}/runs"]
+    program = f"import sys; from framework.launch.sweep import sweep; sweep({line}, []); print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr.count("finished already")) == ("False\n", 1)
+
+
+def test_a_job_that_fails_does_not_stop_the_others_and_is_named_at_the_end(tmp_path: Path) -> None:
+    line = [*RUN, "optimizer=sgd", "optimizer.lr=1e-3,1e30,1e-2"]
+    ended = swept(*line, root=tmp_path / "runs")
+    assert ended.code == 70
+    rows = table(ended)
+    assert [row["state"] for row in rows] == ["finished", "failed", "finished"]
+    first, second = ended.output.splitlines()[-2:]
+    assert first == "1 of 3 jobs failed:" and second.startswith("  exit 70: optimizer.lr=1e+30: the ")
+    assert "not finite" in rows[1]["error"]
+    again = swept(*line, root=tmp_path / "runs")
+    assert again.code == 70 and again.output.count("finished already") == 2
+
+
+def test_the_table_tells_what_the_runs_tell(tmp_path: Path) -> None:
+    ended = swept(*RUN, "checkpoint.monitor=val/accuracy", "checkpoint.mode=max", "seed=0,1", "model.dropout=0,0.1", root=tmp_path / "runs")
+    rows = table(ended)
+    assert list(rows[0])[:5] == ["id", "directory", "state", "seed", "model.dropout"]
+    assert [(row["seed"], row["model.dropout"]) for row in rows] == [("0", "0"), ("0", "0.1"), ("1", "0"), ("1", "0.1")]
+    for row in rows:
+        run = job(ended, row)
+        evaluations = [r["accuracy"] for r in run.rows if r["split"] == "val"]
+        assert float(row["objective"]) == max(evaluations)
+        assert float(row["val/accuracy"]) == evaluations[-1]
+        assert (row["id"], row["step"]) == (run.directory.name, "21")
+        assert float(row["seconds"]) == run.summary["wall_s"]
+    best = max(rows, key=lambda row: float(row["objective"]))
+    assert f": seed={best['seed']} model.dropout={best['model.dropout']}, in {best['directory']}" in ended.output
+    assert next(ended.root.glob("sweeps/*/sweep.png")).read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_sweeps_have_other_tables_and_the_same_has_one(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for line in (["seed=1,2"], ["seed=2,1", "checkpoint.every=7"], ["seed=1,2,3"]):
+        assert swept(*SHORT, *line, root=root).code == 0
+    assert sorted(len(path.read_text().splitlines()) for path in root.glob("sweeps/*/sweep.csv")) == [3, 4]
+
+
+# --- interrupted
+
+
+def test_a_preempted_sweep_is_continued_by_its_command(tmp_path: Path) -> None:
+    line = [*RUN, "seed=1,2,3"]
+    ended = swept(*line, root=tmp_path / "runs", before=in_second_job(lambda: os.kill(os.getppid(), signal.SIGTERM)))
+    assert ended.code == 75, ended.output
+    assert [row["state"] for row in table(ended)] == ["finished", "preempted", "missing"]
+    ended = swept(*line, root=tmp_path / "runs")
+    assert ended.code == 0 and ended.output.count("finished already") == 1
+    interrupted = table(ended)[1]
+    assert_same_bits(job(ended, interrupted), finished(*RUN, "seed=2", root=tmp_path / "alone"))
+
+
+def in_second_job(act: Callable[[], None]) -> Callable[[], None]:
+    """Return what makes the second job that is started `act` after step 9."""
+
+    def plant() -> None:
+        original, count = Pool.start, [0]
+
+        def start(self: Pool, job: Job) -> None:
+            count[0] += 1
+            if count[0] == 2:
+                after_step(9, act)()
+            original(self, job)
+
+        Pool.start = start  # type: ignore[method-assign]
+
+    return plant
+
+
+def held_at(step: int, folder: Path) -> Callable[[], None]:
+    """Return what has every rank say its process's id after that step, and then wait for a signal."""
+    folder.mkdir()
+
+    def hold() -> None:
+        (folder / str(os.getpid())).touch()
+        wait_until(lambda: PREEMPTION.requested, what="no signal has come")
+
+    return after_step(step, hold)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_of_a_sweep_that_is_killed_no_process_is_left_and_its_command_continues_it(tmp_path: Path) -> None:
+    line, root, folder = [*RUN, *DDP, *TWO_AT_A_TIME, "seed=1,2,3"], tmp_path / "runs", tmp_path / "held"
+    process = begin(*line, root=root, run=multirun, before=held_at(6, folder))
+    wait_until(lambda: len(list(folder.iterdir())) == 4, what="two jobs of two ranks do not run at a time")
+    left = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    assert {int(path.name) for path in folder.iterdir()} <= set(left)
+    process.kill()
+    wait_until(lambda: all(is_gone(pid) for pid in left), what="a process is left")
+    killed = Ended(end(process, root=root).code, "", root)
+    assert [row["state"] for row in table(killed)] == ["missing"] * 3  # as it was when the sweep began
+    plan = swept(*line, "mode=plan", root=root)
+    assert [row.split()[1] for row in plan.output.splitlines()] == ["killed", "killed", "missing"]
+    ended = swept(*line, root=root)
+    assert ended.code == 0, ended.output
+    assert [job(ended, row).summary["restarts"] for row in table(ended)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_sweep_ends_all_its_jobs_with_a_checkpoint(signum: int, tmp_path: Path) -> None:
+    line, root, folder = [*RUN, *TWO_AT_A_TIME, "seed=1,2,3"], tmp_path / "runs", tmp_path / "held"
+    process = begin(*line, root=root, run=multirun, before=held_at(6, folder))
+    wait_until(lambda: len(list(folder.iterdir())) == 2, what="two jobs do not run at a time")
+    if signum == signal.SIGINT:  # Ctrl-C: to the whole foreground group
+        os.killpg(process.pid, signum)
+    else:
+        os.kill(process.pid, signum)
+    ended = end(process, root=root)
+    assert ended.code == 75, ended.output
+    assert [(row["state"], row["step"]) for row in table(ended)] == [("preempted", "6"), ("preempted", "6"), ("missing", "")]
+    ended = swept(*line, root=root)
+    for row in table(ended)[:1]:
+        assert_same_bits(job(ended, row), finished(*RUN, f"seed={row['seed']}", root=tmp_path / "alone"))
+
+
+def test_jobs_at_a_time_share_the_cpus(tmp_path: Path) -> None:
+    folder, cpus = tmp_path / "cpus", os.sched_getaffinity(0)
+    folder.mkdir()
+
+    def note() -> None:
+        share = os.sched_getaffinity(0)
+        assert torch.get_num_threads() <= len(share)
+        (folder / str(os.getpid())).write_text(" ".join(map(str, share)))
+        wait_until(lambda: len(list(folder.iterdir())) == 2, what="two jobs do not run at a time")
+
+    ended = swept(*SHORT, *TWO_AT_A_TIME, "seed=1,2", root=tmp_path / "runs", before=after_step(1, note))
+    assert ended.code == 0, ended.output
+    one, other = ({int(cpu) for cpu in path.read_text().split()} for path in folder.iterdir())
+    assert one | other == cpus and (not one & other or len(cpus) == 1)
+    assert "training" not in ended.output and all("training" in path.read_text() for path in ended.root.glob("sweeps/*/logs/*"))
+
+
+# --- the plan
+
+
+def test_the_plan_lists_the_jobs_with_their_states_and_runs_nothing(tmp_path: Path) -> None:
+    line, root = [*RUN, "optimizer=sgd", "optimizer.lr=1e-3,1e-2,1e-1,1,1e30"], tmp_path / "runs"
+    command(*RUN, "optimizer=sgd", "optimizer.lr=1e-2", root=root, before=after_step(9, preempt))
+    for lr in ("1e-3", "1e30"):
+        command(*RUN, "optimizer=sgd", f"optimizer.lr={lr}", root=root)
+    before = sorted(root.rglob("*"))
+    plan = swept(*line, "mode=plan", root=root)
+    assert (plan.code, sorted(root.rglob("*"))) == (0, before)
+    found = [listed.split() for listed in plan.output.splitlines()]
+    assert [(state, assignment) for _, state, assignment, *_ in found] == [
+        ("finished", "optimizer.lr=0.001"), ("preempted", "optimizer.lr=0.01"), ("missing", "optimizer.lr=0.1"),
+        ("missing", "optimizer.lr=1"), ("failed", "optimizer.lr=1e+30"),
+    ]  # fmt: skip
+    assert "is not finite" in plan.output.splitlines()[-1]
+    lock = Lock(root / "default" / found[2][0])
+    lock.take()
+    assert swept(*line, "mode=plan", root=root).output.splitlines()[2].split()[1] == "running"
+    lock.release()
+
+
+def test_the_plan_of_one_run_is_its_state(tmp_path: Path) -> None:
+    plan = command("mode=plan", "seed=7", root=tmp_path / "runs")
+    assert plan.code == 0 and plan.output.split()[1:] == ["missing", "mode=plan", "seed=7", f"run.root={tmp_path}/runs"]
+    assert not list((tmp_path / "runs").iterdir())
+
+
+# --- what is refused, and what is the same
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("seed=1,2 hydra/launcher=jblib", "hydra/launcher: no option 'jblib' (one of basic, joblib; did you mean joblib?)"),
+        ("seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2", "hydra.launcher.njobs: unknown key (did you mean hydra.launcher.n_jobs?)"),
+        ("seed=1,2 hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs: unknown key (only with hydra/launcher=joblib)"),
+        ("seed=1,2 hydra/launcher=joblib hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs: 0 is out of range (at least 1, or -1 for one each CPU)"),
+        ("seed=1,2 hydra.verbose=true", "hydra.verbose: is Hydra's own and does nothing here (run.root and run.dir say where runs go)"),
+        ("optimizer.lr=interval(1,2)", "optimizer.lr: an interval has no end of values: hydra/sweeper=optuna searches it (as in "),
+        ("seed=range(3,3)", "seed: no value is left to run (as in "),
+        ("mode=train,plan", "mode: cannot be swept (one value for all jobs)"),
+        ("global_batch_size=16,4 micro_batch_size=2,8", "micro_batch_size: 8 is more than global_batch_size=4 (at most 4)"),
+        ("seed=1,2 run.dir=there", "run.dir: there would hold several runs (seed=1; seed=2) (run.root and name can be given to a sweep)"),
+    ],
+)  # fmt: skip
+def test_a_sweep_with_a_mistake_starts_nothing(line: str, problem: str, tmp_path: Path) -> None:
+    refused = swept(*line.split(), root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.startswith(problem) and refused.output.count("\n") == 1, refused.output
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_jobs_that_are_the_same_run_are_run_once(tmp_path: Path) -> None:
+    ended = swept(*SHORT, "optimizer.lr=1e-3,0.001", "dataset.num_workers=0,1", root=tmp_path / "runs")
+    assert ended.code == 0 and "3 of these 4 jobs are the same run as another" in ended.output
+    assert len(table(ended)) == 1
+
+
+def test_a_second_sweep_of_the_same_runs_waits_for_nobody(tmp_path: Path) -> None:
+    line, root, folder = [*SHORT, "seed=1,2"], tmp_path / "runs", tmp_path / "held"
+    process = begin(*line, root=root, run=multirun, before=held_at(1, folder))
+    wait_until(lambda: len(list(folder.iterdir())) == 1, what="no job runs")
+    (held,) = root.glob("sweeps/*")
+    second = subprocess.run([sys.executable, "train.py", "-m", *line, f"run.root={root}"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert second.returncode == 1 and f"{held} is in use by process {process.pid}" in second.stderr
+    process.kill()
+
+
+def test_flags_that_print_are_not_for_sweeps(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "train.py", "-m", "--cfg", "job", "seed=1,2"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert ended.returncode == 78
+    assert "--cfg: is about one run, and -m about several (without -m; mode=plan -m lists the jobs)" in ended.stderr
+
+
+def test_a_line_is_taken_apart_as_hydra_does() -> None:
+    line, problems = read(["seed=range(3)", "model=glob(*t)", "+model.dropout=choice(0,0.1)", "name=x", "optimizer=sgd,adam", "optimizer=sgd"])
+    assert not problems and line.fixed == ["name=x", "optimizer=sgd"]
+    assert line.swept == {"seed": ["0", "1", "2"], "model": ["gpt", "resnet", "vit"], "model.dropout": ["0", "0.1"]}
+    combinations = line.combinations()
+    assert len(combinations) == 18 and combinations[1] == {"seed": "0", "model": "gpt", "model.dropout": "0.1"}
+    assert line.line(combinations[1]) == ["name=x", "optimizer=sgd", "seed=0", "model=gpt", "model.dropout=0.1"]
+    space, problems = read(["a=interval(1,2)", "b=int(interval(1,8))", "c=tag(log,interval(1e-3,1))", "d=range(1,9,3)", "hydra/sweeper=optuna"])
+    assert not problems and space.swept == {
+        "a": Interval(1.0, 2.0), "b": Interval(1, 8), "c": Interval(1e-3, 1.0, log=True), "d": Interval(1, 7, step=3)
+    }  # fmt: skip
+
+
+def test_the_exit_code_of_a_sweep() -> None:
+    assert [exit_code(codes) for codes in ([], [0, 0], [0, 70, 70], [70, 74, 0], [70, 75])] == [0, 0, 70, 1, 75]
+
+
+# --- the picture
+
+
+def row(state: str, objective: float | None, **values: str) -> TableRow:
+    named = {key.replace("__", "."): value for key, value in values.items()}
+    return TableRow("0" * 12, RunDirectory(Path("nowhere")), named, state, objective, "", None)
+
+
+def test_a_panel_shows_its_parameter_on_the_axis_that_fits(tmp_path: Path) -> None:
+    rows = [row("finished", 1.0 + seed + n, optimizer__lr=lr, model=model, dim=dim, seed=str(seed), same="1")
+            for n, (lr, model, dim) in enumerate([("1e-4", "cnn", "8"), ("1e-2", "mlp", "16"), ("1e-3", "cnn", "24")])
+            for seed in (0, 1)]  # fmt: skip
+    rows += [row("failed", 9.0, optimizer__lr="1", model="vit", dim="8", seed="0", same="1")]
+    lr, model, dim = panels(rows)  # the seed repeats them, and one that is the same says nothing
+    assert (lr.key, lr.scale, lr.places) == ("optimizer.lr", "log", [1e-4, 1e-4, 1e-2, 1e-2, 1e-3, 1e-3, 1.0])
+    assert lr.medians == [(1e-4, 1.5), (1e-3, 3.5), (1e-2, 2.5)]
+    assert (model.scale, model.labels, model.places) == ("category", ["cnn", "mlp", "vit"], [0, 0, 1, 1, 0, 0, 2])
+    assert model.medians == [(0, 2.5), (1, 2.5)]
+    assert (dim.scale, dim.places) == ("linear", [8, 8, 16, 16, 24, 24, 8])
+    draw(rows, tmp_path / "sweep.png", monitor="val/loss", mode="min")
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seeds_alone_are_categories(tmp_path: Path) -> None:
+    (seed,) = panels([row("finished", 1.0, seed="0"), row("pruned", 2.0, seed="7")])
+    assert (seed.scale, seed.labels, seed.places, seed.medians) == ("category", ["0", "7"], [0, 1], [(0, 1.0)])
+    draw([row("missing", None, seed="0")], tmp_path / "sweep.png", monitor="val/loss", mode="min")
+    assert not (tmp_path / "sweep.png").exists()
