@@ -101,7 +101,7 @@ def _child(
     before: Callable[[], None] | None,
     leave: Callable[[int], None],
     with_curves: bool,
-    run: Callable[[list[str]], int],
+    run: Callable[[list[str]], int] = start,
 ) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
