@@ -68,8 +68,8 @@ def _submit(config: dict[str, Any], *, folder: Path) -> str:
         stderr_to_stdout=True,
         additional_parameters={name.replace("-", "_"): value for name, value in options.items()},
         # of what a site, or the caller's environment, may have set otherwise
-        srun_args=["--mpi=none", "--kill-on-bad-exit=0", "--wait=0", f"--cpus-per-task={options['cpus-per-task']}",
-                   *(["--no-kill"] if "no-kill" in options else [])],
+        srun_args=["--mpi=none", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0",
+                   f"--cpus-per-task={options['cpus-per-task']}", *(["--no-kill"] if "no-kill" in options else [])],
     )  # fmt: skip
     code = _snapshot(folder) if asked["snapshot"] else ROOT
     # submitit starts the tasks and is then out of the way: its handlers would save on one rank alone, within a signal's
