@@ -118,4 +118,5 @@ def _requeue(job_id: int, directory: RunDirectory) -> None:
             LOGGER.info("job %d requeues itself", job_id)
             slurm.requeue(job_id)
     except SlurmFailed as error:
+        directory.record_end(status="preempted")
         LOGGER.error("job %d is not requeued (%s); the same command submits it again", job_id, error)
