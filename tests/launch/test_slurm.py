@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from framework.launch.start import check
 from tests.harness import Ended, assert_close, command, finished
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN
@@ -362,6 +363,12 @@ def test_all_problems_come_in_one_report(cluster: Path, tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in refused.output.splitlines()] == ["optimizer.lrr", "launch.slurm.partition"]
 
 
+def test_a_launcher_does_not_submit() -> None:
+    _, problems = check([*RUN, "launch=slurm", "parallel=ddp"], world_size=2)
+    expected = "launch: slurm, but the launcher started 2 already (launch=local, or this command without a launcher)"
+    assert [str(problem) for problem in problems] == [expected]
+
+
 def test_a_machine_without_slurm_is_no_place_to_submit_from(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,12 +440,12 @@ def test_an_array_by_hand(one: Ended, cluster: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_by_hand_a_signal_before_the_end_requeues_the_job(one: Ended, cluster: Path, tmp_path: Path) -> None:
-    longer = ["parallel=ddp", "trainer.max_steps=2000"]
+    longer = ["parallel=ddp", "trainer.max_steps=600"]
     job = by_hand(tmp_path, *longer, options=("--nodes=2",))
     wait_for(lambda: bool(list(tmp_path.glob("runs/*/*/checkpoints/step_*"))), timeout_s=90, what="a checkpoint")
     ask("scancel", "--batch", "--signal=USR1", job)  # as --signal has it sent
     wait_for(lambda: facts(job)["Restarts"] == "1", timeout_s=60, what="a requeue")
     wait_for(lambda: facts(job)["JobState"] == "COMPLETED", timeout_s=120, what="the job's end")
     ended = Ended(0, output(tmp_path), tmp_path / "runs")
-    assert ended.summary["restarts"] == 1
+    assert "stopped after step" in ended.output and ended.summary["restarts"] == 1
     assert_close(ended, finished(*RUN, *longer[1:], root=tmp_path / "one"))
