@@ -1,6 +1,7 @@
 """What the launcher tells a process through environment variables: this module alone reads `os.environ`."""
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -65,6 +66,25 @@ class Place:
         """Return the place that a launcher gives which numbers the processes of a node in one row."""
         first = environment.rank - environment.local_rank
         return cls(environment.local_rank, environment.local_world_size, first)
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """The process's place in a Slurm job."""
+
+    job_id: int
+    restarts: int  # how often the job has been requeued
+    node: int  # 0 for the job's first
+
+    @classmethod
+    def read(cls) -> "SlurmTask":
+        env = os.environ
+        return cls(int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT", "0")), int(env["SLURM_NODEID"]))
+
+
+def node_name() -> str:
+    """Return the name under which this node is known: several of Slurm's may share a machine."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def set_default(name: str, value: str) -> None:

@@ -24,10 +24,10 @@ class Frozen:
     digest: str
 
 
-def freeze(config: dict[str, Any], directory: Path) -> Frozen:
-    """Write `config` with its hash to `directory`/config.yaml, whole or not at all."""
+def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml") -> Frozen:
+    """Write `config` with its hash to that file of `directory`, whole or not at all."""
     digest = digest_of(config)
-    path = directory / "config.yaml"
+    path = directory / name
     text = yaml.safe_dump(config, sort_keys=False) + f"hash: {digest}\n"
     write_atomically(path, text)
     return Frozen(path=path, digest=digest)

@@ -27,13 +27,15 @@ def check_processes(config: Config, *, world_size: int | None) -> tuple[Config, 
             return config, [Problem("launch.nnodes", f"{shown(launch.get('nnodes'))} is not valid",
                                     "a number of nodes, or MIN:MAX for a run that nodes may leave and join")]  # fmt: skip
         if launch.get("nproc_per_node") is None:
-            launch["nproc_per_node"] = _default_processes(parallel)
+            launch["nproc_per_node"] = _default_processes(config)
         source = f"launch.nproc_per_node gives {launch['nproc_per_node']}"
     config = config | {"launch": launch}
     count = launch["nproc_per_node"]
     counts = node_counts(launch["nnodes"]) or range(1, 2)
     axes = {name: parallel[name] for name in MESH_AXES if name in parallel}
     problems = []
+    if world_size is not None and launch["kind"] == "slurm":
+        problems.append(Problem("launch", f"slurm, but {source} already", "launch=local, or this command without a launcher"))
     if asked is not None and asked != world_size and world_size is not None and asked > world_size:
         problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
     if not isinstance(count, int) or any(not isinstance(size, (int, type(None))) for size in axes.values()):
@@ -96,10 +98,20 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
     return []
 
 
-def _default_processes(parallel: Config) -> int:
-    """Return how many processes the CUDA devices suffice for, if the strategy has mesh axes; 1 for any other and on a CPU."""
+def _default_processes(config: Config) -> int:
+    """Return how many processes a node's CUDA devices suffice for, if the strategy has mesh axes; 1 for any other and on a CPU."""
+    parallel = config["parallel"]
     axes = [parallel[name] for name in MESH_AXES if name in parallel]
-    return max(1, _cuda_devices() // _devices_of_each(parallel)) if axes else 1
+    return max(1, _devices_of_node(config) // _devices_of_each(parallel)) if axes else 1
+
+
+def _devices_of_node(config: Config) -> int:
+    """Return how many CUDA devices a node of the run has: this machine's, or those that its job asks for."""
+    if config["launch"].get("kind") != "slurm":
+        return _cuda_devices()
+    slurm = config["launch"].get("slurm")
+    asked = slurm.get("gpus_per_node") if isinstance(slurm, dict) else None
+    return asked if isinstance(asked, int) else 0
 
 
 def _devices_of_each(parallel: Config) -> int:
@@ -119,7 +131,7 @@ def _cuda_devices() -> int:
 def _device_problems(config: Config) -> list[Problem]:
     """Refuse more processes, or devices of one, than there are CUDA devices. Without any, the CPU takes all."""
     num_processes, each = config["launch"]["nproc_per_node"], _devices_of_each(config["parallel"])
-    if config["backend"].get("name") not in ("auto", "nccl") or not (there := _cuda_devices()):
+    if config["backend"].get("name") not in ("auto", "nccl") or not (there := _devices_of_node(config)):
         return []
     num_devices = num_processes * each
     if num_devices <= there:

@@ -16,7 +16,7 @@ from framework.outcome import Exit, RunEnded
 from framework.secrets import redact
 
 _NAMES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "model.safetensors", "train.log",
-          "curves.png", "tensorboard", "wandb", "wandb_id")  # fmt: skip
+          "curves.png", "tensorboard", "wandb", "wandb_id", "slurm")  # fmt: skip
 
 
 _FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "train.log", "curves.png", "wandb_id")

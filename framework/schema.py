@@ -59,12 +59,32 @@ class Run(Section):
 
 
 class Launch(Section):
-    kind: Literal["local"]
+    kind: Literal["local", "slurm"]
     nproc_per_node: int | None
     nnodes: int | str
     max_restarts: int
     timeout_s: float
     grace_s: float | None
+
+
+class Slurm(Section):
+    partition: str | None
+    time_min: int | None
+    account: str | None
+    qos: str | None
+    mem_gb: float | None
+    cpus_per_task: int | None
+    gpus_per_node: int | None
+    constraint: str | None
+    exclude: str | None
+    setup: list[str]
+    snapshot: bool
+    signal_s: int
+    requeue: bool
+
+
+class SlurmLaunch(Launch):
+    slurm: Slurm
 
 
 class Backend(Section):
@@ -103,6 +123,10 @@ class Config(Section):
     logger: dict[str, Any]  # components by name, each checked like the others
 
 
+class SlurmConfig(Config):
+    launch: SlurmLaunch
+
+
 class Launcher(Section):
     """hydra.launcher: how many jobs of a sweep run at a time."""
 
@@ -124,10 +148,12 @@ COMPONENTS = ("model", "dataset", "task", "parallel", "optimizer", "scheduler")
 def schema_problems(config: dict[str, Any]) -> list[Problem]:
     """Return every unknown key, wrong type and value out of its range in the composed, resolved `config`."""
     components = {group: config[group] for group in COMPONENTS if isinstance(config.get(group), dict)}
-    known = list(STATIC_KEYS)
+    launch = config.get("launch")
+    root = SlurmConfig if isinstance(launch, dict) and launch.get("kind") == "slurm" else Config
+    known = _keys(root)
     for group, node in components.items():
         known += [f"{group}.{name}" for name in arguments_of(str(node.get("_target_"))) or {}]
-    problems = _problems(Config, config, prefix="", known=known)
+    problems = _problems(root, config, prefix="", known=known)
     for group, node in components.items():
         problems += _component_problems(group, node, known=known)
     logger = config.get("logger")
@@ -212,6 +238,8 @@ def _unknown(key: str, value: Any, *, known: list[str]) -> Problem:
     section, _, name = key.rpartition(".")
     if section in COMPONENTS and name in ("name", "type", "kind") and isinstance(value, str):
         return Problem(key, "unknown key", f"did you mean {section}={value}?")
+    if section == "launch.slurm" and section not in {other.rpartition(".")[0] for other in known}:
+        return Problem(key, "unknown key", "only with launch=slurm")
     siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
     listing = "python train.py --help lists the keys"
     if section in known:
@@ -281,4 +309,4 @@ def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-STATIC_KEYS = _keys(Config)  # those that do not depend on which options are chosen
+STATIC_KEYS = _keys(SlurmConfig)  # those that do not depend on which options are chosen

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install the Debian packages that some tests read (they say so when skipped): Fashion-MNIST. Needs root and apt.
+# Install the Debian packages that some tests need (they say so when skipped): Fashion-MNIST, Slurm. Needs root and apt.
 set -euo pipefail
 apt-get update -qq
 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends dataset-fashion-mnist
+"$(dirname "$0")/../slurm/local_cluster.sh" install

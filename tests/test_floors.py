@@ -15,7 +15,7 @@ FLOORS = [
     ["tree", "tree_sum", "shards", "engine", "modules", "optim", "muon", "loss_scale", "averaging", "divergence", "schedules", "precision", "metrics", "sync_batchnorm", "checkpoint/", "tasks/"],
     ["parallel/", "data/", "loggers/"],
     ["recorder", "trainer", "curves", "sweep_table"],
-    ["build", "run", "preflight", "processes", "tryout"],
+    ["build", "run", "preflight", "processes", "tryout", "slurm"],
     ["launch/"],
 ]  # fmt: skip
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}

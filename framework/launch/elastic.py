@@ -15,10 +15,10 @@ from framework import log
 from framework.environment import Environment, set_default
 from framework.frozen import Frozen
 from framework.launch.agent import Agent, Arranged, cause, prepare, report, report_hang
-from framework.launch.meeting import Meeting
+from framework.launch.meeting import Meeting, Superseded
 from framework.launch.membership import Membership
 from framework.launch.scratch import new_folder, sweep
-from framework.launch.start import Begun, begin
+from framework.launch.start import Begun, claim, is_finished
 from framework.launch.torchrun import as_text, from_text
 from framework.launch.worker import Failure, begin_child, record_failure, recorded_failures, work
 from framework.log import LOGGER
@@ -33,8 +33,19 @@ _LAST_CALL_S = 3.0  # after a node has come, before a round begins with fewer th
 _GRACE_S = 5.0  # for workers to notice by themselves that others are gone
 
 
-def take_part(overrides: list[str], config: dict[str, Any]) -> int:
-    """Be one node of the run until it ends. Returns the exit code, the same on all nodes."""
+def take_part(config: dict[str, Any], *, attempt: list[int] | None = None) -> int:
+    """Be one node of the run until it ends. Returns the exit code, the same on all nodes.
+
+    An `attempt` that compares as greater takes the run from the nodes of the others.
+    """
+    try:
+        return _take_part(config, attempt=attempt or [])
+    except Superseded as superseded:
+        LOGGER.error("this node has to leave the run: %s", superseded)
+        return superseded.code
+
+
+def _take_part(config: dict[str, Any], *, attempt: list[int]) -> int:
     directory = RunDirectory(Path(config["run"]["dir"]))
     launch = config["launch"]
     prepare(config)
@@ -45,6 +56,7 @@ def take_part(overrides: list[str], config: dict[str, Any]) -> int:
         sizes=fitting_nodes(config),
         num_workers=launch["nproc_per_node"],
         max_restarts=launch["max_restarts"],
+        attempt=attempt,
     )
     try:
         while not meeting.enter():
@@ -65,7 +77,7 @@ def take_part(overrides: list[str], config: dict[str, Any]) -> int:
                 role="worker",
                 local_world_size=launch["nproc_per_node"],
                 entrypoint=_join,
-                args=(overrides, meeting.folder, scratch),
+                args=(config, meeting.folder, scratch),
                 rdzv_handler=Arranged(config["run"]["id"]),
                 max_restarts=launch["max_restarts"],
             )
@@ -78,13 +90,13 @@ def take_part(overrides: list[str], config: dict[str, Any]) -> int:
         meeting.leave()
 
 
-def _join(overrides: list[str], folder: Path, node_folder: Path) -> int:
-    """One worker's part in a round. Rank 0 alone composes, for the round's number of processes, and claims the directory."""
+def _join(config: dict[str, Any], folder: Path, node_folder: Path) -> int:
+    """One worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes."""
     begin_child()
     environment = Environment.read()
     log.start_console(rank=environment.rank)
     try:
-        decision = _decide(overrides, environment=environment, folder=folder) if environment.rank == 0 else None
+        decision = _decide(config, folder=folder) if environment.rank == 0 else None
         store = dist.FileStore(str(folder / f"start_{environment.attempt}"), environment.world_size)
         if decision is not None:
             store.set("decision", as_text(decision))
@@ -95,11 +107,13 @@ def _join(overrides: list[str], folder: Path, node_folder: Path) -> int:
     return work(taken, folder, node_scratch=node_folder) if isinstance(taken, Frozen) else taken
 
 
-def _decide(overrides: list[str], *, environment: Environment, folder: Path) -> Frozen | int:
+def _decide(config: dict[str, Any], *, folder: Path) -> Frozen | int:
     began = folder / "began"
-    if began.exists():  # `run.resume=never` is about the run, not about each of its rounds
-        overrides = ["run.resume=auto" if line.lstrip("+") == "run.resume=never" else line for line in overrides]
-    begun = begin(overrides, world_size=environment.world_size, party="elastic")
+    if began.exists() and config["run"]["resume"] == "never":  # that is about the run, not about each of its rounds
+        config = config | {"run": config["run"] | {"resume": "auto"}}
+    if is_finished(config):
+        return Exit.FINISHED
+    begun = claim(config, party="elastic")
     if not isinstance(begun, Begun):
         return begun
     began.touch()

@@ -4,18 +4,23 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from framework.environment import node_name
 from framework.files import write_atomically
 from framework.launch.membership import Membership, Node
+from framework.outcome import RunEnded
 
 _BEAT_S = 1.0
 _DEAD_AFTER_S = 8.0  # without a beat
+
+
+class Superseded(RunEnded):
+    """A newer attempt of the job has the run: this one was taken for lost."""
 
 
 class Meeting:
@@ -26,12 +31,12 @@ class Meeting:
     A node lives as long as its file's time changes; no two machines' clocks are compared.
     """
 
-    def __init__(self, folder: Path, *, sizes: list[int], num_workers: int, max_restarts: int) -> None:
+    def __init__(self, folder: Path, *, sizes: list[int], num_workers: int, max_restarts: int, attempt: list[int]) -> None:
         self.folder = folder
         self.number = 0  # this node's
         self._file = folder / "membership.json"
-        self._new = lambda: Membership(sizes, num_workers, max_restarts)
-        self._node = Node(socket.gethostname(), os.getpid())
+        self._new = lambda: Membership(sizes, num_workers, max_restarts, attempt)
+        self._node = Node(node_name(), os.getpid(), attempt)
         self._came = time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}  # of each node: its last beat, and when we saw it
         self._left = threading.Event()
@@ -39,7 +44,7 @@ class Meeting:
     def enter(self) -> bool:
         """Try to join the nodes that wait; False while an earlier attempt, which has ended, is still being cleared away.
 
-        ValueError where this node's command is another than theirs.
+        ValueError where this node's command is another than theirs; Superseded as from `look`.
         """
         with self.change() as membership:
             if not membership.nodes:  # nobody is left of an earlier attempt
@@ -49,6 +54,8 @@ class Meeting:
                         path.unlink()
             if membership.code is not None or not self._is_of_one_command(membership):
                 return False
+            if membership.attempt != self._node.attempt:
+                membership.supersede(self._node.attempt)
             self.number = membership.add(self._node)
             self._beat()
         threading.Thread(target=self._keep_beating, name="beat", daemon=True).start()
@@ -63,7 +70,13 @@ class Meeting:
         return not differing
 
     def look(self) -> Membership:
-        """Return the record as it stands, without the nodes that are dead by now."""
+        """Return the record as it stands, without the nodes that are dead by now. Superseded if it is a newer attempt's."""
+        membership = self._read()
+        if membership.attempt > self._node.attempt:
+            raise Superseded(f"a newer attempt of this job, or a newer job, has the run in {self.folder}")
+        return membership
+
+    def _read(self) -> Membership:
         try:
             membership = Membership.parse(self._file.read_text())
         except FileNotFoundError:
@@ -95,7 +108,7 @@ class Meeting:
         """Go. The last one removes the folder. A disk that refuses is no matter: this node is soon taken for dead."""
         self._left.set()
         with suppress(OSError), self._locked():
-            membership = self.look()
+            membership = self._read()
             membership.nodes.pop(self.number, None)
             if membership.nodes:
                 write_atomically(self._file, membership.text())

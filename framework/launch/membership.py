@@ -13,6 +13,7 @@ class Node:
 
     host: str
     pid: int
+    attempt: list[int] = field(default_factory=list)
     waits: bool = True
 
 
@@ -26,6 +27,7 @@ class Membership:
     sizes: list[int]  # numbers of nodes that a round may have, ascending
     num_workers: int  # of each node
     max_restarts: int
+    attempt: list[int] = field(default_factory=list)  # of a Slurm job: a newer one takes the place of an older
     nodes: dict[int, Node] = field(default_factory=dict)
     num_nodes_ever: int = 0
     round: int = 0
@@ -49,7 +51,7 @@ class Membership:
 
     @property
     def waiting(self) -> list[int]:
-        return sorted(number for number, node in self.nodes.items() if node.waits)
+        return sorted(number for number, node in self.nodes.items() if node.waits and node.attempt == self.attempt)
 
     @property
     def running(self) -> list[int]:
@@ -76,6 +78,10 @@ class Membership:
     def begin_anew(self, fresh: "Membership") -> None:
         """Become another attempt's. The numbers of nodes and rounds stay used: some file of theirs may be left."""
         vars(self).update(vars(fresh) | {"num_nodes_ever": self.num_nodes_ever, "round": self.round})
+
+    def supersede(self, attempt: list[int]) -> None:
+        """Become a newer attempt's. Its first round begins when the nodes of the older are gone."""
+        self.attempt, self.stops = attempt, False
 
     def add(self, node: Node) -> int:
         self.num_nodes_ever += 1

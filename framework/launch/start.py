@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework import log, preflight
+from framework import log, preflight, slurm
 from framework.config import compose
 from framework.environment import Environment
 from framework.files import require_room
@@ -35,11 +35,15 @@ def start(overrides: list[str]) -> int:
     config = admit(overrides, world_size=None)
     if isinstance(config, Exit):
         return config
+    if config["launch"]["kind"] == "slurm":
+        from framework.launch.slurm import submit
+
+        return submit(config)
     if config["launch"]["nnodes"] not in (1, "1"):
         from framework.launch.elastic import take_part
 
-        return take_part(overrides, config)
-    begun = _claim(config, party=None)
+        return take_part(config)
+    begun = claim(config)
     if isinstance(begun, Exit):
         return begun
     from framework.launch.local import launch
@@ -59,36 +63,40 @@ class Begun:
     lock: Lock
 
 
-def begin(overrides: list[str], *, world_size: int | None, party: str | None = None) -> Begun | Exit:
-    """Compose and check; claim the run's directory and freeze. One process does this, for all.
+def begin(overrides: list[str], *, world_size: int) -> Begun | Exit:
+    """Compose and check; claim the run's directory and freeze. One process of those that a launcher started does this.
 
-    An exit code instead, if the configuration is wrong, the directory in use (by others than our `party`: see Lock), or
-    the run finished already.
+    An exit code instead, if the configuration is wrong, the directory in use, or the run finished already.
     """
     config = admit(overrides, world_size=world_size)
-    return config if isinstance(config, Exit) else _claim(config, party=party)
+    return config if isinstance(config, Exit) else claim(config)
 
 
 def admit(overrides: list[str], *, world_size: int | None) -> dict[str, Any] | Exit:
-    """Compose and check, touching nothing. An exit code instead, if the configuration is wrong or the run finished already."""
+    """Compose and check, leaving no trace. An exit code instead, if the configuration is wrong or the run finished already."""
     config, problems = check(overrides, world_size=world_size)
-    if problems:
-        return report(problems)
-    if config["mode"] == "plan":
+    if not problems and config["mode"] == "plan":
         print(listing([TableRow.read(config, dict(override.split("=", 1) for override in overrides))]), end="")  # type: ignore[misc]
         return Exit.FINISHED
-    directory = RunDirectory(Path(config["run"]["dir"]))
-    if directory.is_finished and config["run"]["resume"] != "never":
-        _tell_result(directory)
-        if config["run"]["resume"] not in ("auto", "must"):
-            LOGGER.info("run.resume=%s is not used", config["run"]["resume"])
+    if not problems and is_finished(config):
         return Exit.FINISHED
-    if problems := try_out(config):
-        return report(problems)
-    return config
+    problems = (problems or try_out(config)) + slurm.problems(config, but=problems)
+    return report(problems) if problems else config
 
 
-def _claim(config: dict[str, Any], *, party: str | None) -> Begun | Exit:
+def is_finished(config: dict[str, Any]) -> bool:
+    """Return whether there is nothing left to do, and tell the result if so."""
+    directory = RunDirectory(Path(config["run"]["dir"]))
+    if not directory.is_finished or config["run"]["resume"] == "never":
+        return False
+    _tell_result(directory)
+    if config["run"]["resume"] not in ("auto", "must"):
+        LOGGER.info("run.resume=%s is not used", config["run"]["resume"])
+    return True
+
+
+def claim(config: dict[str, Any], *, party: str | None = None) -> Begun | Exit:
+    """Take the run's directory and freeze the configuration there. An exit code if others than our `party` have it (see Lock)."""
     directory = RunDirectory(Path(config["run"]["dir"]))
     lock = Lock(directory.path, party=party)
     try:

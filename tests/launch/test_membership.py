@@ -99,7 +99,7 @@ def test_the_record_survives_being_written_down() -> None:
 
 def test_kill_9_in_the_middle_of_a_change_leaves_the_record_as_it_was(tmp_path: Path) -> None:
     def meeting() -> Meeting:
-        return Meeting(tmp_path / "meeting", sizes=[1, 2], num_workers=1, max_restarts=3)
+        return Meeting(tmp_path / "meeting", sizes=[1, 2], num_workers=1, max_restarts=3, attempt=[])
 
     def die_in_a_change() -> None:
         with meeting().change() as membership:

@@ -1,0 +1,451 @@
+"""Runs as jobs of a real Slurm: whatever ends a job, the run goes on in its directory and ends as on one machine."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from framework.launch.start import check
+from tests.harness import Ended, assert_close, command, finished
+from tests.launch.paced import ROOT
+from tests.launch.test_elastic import RUN
+from tests.launch.test_local import wait_for
+
+CLUSTER = ROOT / "slurm" / "local_cluster.sh"
+SEARCH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+MISSING = [name for name in ("munged", "slurmctld", "slurmd", "slurmdbd", "sbatch", "mariadbd") if not shutil.which(name, path=SEARCH)]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)} here: slurm/local_cluster.sh install installs it"),
+]
+TWO = ["launch=slurm", "launch.nnodes=2", "parallel=ddp"]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Path]:
+    """A cluster of four nodes, for all tests. Yields its directory."""
+    folder = tempfile.mkdtemp(prefix="slurm_")  # munge's socket wants a short path
+    before = dict(os.environ)
+    os.environ |= {"SLURM_CLUSTER_DIR": folder, "SLURM_CONF": f"{folder}/conf/slurm.conf"}
+    try:
+        subprocess.run([CLUSTER, "start"], check=True, timeout=120)
+        yield Path(folder)
+    finally:
+        subprocess.run([CLUSTER, "stop"], check=True, timeout=120)
+        os.environ.clear()
+        os.environ |= before
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*RUN, root=tmp_path_factory.mktemp("one") / "runs")
+
+
+def ask(*words: str) -> str:
+    return subprocess.run(words, check=True, text=True, timeout=60, stdout=subprocess.PIPE).stdout
+
+
+def facts(job_id: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "show", "job", "-o", job_id)))
+
+
+class Run:
+    """A run that is submitted. Its steps are written down, and take 0.3 s each until `finish`."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        self.root = folder / "runs"
+        self.overrides = overrides
+        self.slow = folder / "slow"
+        self.slow.touch()
+        self.jobs: list[str] = []
+
+    def submit(self) -> Ended:
+        """Give the command; it must return with a job's id."""
+        told = command(*self.overrides, root=self.root, before=self._plant)
+        assert told.code == 0, told.output
+        self.jobs += re.findall(r"job (\d+) is submitted", told.output)
+        return told
+
+    def _plant(self) -> None:
+        from framework.launch import slurm
+
+        pace = f"from pathlib import Path; from tests.launch.paced import pace; pace(Path({str(self.folder)!r}))(); "
+        slurm.NODE = slurm.NODE.replace("from framework", pace + "from framework")
+
+    @property
+    def job(self) -> str:
+        return self.jobs[-1]
+
+    @property
+    def now(self) -> Ended:
+        return Ended(0, self.log(), self.root)
+
+    def log(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.root.glob("*/*/slurm/*.out")))
+
+    def steps(self) -> list[tuple[float, int, int, int]]:
+        """Time, step, rank, world size."""
+        path = self.folder / "steps"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(float(at), int(step), int(rank), int(size)) for at, step, rank, size in map(str.split, lines)]
+
+    def wait_for_step(self, *, world_size: int, after: float = 0.0, timeout_s: float = 90) -> None:
+        def is_there() -> bool:
+            return any(at > after and size == world_size for at, _, _, size in self.steps())
+
+        self._wait(is_there, timeout_s=timeout_s, what=f"a step of {world_size} processes")
+
+    def wait_for_state(self, *states: str, timeout_s: float = 90) -> None:
+        self._wait(lambda: facts(self.job)["JobState"] in states, timeout_s=timeout_s, what=f"job {self.job} {states}")
+
+    def wait_for_status(self, status: str) -> None:
+        self._wait(lambda: self.now.summary["status"] == status, timeout_s=90, what=f"status {status}")
+
+    def wait_for_restart(self, *, timeout_s: float = 120) -> None:
+        self._wait(lambda: facts(self.job)["Restarts"] != "0", timeout_s=timeout_s, what="a requeue")
+
+    def _wait(self, condition: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+        try:
+            wait_for(condition, timeout_s=timeout_s, what=what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{facts(self.job)}\n{self.log()[-6000:]}") from None
+
+    def finish(self) -> Ended:
+        """Let the run go on at full speed, to its end."""
+        self.slow.unlink(missing_ok=True)
+        self.wait_for_state("COMPLETED")
+        return self.now
+
+
+@pytest.fixture
+def submitted(cluster: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Makes a run that is training as a job, on two nodes unless told otherwise."""
+    made: list[Run] = []
+
+    def make(*overrides: str) -> Run:
+        made.append(Run(tmp_path, *RUN, *TWO, *overrides))
+        made[-1].submit()
+        made[-1].wait_for_step(world_size=1 if "launch.nnodes=1" in overrides else 2)
+        return made[-1]
+
+    yield make
+    ask("scancel", f"--user={psutil.Process().username()}")
+    wait_for(lambda: not ask("squeue", "-h"), timeout_s=60, what="an empty queue")
+
+
+def assert_ends_as(run: Run, one: Ended, *, restarts: int) -> None:
+    ended = run.finish()
+    assert ended.summary["status"] == "finished"
+    assert ended.summary["restarts"] == restarts, run.log()
+    assert_close(ended, one)
+    assert len(list(run.root.glob("*/*"))) == 1, "the same directory, and no trace of the nodes' meeting"
+
+
+def test_a_job_on_two_nodes(one: Ended, submitted: Callable[..., Run]) -> None:
+    run = submitted()
+    again = run.submit()
+    assert f"job {run.job} is RUNNING already: {run.now.directory}" in again.output and len(run.jobs) == 1
+    assert_ends_as(run, one, restarts=0)
+    late = run.submit()
+    assert "finished already" in late.output and len(run.jobs) == 1
+
+
+def test_it_starts_with_as_many_nodes_as_are_free(one: Ended, submitted: Callable[..., Run]) -> None:
+    ask("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    run = submitted("launch.nnodes=1:4")
+    assert_ends_as(run, one, restarts=0)
+
+
+def test_scontrol_requeue(one: Ended, submitted: Callable[..., Run]) -> None:
+    run = submitted()
+    ask("scontrol", "requeue", run.job)
+    run.wait_for_status("preempted")
+    stopped = run.now.summary
+    assert stopped["step"] == max(step for _, step, _, _ in run.steps())  # nothing is lost
+    assert_ends_as(run, one, restarts=1)
+
+
+@pytest.mark.slow
+def test_the_time_limit(one: Ended, submitted: Callable[..., Run]) -> None:
+    run = submitted("launch.slurm.time_min=1", "launch.slurm.signal_s=40")
+    run.wait_for_restart()
+    assert "SIGUSR1: stopping after this step" in run.log() and "requeues itself" in run.log()
+    ended = run.finish()  # after another minute, maybe
+    assert ended.summary["status"] == "finished" and ended.summary["restarts"] >= 1
+    assert_close(ended, one)
+
+
+@pytest.mark.slow
+def test_a_job_of_higher_priority(one: Ended, submitted: Callable[..., Run]) -> None:
+    run = submitted()
+    other = ask("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000").strip()
+    run.wait_for_restart()
+    assert "requeues itself" in run.log()
+    assert run.now.summary["status"] == "queued"
+    run._wait(lambda: facts(other)["JobState"] == "RUNNING", timeout_s=60, what="the other job")
+    ask("scancel", other)
+    assert_ends_as(run, one, restarts=1)
+
+
+def test_scancel_is_final_until_the_command_is_given_again(one: Ended, submitted: Callable[..., Run]) -> None:
+    run = submitted()
+    ask("scancel", run.job)
+    run.wait_for_status("preempted")
+    wait_for(lambda: not ask("squeue", "-h"), timeout_s=30, what="an empty queue")
+    assert facts(run.job)["JobState"] == "CANCELLED" and facts(run.job)["Restarts"] == "0"
+    run.submit()
+    assert len(run.jobs) == 2
+    assert_ends_as(run, one, restarts=1)
+
+
+def slurmd_of(cluster: Path, node: str) -> psutil.Process:
+    return psutil.Process(int((cluster / "run" / f"{node}.pid").read_text()))
+
+
+def tasks_of(cluster: Path, node: str) -> list[psutil.Process]:
+    """Return a node's step daemons, which outlive its slurmd, and all their processes."""
+    log = str(cluster / "log" / f"{node}.log")
+    steps = [process for process in psutil.process_iter(["name"]) if process.info["name"] == "slurmstepd"
+             and log in {file.path for file in process.open_files()}]  # fmt: skip
+    return steps + [child for step in steps for child in step.children(recursive=True)]
+
+
+@pytest.fixture
+def repaired(cluster: Path) -> Iterator[list[str]]:
+    """The nodes that a test has put here work again after it."""
+    nodes: list[str] = []
+    yield nodes
+    for node in nodes:
+        for process in tasks_of(cluster, node):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        subprocess.run([CLUSTER, "start-node", node], check=True, timeout=60)
+    wait_for(lambda: "down" not in ask("sinfo", "-h", "-N", "-o", "%T"), timeout_s=60, what="every node up")
+
+
+def lose(run: Run, number: int, *, repaired: list[str]) -> str:
+    """Return the job's node of that number, which is to be lost and repaired later."""
+    repaired.append(ask("scontrol", "show", "hostnames", facts(run.job)["NodeList"]).split()[number])
+    return repaired[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_node_whose_slurmd_is_killed(
+    number: int, one: Ended, cluster: Path, repaired: list[str], submitted: Callable[..., Run]
+) -> None:
+    run = submitted()
+    slurmd_of(cluster, lose(run, number, repaired=repaired)).kill()
+    run.wait_for_restart()
+    assert_ends_as(run, one, restarts=1)
+
+
+@pytest.mark.slow
+def test_a_node_that_slurm_has_lost_leaves_the_run_to_the_next_attempt(
+    one: Ended, cluster: Path, repaired: list[str], submitted: Callable[..., Run]
+) -> None:
+    """Its task runs on, and nobody tells it that the job is requeued elsewhere: two attempts of it want the run."""
+    run = submitted("launch.nnodes=1")
+    node = lose(run, 0, repaired=repaired)
+    slurmd_of(cluster, node).kill()
+    run.wait_for_restart()
+    requeued_at = time.time()
+    run.wait_for_step(world_size=1, after=requeued_at)  # still the old one's
+    assert "continuing" not in run.log()
+    run._wait(lambda: "a newer attempt of this job" in run.log(), timeout_s=90, what="the old one's end")
+    run._wait(lambda: "continuing from" in run.log(), timeout_s=90, what="the new one's beginning")
+    assert_ends_as(run, one, restarts=1)
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_without_a_node_that_dies(
+    one: Ended, cluster: Path, repaired: list[str], submitted: Callable[..., Run]
+) -> None:
+    run = submitted("launch.nnodes=1:2")
+    node = lose(run, 1, repaired=repaired)
+    killed_at = time.time()
+    for process in [slurmd_of(cluster, node), *tasks_of(cluster, node)]:
+        process.kill()
+    run.wait_for_step(world_size=1, after=killed_at)
+    assert facts(run.job)["Restarts"] == "0"
+    run.slow.unlink()
+    run.wait_for_status("finished")
+    assert_close(run.now, one)
+
+
+# --- what is frozen at the submission
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the project."""
+    folder = tmp_path / "project"
+    for name in ("conf", "framework", "models"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", folder)
+    return folder
+
+
+def test_what_is_edited_after_the_submission_changes_nothing(
+    one: Ended, copy: Path, tmp_path: Path, submitted: Callable[..., Run]
+) -> None:
+    ask("scontrol", "update", "PartitionName=main", "State=DOWN")  # jobs wait
+    try:
+        line = [*RUN, *TWO, "launch.slurm.snapshot=true", f"run.root={tmp_path / 'runs'}"]
+        told = subprocess.run([sys.executable, "train.py", *line], cwd=copy, text=True, capture_output=True, timeout=120)
+        assert told.returncode == 0, told.stderr
+        run = Run(tmp_path, *line)
+        run.jobs += re.findall(r"job (\d+) is submitted", told.stderr)
+        assert run.now.summary == {"status": "queued", "job_id": run.job, "error": None}
+        for path in [*copy.glob("framework/**/*.py"), *copy.glob("conf/**/*.yaml"), copy / "train.py"]:
+            path.write_text("no longer what it was(")
+    finally:
+        ask("scontrol", "update", "PartitionName=main", "State=UP")
+    assert_ends_as(run, one, restarts=0)
+
+
+def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    ask("scontrol", "update", "PartitionName=main", "State=DOWN")
+    try:
+        run = Run(tmp_path, *RUN, *TWO)
+        run.submit()
+        path = run.now.directory / "slurm" / "frozen.yaml"
+        path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
+    finally:
+        ask("scontrol", "update", "PartitionName=main", "State=UP")
+    run.wait_for_state("FAILED")
+    assert "has changed since this run was started" in run.log()
+
+
+# --- refused before anything is submitted
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["launch.slurm.partition=hihg"], "launch.slurm.partition: there is no partition 'hihg' (one of main, short, high; did you mean high?)"),
+        (["launch.nnodes=5"], "launch.nnodes: 5, but partition main has 4 such nodes (at most 4)"),
+        (["launch.nproc_per_node=5"], "launch.nproc_per_node: 5 CPUs, but partition main has no more than 4 (at most 4)"),
+        (["launch.slurm.cpus_per_task=5"], "launch.slurm.cpus_per_task: 5 CPUs, but partition main has no more than 4 (at most 4)"),
+        (["launch.slurm.mem_gb=8"], "launch.slurm.mem_gb: 8192 MB, but partition main has no more than 4000 (at most 4000)"),
+        (["launch.slurm.gpus_per_node=3", "launch.nproc_per_node=1"], "launch.slurm.gpus_per_node: 3 GPUs, but partition main has no more than 2 (at most 2)"),
+        (["launch.nproc_per_node=3", "launch.slurm.gpus_per_node=2"], "launch.nproc_per_node: 3, but there are 2 CUDA devices (at most 2, or backend=gloo for the CPU)"),
+        (["launch.slurm.partition=short", "launch.slurm.time_min=3"], "launch.slurm.time_min: 3 minutes, but partition short has no more than 2 (at most 2)"),
+        (["launch.slurm.time_min=2"], "launch.slurm.signal_s: 120, but the whole job has launch.slurm.time_min=2 (below 120)"),
+        (["launch.slurm.constraint=gold"], "launch.slurm: Slurm refuses such a job: allocation failure: Invalid feature specification (what the site allows)"),
+        (["launch.slurm.partitoin=main"], "launch.slurm.partitoin: unknown key (did you mean launch.slurm.partition?)"),
+        (["launch.slurm.time_min=0"], "launch.slurm.time_min: 0 is out of range (at least 1)"),
+        (["launch=local", "launch.slurm.partition=main"], "launch.slurm.partition: unknown key (only with launch=slurm)"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_what_the_cluster_does_not_have_is_refused(line: list[str], problem: str, cluster: Path, tmp_path: Path) -> None:
+    refused = command(*RUN, *TWO, *line, root=tmp_path / "runs")
+    assert (refused.code, refused.output) == (78, problem + "\n")
+    assert not list(refused.root.iterdir())
+
+
+def test_all_problems_come_in_one_report(cluster: Path, tmp_path: Path) -> None:
+    refused = command(*RUN, *TWO, "optimizer.lrr=1", "launch.slurm.partition=hihg", root=tmp_path / "runs")
+    assert refused.code == 78
+    assert [line.partition(":")[0] for line in refused.output.splitlines()] == ["optimizer.lrr", "launch.slurm.partition"]
+
+
+def test_a_launcher_does_not_submit() -> None:
+    _, problems = check([*RUN, "launch=slurm", "parallel=ddp"], world_size=2)
+    expected = "launch: slurm, but the launcher started 2 already (launch=local, or this command without a launcher)"
+    assert [str(problem) for problem in problems] == [expected]
+
+
+def test_a_machine_without_slurm_is_no_place_to_submit_from(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    refused = command(*RUN, *TWO, root=tmp_path / "runs")
+    expected = "launch: slurm, but there is no sbatch on PATH (a machine from which jobs are submitted, or launch=local)\n"
+    assert (refused.code, refused.output) == (78, expected)
+
+
+def test_a_controller_that_is_gone_is_said_to_be(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path(os.environ["SLURM_CONF"]).read_text()
+    (tmp_path / "slurm.conf").write_text(re.sub("SlurmctldPort=.*", "SlurmctldPort=1", text) + "MessageTimeout=1\nSlurmctldTimeout=1\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    refused = command(*RUN, *TWO, root=tmp_path / "runs")
+    assert refused.code == 78 and refused.output.startswith("launch: Slurm does not answer: "), refused.output
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+def test_a_directory_that_the_nodes_do_not_see_is_refused(kind: str, cluster: Path, tmp_path: Path) -> None:
+    """What is mounted there for the submitting process alone is another file system than the nodes see."""
+    place, other = tmp_path / "runs", tmp_path / "other"
+    place.mkdir(), other.mkdir()
+    mount = f"mount -t tmpfs none {place}" if kind == "tmpfs" else f"mount --bind {other} {place}"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mount], stderr=subprocess.DEVNULL).returncode != 0:
+        pytest.skip("this user may not mount")
+    line = [sys.executable, ROOT / "train.py", *RUN, *TWO, f"run.root={place}"]
+    told = subprocess.run(["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *line],
+                          text=True, capture_output=True, timeout=120)  # fmt: skip
+    assert (told.returncode, told.stderr) == (78, f"run.dir: {place} is of this machine alone: the nodes do not see it "
+                                              "(a directory on a file system that they share)\n")  # fmt: skip
+    assert not list(other.iterdir())
+    assert not ask("squeue", "-h")
+
+
+# --- by hand
+
+
+def by_hand(folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> str:
+    """Submit slurm/train.sbatch, from the project's directory. Returns the job's id."""
+    line = [*RUN, *overrides, f"run.root={folder / 'runs'}"]
+    python = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["sbatch", "--parsable", f"--output={folder}/%A_%a.out", *options, "slurm/train.sbatch", *line],
+                          cwd=ROOT, env=os.environ | python, check=True, text=True, stdout=subprocess.PIPE)  # fmt: skip
+    return done.stdout.strip()
+
+
+def output(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("*.out")))
+
+
+def test_torchrun_by_hand_on_two_nodes(one: Ended, cluster: Path, tmp_path: Path) -> None:
+    job = by_hand(tmp_path, "parallel=fsdp", options=("--nodes=2",))
+    wait_for(lambda: facts(job)["JobState"] not in ("PENDING", "RUNNING"), timeout_s=120, what="the job's end")
+    assert facts(job)["JobState"] == "COMPLETED", output(tmp_path)
+    ended = Ended(0, output(tmp_path), tmp_path / "runs")
+    assert ended.summary["world_size"] == 2
+    assert_close(ended, one)
+
+
+@pytest.mark.slow
+def test_an_array_by_hand(one: Ended, cluster: Path, tmp_path: Path) -> None:
+    job = by_hand(tmp_path, "parallel=ddp", "seed=%a", "name=seed_%a", options=("--nodes=2", "--array=0-1"))
+    wait_for(lambda: not ask("squeue", "-h"), timeout_s=150, what="the array's end")
+    states = ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").split()
+    assert states == ["COMPLETED"] * 2, output(tmp_path)
+    assert_close(Ended(0, "", tmp_path / "runs" / "seed_0"), one)
+    assert Ended(0, "", tmp_path / "runs" / "seed_1").summary["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_by_hand_a_signal_before_the_end_requeues_the_job(one: Ended, cluster: Path, tmp_path: Path) -> None:
+    longer = ["parallel=ddp", "trainer.max_steps=600"]
+    job = by_hand(tmp_path, *longer, options=("--nodes=2",))
+    wait_for(lambda: bool(list(tmp_path.glob("runs/*/*/checkpoints/step_*"))), timeout_s=90, what="a checkpoint")
+    ask("scancel", "--batch", "--signal=USR1", job)  # as --signal has it sent
+    wait_for(lambda: facts(job)["Restarts"] == "1", timeout_s=60, what="a requeue")
+    wait_for(lambda: facts(job)["JobState"] == "COMPLETED", timeout_s=120, what="the job's end")
+    ended = Ended(0, output(tmp_path), tmp_path / "runs")
+    assert "stopped after step" in ended.output and ended.summary["restarts"] == 1
+    assert_close(ended, finished(*RUN, *longer[1:], root=tmp_path / "one"))
