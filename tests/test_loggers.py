@@ -220,8 +220,9 @@ def on_terminal(
 
     def use_terminal() -> None:
         os.close(master)
+        os.dup2(slave, 0)  # rich asks stdin's size first, and COLUMNS before that
         os.dup2(slave, 2)
-        os.environ.update(TERM="xterm-256color")
+        os.environ.update(TERM="xterm-256color", COLUMNS=str(columns))
         before()
 
     process = begin(*overrides, root=root, before=use_terminal)
