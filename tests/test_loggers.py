@@ -222,7 +222,8 @@ def on_terminal(
         os.close(master)
         os.dup2(slave, 0)  # rich asks stdin's size first, and COLUMNS before that
         os.dup2(slave, 2)
-        os.environ.update(TERM="xterm-256color", COLUMNS=str(columns))
+        os.environ.update(TERM="xterm-256color")
+        os.environ.pop("COLUMNS", None)
         before()
 
     process = begin(*overrides, root=root, before=use_terminal)
