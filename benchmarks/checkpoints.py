@@ -37,7 +37,7 @@ def trainer_of(dim: int, *, is_async: bool, folder: Path) -> Any:
     world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None)
     trainer = build.trainer(config, world=world, directory=RunDirectory(folder))
     folder.mkdir()
-    trainer.recorder._sinks = []
+    trainer.recorder._sinks = {}
     trainer.recorder.open(RunInfo(folder, "id", "name", 0, 100, config))
     step, trainer.steps = trainer.begin()
     trainer.train_step(step, measure=False)

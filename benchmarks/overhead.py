@@ -62,7 +62,7 @@ def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
         world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None)
         trainer = build.trainer(config, world=world, directory=RunDirectory(Path(folder)))
         sink = StepTimes()
-        trainer.recorder._sinks = [sink]
+        trainer.recorder._sinks = {"times": sink}
         trainer.recorder.open(RunInfo(Path(folder), "id", "name", 0, total, config))
         trainer.fit()
         trainer.recorder.close()

@@ -1,5 +1,6 @@
 """A file by which the ranks of one node see where each other stands, also a rank that does not answer any more."""
 
+import ctypes
 import faulthandler
 import fcntl
 import mmap
@@ -160,6 +161,19 @@ class Board:
     def verdict(self) -> str:
         """What the leader has found, or an empty string."""
         return _text_at(self._descriptor, self.num_local * _SLOT_BYTES, _VERDICT_BYTES)
+
+
+def have_write(pid: int) -> None:
+    """Have a rank write its stacks, as they are. One that is stopped goes on then.
+
+    The signal is for its main thread: any other would write only after the main one had gone on from where it was stopped.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill"):  # since glibc 2.30
+        libc.tgkill(pid, pid, DUMP)
+    else:
+        os.kill(pid, DUMP)
+    os.kill(pid, signal.SIGCONT)
 
 
 def posted_verdict(path: Path, *, num_local: int) -> str:

@@ -2,10 +2,11 @@
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.config import option_node, options
+from framework.config import content_of, option_node, options
 from framework.data.source import Dataset
 from framework.log import LOGGER
 from framework.problems import Problem
@@ -16,11 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from framework.engine import Engine, Task
+    from framework.gradients import ChangeGradients
+    from framework.loggers.sink import Sink
+    from framework.optim import Trainable
     from framework.run_directory import RunDirectory
+    from framework.speed import Speed
     from framework.trainer import Trainer
     from framework.world import World
 
 Config = dict[str, Any]
+
+INIT = ("init_from", "init_digest")  # of the model's node, but no arguments of the model
 
 
 def component(node: Config, **given: Any) -> Any:
@@ -50,6 +57,8 @@ def complete_model(config: Config, info: dict[str, int]) -> tuple[Config, list[P
     node |= {name: info[name] for name in arguments_of(str(node.get("_target_"))) or {}
              if node.get(name) is None and name in info}  # fmt: skip
     fitting = ", ".join(f"model={name}" for name in options("model") if not _unfilled(option_node("model", name) | dict(info)))
+    if node.get("init_from"):
+        node["init_digest"] = content_of(node["init_from"])
     for name in _unfilled(node):
         problems.append(Problem(f"model.{name}", "needs a value, and the dataset does not give one",
                                 f"it gives {', '.join(info) or 'nothing'}, which fits {fitting or 'no model here'}"))  # fmt: skip
@@ -62,8 +71,19 @@ def _unfilled(node: Config) -> list[str]:
     return [n for n, a in arguments.items() if node.get(n, "") is None and a.annotation in (int, float, str, bool)]
 
 
+def complete_task(config: Config, dataset: Dataset) -> Config:
+    """Take what only the dataset knows (`bytes_per_token`) into the task's node, where the user gave no value."""
+    node = {name: getattr(dataset, name, None) if value is None else value for name, value in config["task"].items()}
+    return config | {"task": node}
+
+
 def task(config: Config) -> "Task":
     return component(config["task"])()
+
+
+def derived(config: Config) -> "Callable[[dict[str, float]], dict[str, float]]":
+    """Return the task's function from the means over samples to the metrics that follow from them."""
+    return getattr(task(config), "derived", lambda means: {})
 
 
 def model(config: Config) -> "nn.Module":
@@ -75,7 +95,7 @@ def model(config: Config) -> "nn.Module":
 
     make_torchvision_importable()
     torch.manual_seed(key(config["seed"], "weights"))
-    return component(config["model"])()
+    return component({name: value for name, value in config["model"].items() if name not in INIT})()
 
 
 def example(info: Mapping[str, int], *, dtype: "torch.dtype | None" = None) -> "Tensor | None":
@@ -129,10 +149,15 @@ def engine(config: Config, module: "nn.Module", *, world: "World") -> "Engine":
     return built
 
 
-def sinks(config: Config) -> list[Any]:
+def sinks(config: Config) -> "dict[str, Sink]":
+    """Return the run's sinks by name, every logger in a process of its own, which is forked here."""
+    from framework.loggers.background import TIMEOUT_S, Background
     from framework.loggers.console import Console
 
-    return [Console(), *(component(node)() for node in config["logger"].values())]
+    def background(node: Config) -> Background:
+        return Background(lambda: component(node)(), timeout_s=node.get("timeout_s", TIMEOUT_S))
+
+    return {"console": Console()} | {name: background(node) for name, node in config["logger"].items()}
 
 
 class Loaders(dict):  # type: ignore[type-arg]  # str -> Loader
@@ -172,6 +197,49 @@ class Loaders(dict):  # type: ignore[type-arg]  # str -> Loader
         return self[split]
 
 
+def gradient_changes(config: Config, trained: "list[Trainable]") -> "list[ChangeGradients]":
+    """Return what is done to the gradient between its backward pass and the optimizer, in order."""
+    from framework.gradients import ClipValues, Noise
+
+    settings, changes = config["trainer"], []  # type: Config, list[ChangeGradients]
+    if settings["clip_grad_value"] is not None:
+        changes.append(ClipValues(trained, max_value=settings["clip_grad_value"]))
+    if settings["grad_noise"]["eta"] is not None:
+        changes.append(Noise(trained, seed=config["seed"], **settings["grad_noise"]))
+    return changes
+
+
+def speed(config: Config, *, world: "World") -> "Speed":
+    """Build what measures a run's speed. What the model needs is counted only where the device's peak is known."""
+    import torch
+
+    from framework import flops
+    from framework.speed import Speed
+
+    info = dataset(config).info
+    batch, needed = example(info), None
+    peak = flops.peak_flops(world.device, precision=config["precision"]["name"])
+    if peak is not None and batch is not None:
+        with torch.device("meta"):
+            needed = flops.flops_per_sample(model(config), batch)
+        peak *= world.world_size * len(world.devices)
+    return Speed(world.device, tokens_per_sample=info.get("seq_len"), flops_per_sample=needed, peak_flops=peak)
+
+
+def initial_model(config: Config, *, world: "World", is_new: bool) -> "nn.Module":
+    """Build the model with what is frozen in it; a new run's begins with `model.init_from`. Collective."""
+    from framework.freezing import freeze
+    from framework.precision import PRECISIONS
+    from framework.warm_start import warm_start
+
+    module = model(config)
+    freeze(module, config["trainer"]["freeze"])
+    if config["model"].get("init_from") and is_new:
+        module.to(PRECISIONS[config["precision"]["name"]].parameters)
+        warm_start(module, Path(config["model"]["init_from"]), digest=config["model"]["init_digest"], world=world)
+    return module
+
+
 def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Trainer":
     """Build a run's trainer, at step 0. Collective."""
     from framework.averaging import AveragedWeights
@@ -181,18 +249,13 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
     from framework.metrics import Patience, Tracker
     from framework.optim import hidden_matrices, trainable
     from framework.precision import PRECISIONS
+    from framework.profile import Profile
+    from framework.progress import Plan
     from framework.recorder import Recorder
-    from framework.trainer import Plan, Trainer
+    from framework.trainer import Trainer
 
     settings, saving = config["trainer"], config["checkpoint"]
-    module = model(config)
-    hidden = hidden_matrices(module)
-    built = engine(config, module, world=world)
-    loaders = Loaders(config, world=world, engine=built)
-    trained = trainable(built.module, hidden=hidden)
-    order = loaders["train"].order
-    steps = [settings["max_steps"], settings["max_epochs"] and settings["max_epochs"] * order.steps_per_epoch]
-    optimizer = built.make_optimizer(component(config["optimizer"]), trained)
+    recorder = Recorder(directory, world=world, sinks=sinks(config) if world.rank == 0 else {})
     store = CheckpointStore(
         directory.checkpoints,
         world=world,
@@ -200,6 +263,15 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
         keep_best=saving["keep_best"],
         mode=saving["mode"],
     )
+    module = initial_model(config, world=world, is_new=store.is_empty)
+    hidden = hidden_matrices(module)
+    built = engine(config, module, world=world)
+    loaders = Loaders(config, world=world, engine=built)
+    trained = trainable(built.module, hidden=hidden)
+    order = loaders["train"].order
+    steps = [settings["max_steps"], settings["max_epochs"] and settings["max_epochs"] * order.steps_per_epoch]
+    optimizer = built.make_optimizer(component(config["optimizer"]), trained)
+    is_profiled = settings["profile"] == "all" or (settings["profile"] and world.rank == 0)
     return Trainer(
         world=world,
         engine=built,
@@ -209,7 +281,7 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
         loaders=loaders,
         store=store,
         saver=Saver(store, world=world, is_async=saving["async_save"], max_failures=saving["max_failures"]),
-        recorder=Recorder(directory, world=world, sinks=sinks(config) if world.rank == 0 else []),
+        recorder=recorder,
         plan=Plan(
             total_steps=min(count for count in steps if count is not None),
             log_every=settings["log_every"],
@@ -222,6 +294,10 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
         patience=Patience(**settings["early_stopping"]),
         divergence=Divergence(**settings["divergence"]),
         loss_scale=PRECISIONS[config["precision"]["name"]].loss_scale(),
+        changes=gradient_changes(config, trained),
         average=AveragedWeights(trained, decay=settings["ema_decay"]) if settings["ema_decay"] else None,
+        profile=Profile(directory.profile, world=world) if is_profiled else None,
+        derive=derived(config),
+        speed=speed(config, world=world),
         facts={"num_samples": order.num_samples, "optimizer": config["optimizer"]["_target_"]},
     )

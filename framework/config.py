@@ -1,10 +1,16 @@
 """Composing and identifying the configuration: from a command line to plain, resolved data."""
 
 import copy
+import io
+import os
+import stat
+import sys
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hydra
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -14,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from framework.files import checksum
 from framework.frozen import digest_of
 from framework.problems import Problem, did_you_mean, shown
 from framework.syntax import syntax_problem
@@ -22,16 +29,38 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 
 # What decides how or where a run is executed, but not what it computes: not part of its identity.
 EXECUTION = (
-    "launch", "logger", "backend", "run", "mode", "hydra", "name",
+    "launch", "logger", "backend", "run", "mode", "eval", "export", "hydra", "name",
     "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
-    "checkpoint.max_failures", "dataset.num_workers",
+    "checkpoint.max_failures", "dataset.num_workers", "dataset.source", "trainer.profile",
 )  # fmt: skip
 
 
 def identity(config: dict[str, Any]) -> str:
-    """Return the run's id: 12 hexadecimal digits that hash everything that decides what is computed."""
+    """Return the run's id: 12 hexadecimal digits that hash everything that decides what is computed.
+
+    Of the file that `model.init_from` names its content counts, not its path.
+    """
     kept = {key: value for key, value in _flat(config).items() if not _is_execution(key)}
+    init_from = kept.pop("model.init_from", None)
+    if init_from is not None:
+        kept["model.init_from"] = content_of(str(init_from)) or init_from
     return digest_of(kept)[:12]
+
+
+def content_of(path: str) -> str | None:
+    """Return the checksum of a file's content; None if it is no file that can be read (the preflight will say so)."""
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return _content(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    except (OSError, ValueError):  # ValueError: a null byte in it
+        return None
+
+
+@cache  # a sweep asks for each job, and a file of gigabytes takes seconds
+def _content(path: str, *_: int) -> str:
+    return checksum(Path(path))[1]
 
 
 def _is_execution(key: str) -> bool:
@@ -237,7 +266,22 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split("\n    full_key:")[0].split())
 
 
-def force_values(arguments: list[str]) -> list[str]:
+def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
+    """Print what flags of Hydra's ask for: the configuration, its help, a shell's completion."""
+
+    @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
+    def run_job(config: object) -> None:
+        raise AssertionError("these flags print, and run nothing")
+
+    register_resolvers()
+    # flags first: argparse, which reads them for Hydra, takes none between overrides
+    sys.argv[1:] = [*(word for flag in flags.items() for word in flag if word), *_force_values(overrides)]
+    with redirect_stdout(io.StringIO()) as printed:  # Hydra tells of a reader that has left in a traceback
+        run_job()
+    print(printed.getvalue(), end="")
+
+
+def _force_values(arguments: list[str]) -> list[str]:
     """Return the arguments with every value forced (`++key=value`): which keys there are, is ours to judge."""
     forced = []
     for argument in arguments:

@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -72,14 +73,31 @@ class Place:
 class SlurmTask:
     """The process's place in a Slurm job."""
 
-    job_id: int
+    job_id: int  # of its own, also as one of an array
+    name: str  # by which Slurm's commands know it; of one in an array, 12_3
     restarts: int  # how often the job has been requeued
     node: int  # 0 for the job's first
 
     @classmethod
     def read(cls) -> "SlurmTask":
         env = os.environ
-        return cls(int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT", "0")), int(env["SLURM_NODEID"]))
+        array = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}" if "SLURM_ARRAY_JOB_ID" in env else "{SLURM_JOB_ID}"
+        return cls(int(env["SLURM_JOB_ID"]), array.format_map(env), int(env.get("SLURM_RESTART_COUNT", "0")), int(env["SLURM_NODEID"]))
+
+
+@contextmanager
+def outside_of_jobs() -> Iterator[None]:
+    """Hide what would change what Slurm's commands do: the job that this process is in, and the user's own defaults for listings."""
+    hidden = [name for name in os.environ if (name.startswith(_CHANGE_SLURM) and name not in _LEAD_TO_SLURM) or name == "SBATCH_WAIT"]
+    before = {name: os.environ.pop(name) for name in hidden}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+_CHANGE_SLURM = ("SLURM_", "SLURMD_", "SRUN_", "SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
+_LEAD_TO_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 def node_name() -> str:

@@ -1,6 +1,7 @@
 """Files that appear complete or not at all."""
 
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,16 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
     with replacing(path) as beside:
         beside.write_text(text)
+
+
+def checksum(path: Path) -> tuple[int, str]:
+    """Return a file's size in bytes and its BLAKE2b, in hexadecimal digits (`b2sum` prints it too)."""
+    digest, size = hashlib.blake2b(), 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+    return size, digest.hexdigest()
 
 
 def make_directory(path: Path) -> None:

@@ -44,6 +44,21 @@ def thaw(frozen: Frozen) -> dict[str, Any]:
     return config
 
 
+def recall(directory: Path) -> dict[str, Any]:
+    """Read the configuration that is frozen in a run's directory. ValueError if there is none, or it has been changed."""
+    path = directory / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{directory} is no run: there is no config.yaml")
+    try:
+        config = yaml.safe_load(path.read_text())
+        is_whole = config.pop("hash") == digest_of(config)
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{path} is not as it was frozen: its hash is another")
+    return config
+
+
 def frozen_run_id(directory: Path) -> str | None:
     """Return the id of the run whose directory this is, or None if no run has been frozen there."""
     try:

@@ -5,10 +5,11 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from framework import log
-from framework.board import DUMP, Board, Place, State
+from framework.board import Board, Place, State, have_write
 from framework.outcome import is_lost_peer, is_timeout
 from framework.stacks import waits_for_others
 from framework.verdict import Seen, judge
@@ -47,8 +48,9 @@ def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
 def kill_silent(board: Board) -> None:
     """Kill the ranks of this node that have told nothing: they will not end by themselves."""
     for place in board.others():
-        if not _has_told(place):
-            _kill(place, signal.SIGKILL)
+        if place.pid and not _has_told(place):
+            with suppress(ProcessLookupError):
+                os.kill(place.pid, signal.SIGKILL)
 
 
 def _is_part_of_a_hang(board: Board) -> bool:
@@ -76,7 +78,7 @@ class _Process:
     """What the kernel says of a process."""
 
     state: str  # a letter of /proc/PID/stat: T is stopped, Z a corpse; empty where there is no such process
-    cpu_s: float
+    busy_s: float  # on a CPU; and, of its first thread, waiting for one, where the kernel counts that
 
 
 def _process(pid: int) -> _Process:
@@ -85,12 +87,15 @@ def _process(pid: int) -> _Process:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return _Process("", 0.0)
-    return _Process(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    waited_s = 0.0
+    with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
+        waited_s = int(file.read().split()[1]) / 1e9
+    return _Process(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited_s)
 
 
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     """Find out who hangs, log it and post it. Returns False if a rank has merely ended."""
-    begun, cpu_s = time.monotonic(), {place.local_rank: _process(place.pid).cpu_s for place in board.others()}
+    begun, busy_s = time.monotonic(), {place.local_rank: _process(place.pid).busy_s for place in board.others()}
     _wait(lambda: _has_ended(board) or all(_has_told(p) or _is_stopped(p) for p in board.others()), at_most_s=_TO_TELL_S)
     if _has_ended(board):
         return False
@@ -105,8 +110,8 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
         if local_rank in stopped:
             manner = "is stopped (by SIGSTOP, or a debugger)"
         elif local_rank in silent:
-            share = (_process(place.pid).cpu_s - cpu_s[local_rank]) / elapsed_s
-            manner = _manner(place, stack, computes=share > 0.2)
+            share = (_process(place.pid).busy_s - busy_s[local_rank]) / elapsed_s
+            manner = _manner(place, stack, computes=share > 0.5)
         else:
             manner = _lateness(place, board)
         seen.append(Seen(place, stack, manner))
@@ -146,8 +151,9 @@ def _manner(place: Place, stack: str, *, computes: bool) -> str:
 def _dump(board: Board, silent: dict[int, Place]) -> None:
     """Have the silent ranks write their stacks, and wait until they are written."""
     for place in silent.values():
-        _kill(place, DUMP)
-        _kill(place, signal.SIGCONT)
+        if place.pid:
+            with suppress(ProcessLookupError):
+                have_write(place.pid)
     deadline = time.monotonic() + _TO_DUMP_S
     asked = [local_rank for local_rank, place in silent.items() if place.pid]
     before = [""]
@@ -157,14 +163,6 @@ def _dump(board: Board, silent: dict[int, Place]) -> None:
             return
         before = now
         time.sleep(_SETTLED_S)
-
-
-def _kill(place: Place, signum: int) -> None:
-    if place.pid:
-        try:
-            os.kill(place.pid, signum)
-        except ProcessLookupError:
-            pass
 
 
 def _wait(condition: Callable[[], bool], *, at_most_s: float) -> None:

@@ -1,5 +1,8 @@
 """What `python train.py --help` prints: made from the comments in `conf/`, so that a new option is in it."""
 
+import platform
+from importlib import metadata
+
 from framework.config import CONF, groups, options
 
 _HEAD = """\
@@ -9,6 +12,8 @@ Steadfast: a run is its configuration.
   python train.py -m key=a,b,c ...                        a sweep
   torchrun --nproc-per-node=N train.py ...                the same run under torchrun
   python train.py --cfg job --resolve [...]               print the configuration of a command, and run nothing
+  python train.py --version                               what this installation runs with
+  eval "$(python train.py --shell-completion install=bash)"    Tab completes options and keys (docs/command_line.md)
 
 Examples
 
@@ -18,6 +23,9 @@ Examples
   python train.py parallel=ddp launch.nproc_per_node=2
   python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1,2    six runs; with hydra/launcher=joblib several at a time
   python train.py mode=plan -m optimizer.lr=1e-3,3e-3     how they stand; runs none
+  python train.py mode=status                             how all runs below run.root stand (of a sweep: its -m line)
+  python train.py mode=eval run.dir=runs/default/ID       measure it; mode=export: use it elsewhere (docs/evaluate.md)
+  python train.py mode=report run.root=runs               all runs of a root on one page (docs/reports.md)
   python train.py -m "optimizer.lr=tag(log, interval(1e-4, 1e-1))" hydra/sweeper=optuna    a search (docs/sweeps.md)
 """
 
@@ -38,6 +46,12 @@ def help_text() -> str:
         "\nAn option's own keys (model.*, optimizer.*, ...) are in conf/GROUP/OPTION.yaml, with their meaning."
     )
     return "\n".join(parts)
+
+
+def version_text() -> str:
+    """Return what this installation runs with; nothing is imported to find out."""
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "hydra-core"))
+    return f"Steadfast, with {packages}, Python {platform.python_version()}"
 
 
 def _line(left: str, right: str, *, width: int) -> str:

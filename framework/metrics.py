@@ -8,8 +8,21 @@ from typing import Any
 
 from framework.files import flush_directory, write_atomically
 from framework.log import LOGGER
+from framework.outcome import Unfit
 
 Row = dict[str, Any]
+
+# What a clock or the machine has measured: it differs from one time to the next, and between ways to execute a run.
+MACHINE = (
+    "samples_per_s", "tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "checkpoint_s",
+    "mfu", "memory_gib", "goodput",
+)  # fmt: skip
+MAXIMISED = ("accuracy", "top5")  # of the metrics that we know, those of which more is better
+
+
+def is_maximised(name: str, *, monitor: str, mode: str) -> bool:
+    """Return whether more of SPLIT/METRIC is better: of the monitored one the configuration says so."""
+    return mode == "max" if name == monitor else name.partition("/")[2] in MAXIMISED
 
 
 class MetricsFile:
@@ -73,6 +86,13 @@ def write_rows(path: Path, rows: list[Row]) -> None:
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def require_metric(name: str, row: Row, *, key: str) -> None:
+    """Raise Unfit if a row lacks the metric that `key` names: whether a task measures it may depend on the data."""
+    if name not in row:
+        measured = ", ".join(other for other in row if other not in ("step", "split", "lr", "grad_norm", "epoch", *MACHINE))
+        raise Unfit(f"{key}: {row['split']}/{name} is not measured here (there are {measured})")
+
+
 class Tracker:
     """The last and the best row of each split. `monitor` is SPLIT/METRIC; other splits are compared by their loss."""
 
@@ -82,10 +102,11 @@ class Tracker:
         self.splits: dict[str, dict[str, Row]] = {}
 
     def note(self, row: Row) -> None:
-        """Take a row in."""
-        split = self.splits.setdefault(row["split"], {})
+        """Take a row in. Unfit if it lacks what is monitored."""
         metric = self.monitor_metric if row["split"] == self.monitor_split else "loss"
         sign = -1 if metric == self.monitor_metric and self.mode == "max" else 1
+        require_metric(metric, row, key="checkpoint.monitor")
+        split = self.splits.setdefault(row["split"], {})
         before = split.get("best", {}).get(metric)  # None also where another run, continued from, did not measure it
         is_best = before is None or sign * row[metric] < sign * before
         split["last"] = row
@@ -112,6 +133,7 @@ class Patience:
     def note(self, row: Row) -> None:
         if row["split"] != self.split:
             return
+        require_metric(self.metric, row, key="trainer.early_stopping.monitor")
         value = self.sign * row[self.metric]
         if self.best is None or value < self.best - self.min_delta:
             self.best, self.num_bad = value, 0

@@ -1,13 +1,12 @@
 """What a `-m` line asks for: its jobs, or a space to search, and how many jobs at a time."""
 
 import itertools
-import os
 from dataclasses import dataclass
 from typing import Any
 
-from framework.config import is_hydras, option_node, options, parse
-from framework.problems import Problem, did_you_mean, shown
-from framework.schema import Launcher, Sweeper, settings_problems
+from framework.config import is_hydras, options, parse
+from framework.problems import Problem
+from framework.sweep_settings import Launcher, SubmititSlurm, Sweeper, read_settings
 
 Values = dict[str, str]  # one job's values of the swept keys, as a command line writes them
 
@@ -32,8 +31,23 @@ class Multirun:
     sweeper: Sweeper | None  # None: every combination of the values
 
     def line(self, values: Values) -> list[str]:
-        """Return a job's command line."""
-        return [*self.fixed, *(f"{key}={value}" for key, value in values.items())]
+        """Return a job's command line.
+
+        The launcher gives what the line itself does not say; one process is what `single` asks for among other strategies.
+        """
+        given = [_key_of(text) for text in self.fixed] + list(self.swept)
+        own = [text for text in self.launcher.overrides if _key_of(text) not in given]
+        line = [*own, *self.fixed, *(f"{key}={value}" for key, value in values.items())]
+        if values.get("parallel") == "single":
+            line += [f"{key}=1" for key in _SIZES if key in map(_key_of, line) and key not in self.swept]
+        return line
+
+    @property
+    def num_at_a_time(self) -> int:
+        """How many jobs run at a time. A search draws from results: it does not take all the room of a cluster unasked."""
+        if self.sweeper is not None and isinstance(self.launcher, SubmititSlurm):
+            return self.launcher.array_parallelism or _TRIALS_AT_A_TIME
+        return self.launcher.num_at_a_time
 
     def combinations(self) -> list[Values]:
         """Return every combination of the values that are listed, in Hydra's order."""
@@ -47,9 +61,13 @@ class Multirun:
         first = {key: values[0] for key, values in ends.items()}
         return [first, *(first | {key: value} for key, values in ends.items() for value in values[1:])]
 
-    @property
-    def num_at_a_time(self) -> int:
-        return self.launcher.n_jobs if self.launcher.n_jobs > 0 else len(os.sched_getaffinity(0))
+
+_TRIALS_AT_A_TIME = 4
+_SIZES = ("launch.nnodes", "launch.nproc_per_node", "launch.slurm.gpus_per_node")
+
+
+def _key_of(text: str) -> str:
+    return text.partition("=")[0]
 
 
 def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
@@ -68,8 +86,13 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
         else:
             fixed.append(text)
     is_search = hydras.get("hydra/sweeper") == "optuna"
-    launcher, sweeper, problems = _settings(hydras)
+    launcher, sweeper, problems = read_settings(hydras)
     problems += [Problem(key, "cannot be swept", "one value for all jobs") for key in swept if is_hydras(key) or key == "mode"]
+    if "mode=report" in fixed:
+        problems.append(Problem("mode", "report is about all runs of a root, and -m about jobs", "without -m, with run.root alone"))
+    if isinstance(launcher, SubmititSlurm) and any(text.startswith("launch=") and text != "launch=slurm" for text in fixed):
+        problems.append(Problem("launch", "is not slurm, but hydra/launcher=submitit_slurm is", "one of the two"))
+        launcher = Launcher()
     if is_search and not swept:
         problems.append(Problem("hydra/sweeper", "optuna, but there is nothing to search", "as in " + _EXAMPLE))
     spaces: dict[str, list[str] | Interval] = {}
@@ -112,36 +135,3 @@ def _interval(override: Any) -> Interval:
     if not space.start < space.end or (log and space.start <= 0):
         raise ValueError("an interval to search goes up" + (", with tag(log, ...) from above 0" if log else ""))
     return Interval(space.start, space.end, log=log)
-
-
-_OPTIONS = {"hydra/launcher": ("basic", "joblib"), "hydra/sweeper": ("basic", "optuna")}
-
-
-def _settings(hydras: dict[str, Any]) -> tuple[Launcher, Sweeper | None, list[Problem]]:
-    """Read the overrides of Hydra's own keys: `hydra/sweeper=optuna`, `hydra.sweeper.n_trials=9`."""
-    problems = []
-    nodes: dict[str, dict[str, Any]] = {}
-    for group, names in _OPTIONS.items():
-        chosen = hydras.pop(group, "basic")
-        if chosen not in names:
-            close = did_you_mean(str(chosen), names)
-            problems.append(Problem(group, f"no option {shown(chosen)}", f"one of {', '.join(names)}" + (f"; {close}" if close else "")))
-            chosen = names[1]
-        nodes[group] = option_node(group, names[1]) if chosen == names[1] else {}
-    for key, value in hydras.items():
-        section, _, name = key.removeprefix("hydra.").partition(".")
-        group = f"hydra/{section}"
-        if group not in _OPTIONS or not name:
-            problems.append(Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go"))
-        elif not nodes[group]:
-            problems.append(Problem(key, "unknown key", f"only with {group}={_OPTIONS[group][1]}"))
-        else:
-            nodes[group][name] = value
-    launcher, sweeper = nodes["hydra/launcher"] or {"n_jobs": 1}, nodes["hydra/sweeper"]
-    problems += settings_problems(Launcher, launcher, prefix="hydra.launcher.")
-    if launcher["n_jobs"] == 0:
-        problems.append(Problem("hydra.launcher.n_jobs", "0 is out of range", "at least 1, or -1 for one each CPU"))
-    problems += settings_problems(Sweeper, sweeper, prefix="hydra.sweeper.") if sweeper else []
-    if problems:
-        return Launcher(n_jobs=1), None, problems
-    return Launcher(**launcher), Sweeper(**sweeper) if sweeper else None, []

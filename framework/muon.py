@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.shards import whole
+from framework.shards import part_of, whole
 
 
 class Muon(torch.optim.Optimizer):
@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum)  # Nesterov
-        update = _like(parameter, self._orthogonalise(whole(update)))
+        update = part_of(self._orthogonalise(whole(update)), like=parameter)
         parameter.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * 0.2 * max(parameter.shape) ** 0.5)
 
     def _orthogonalise(self, matrix: Tensor) -> Tensor:
@@ -81,13 +81,3 @@ class Muon(torch.optim.Optimizer):
         state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
         root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(eps)
         parameter.addcdiv_(state["exp_avg"], root, value=-lr / (1 - beta1**step))
-
-
-def _like(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    if not hasattr(parameter, "device_mesh"):
-        return whole
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(parameter, DTensor)
-    replicated = DTensor.from_local(whole, parameter.device_mesh, run_check=False)
-    return replicated.redistribute(parameter.device_mesh, parameter.placements)

@@ -16,7 +16,10 @@ class Trainable(NamedTuple):
     name: str  # the model's own
     parameter: nn.Parameter
     is_hidden: bool  # a matrix between the first and the last layer of the whole model
+    is_decayed: bool  # subject to weight decay: no bias, nor anything of a normalisation
 
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # whose weights may have any shape
 
 BuildOptimizer = Callable[[list[Trainable]], torch.optim.Optimizer]
 MakeOptimizer = Callable[[BuildOptimizer, list[Trainable]], torch.optim.Optimizer]  # a strategy's way of building one
@@ -24,30 +27,34 @@ MakeOptimizer = Callable[[BuildOptimizer, list[Trainable]], torch.optim.Optimize
 
 def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
     """Return the parameters that want a gradient, in the model's order. `hidden` names those that are hidden."""
-    named = module.named_parameters()
-    return [Trainable(name, parameter, name in hidden) for name, parameter in named if parameter.requires_grad]
+    of_norms = {id(p) for layer in module.modules() if isinstance(layer, _NORMS) for p in layer.parameters(recurse=False)}
+    trained = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            is_decayed = parameter.ndim >= 2 and id(parameter) not in of_norms and not name.endswith("bias")
+            trained.append(Trainable(name, parameter, is_decayed and name in hidden, is_decayed))
+    return trained
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
     """Return the names of the matrices between the first and the last layer. `model` is the whole, before any cut."""
-    matrices = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.ndim >= 2]
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim >= 2]
     return [name for name, parameter in matrices[1:-1] if parameter.ndim == 2]
 
 
 def stand_in(device: torch.device) -> list[Trainable]:
     """Return something to build the optimizer of, for a rank that updates nothing: no optimizer takes no parameters."""
-    return [Trainable("", nn.Parameter(torch.zeros(1, device=device)), False)]
+    return [Trainable("", nn.Parameter(torch.zeros(1, device=device)), False, False)]
 
 
 def _by_decay(trained: list[Trainable], weight_decay: float) -> list[dict[str, object]]:
-    """Decay matrices and kernels, not vectors (biases, norms); no group mixes shards over different meshes."""
-    parameters = [item.parameter for item in trained]
+    """Group by decay: `weight_decay`, or none; no group mixes shards over different meshes."""
     if weight_decay == 0:
-        return [{"params": alike, "weight_decay": 0.0} for alike in by_mesh(parameters)]
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+        return [{"params": alike, "weight_decay": 0.0} for alike in by_mesh(item.parameter for item in trained)]
+    decayed = [item.parameter for item in trained if item.is_decayed]
+    others = [item.parameter for item in trained if not item.is_decayed]
     return [{"params": alike, "weight_decay": decay}
-            for several, decay in ((matrices, weight_decay), (vectors, 0.0)) for alike in by_mesh(several)]  # fmt: skip
+            for several, decay in ((decayed, weight_decay), (others, 0.0)) for alike in by_mesh(several)]  # fmt: skip
 
 
 def adamw(

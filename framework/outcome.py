@@ -38,6 +38,12 @@ class Diverged(RunEnded):
         self.what = what
 
 
+class Interrupted(RunEnded):
+    """A signal has ended what has nothing to continue from."""
+
+    code = Exit.PREEMPTED
+
+
 class DiskFailed(RunEnded):
     """A checkpoint could not be written; the last valid one is intact."""
 

@@ -4,9 +4,13 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
+_END = b"\0"  # no signal has this number
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -16,6 +20,8 @@ class Preemption:
     def __init__(self) -> None:
         self.signum: int | None = None
         self.speaks = True  # to the person who sent it: one process of a run does
+        self.says = "stopping after this step"
+        self.last_words = b""  # what the terminal has to be told before this process ends at once
         self._times = 0
         self._since = 0.0  # on time.monotonic's clock
 
@@ -32,6 +38,32 @@ class Preemption:
         for signum in SIGNALS:
             signal.signal(signum, self._note)
 
+    @contextmanager
+    def heard_at_once(self) -> Iterator[None]:
+        """Note signals in a thread: Python's handlers wait for the end of a call into C, and a backward pass is one.
+
+        Main thread only.
+        """
+        hears, tells = os.pipe()
+        os.set_blocking(tells, False)
+        for signum in SIGNALS:
+            signal.signal(signum, lambda *_: None)  # there must be one, or the pipe is told nothing
+        signal.set_wakeup_fd(tells)
+        threading.Thread(target=self._listen, args=(hears,), daemon=True).start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            self.watch()
+            os.write(tells, _END)
+            os.close(tells)
+
+    def _listen(self, hears: int) -> None:
+        while (told := os.read(hears, 1)) != _END:
+            if told[0] in SIGNALS:
+                self._note(told[0], None)
+        os.close(hears)
+
     def ignore(self) -> None:
         """Have the signals do nothing from now on."""
         for signum in SIGNALS:
@@ -45,7 +77,7 @@ class Preemption:
         if self.signum is None and self.speaks:
             # not through logging, whose lock the interrupted code may hold
             again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
-            os.write(2, f"{signal.Signals(signum).name}: stopping after this step{again}\n".encode())
+            os.write(2, f"{signal.Signals(signum).name}: {self.says}{again}\n".encode())
         if self.signum is None:
             self.signum, self._since = signum, time.monotonic()
         self._times += signum == signal.SIGINT
@@ -53,6 +85,7 @@ class Preemption:
         if self._times >= 2:  # the person at the terminal means it: as safe as kill -9, and as quick
             for child in children:
                 child.kill()
+            os.write(2, self.last_words)
             os._exit(128 + signal.SIGINT)
         for child in children:
             child.terminate()  # TERM for whatever came: Ctrl-C has reached the children already

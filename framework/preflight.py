@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from framework import build
+from framework.checkpoint.header import read_header
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
-from framework.config import options
+from framework.checkpoint.plain import Invalid
 from framework.frozen import frozen_run_id
 from framework.problems import Problem, did_you_mean, shown
 from framework.processes import check_backend, check_processes, most_processes
+from framework.revisit import MODES
 from framework.run_directory import RunDirectory
-from framework.schema import COMPONENTS, schema_problems
+from framework.schema import COMPONENTS
 from framework.secrets import REMEDY, is_secret_key, secrets_in
 from framework.signatures import metrics_of
+from framework.validation import schema_problems
 
 Config = dict[str, Any]
 
@@ -36,7 +39,11 @@ def check(config: Config, problems: list[Problem], *, world_size: int | None) ->
     config, found = check_processes(config, world_size=world_size)
     if any(problem.key == "parallel" for problem in problems):
         found = []  # it would be about another strategy than the one that was meant
-    problems += found + check_backend(config) + _check_batch(config) + _check_run(config)
+    problems += found + check_backend(config)
+    if config.get("mode") in MODES:
+        problems += _check_writable(Path(config["run"]["dir"]))
+    else:
+        problems += _check_batch(config) + _check_run(config)
     seen: dict[str, Problem] = {}
     for problem in problems:
         seen.setdefault(problem.key.partition("[")[0], problem)  # the first of a key is the cause of the others
@@ -61,16 +68,20 @@ def _check_data(config: Config) -> tuple[Config, list[Problem]]:
         dataset = build.dataset(config)
         problems = [_from_line(line) for line in dataset.problems()]
         config, unfilled = build.complete_model(config, dict(dataset.info))
+        config = build.complete_task(config, dataset)
     except Exception as error:  # a constructor refuses its arguments
         return config, [from_error("dataset", error)]
     problems = problems or unfilled  # with the data missing, what it would give is not known either
     return config, problems + _task_problems(config, getattr(dataset, "task", None))
 
 
+_OWN_TASKS = ("classification", "language_modeling", "regression")
+
+
 def _task_problems(config: Config, made_for: str | None) -> list[Problem]:
     """Refuse another of our own tasks than the one that the data's targets are for; a task of the user's may be any."""
     chosen = str(config["task"].get("_target_")).split(".")[-2:][0]
-    if made_for is None or chosen == made_for or chosen not in options("task"):
+    if made_for is None or chosen == made_for or chosen not in _OWN_TASKS:
         return []
     return [Problem("task", f"{chosen} does not go with this dataset", f"task={made_for}")]
 
@@ -104,6 +115,11 @@ def _check_batch(config: Config) -> list[Problem]:
     if trainer.get("sync_batchnorm") is True and (axes := {"tensor", "pipeline", "context"} & config["parallel"].keys()):
         what = f"true, but processes along the {sorted(axes)[0]} axis have no samples of their own"
         problems.append(Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp"))
+    stopping = trainer.get("early_stopping", {})
+    is_evaluated = not str(stopping.get("monitor")).startswith("train/")
+    if stopping.get("patience") is not None and is_evaluated and trainer.get("eval_every", 0) is None:
+        what = "is counted in evaluations, but with trainer.eval_every=null there is one, at the end"
+        problems.append(Problem("trainer.early_stopping.patience", what, "a number for trainer.eval_every"))
     for key in ("checkpoint.monitor", "trainer.early_stopping.monitor"):
         problems += _check_monitor(config, key)
     model = config["model"]
@@ -148,6 +164,7 @@ def _check_async(config: Config) -> list[Problem]:
     trainer, expected = config["trainer"], "parallel.mode=sync for that"
     at_odds = {
         "trainer.ema_decay": trainer.get("ema_decay"),
+        "trainer.grad_noise.eta": isinstance(noise := trainer.get("grad_noise"), dict) and noise.get("eta"),
         "trainer.sync_batchnorm": trainer.get("sync_batchnorm"),
         "precision": config["precision"].get("name") == "fp16" and "fp16, whose loss scale follows every step's global norm",
     }
@@ -204,10 +221,24 @@ def _check_run(config: Config) -> list[Problem]:
         if not run[key] or run[key].startswith("~"):
             expected = "a directory; ~ is not replaced: use $HOME"
             return [*problems, Problem(f"run.{key}", f"{run[key]!r} is not valid", expected)]
+    problems += _check_init(config["model"].get("init_from"), resume=run["resume"])
     directory = RunDirectory(Path(run["dir"]))
     if problems or (problems := _check_writable(directory.path)):
         return problems
     return _check_contents(directory) or _check_identity(config, directory) + _check_resume(run["resume"], directory)
+
+
+def _check_init(init_from: Any, *, resume: str) -> list[Problem]:
+    """Refuse a file to begin with that is none, or was made to do harm."""
+    if not isinstance(init_from, str):
+        return []
+    if resume not in ("auto", "never", "must"):
+        return [Problem("model.init_from", "is given, and so is run.resume: each says where the weights are from", "one of them")]
+    try:
+        read_header(Path(init_from))
+    except (Invalid, ValueError) as error:
+        return [Problem("model.init_from", f"{shown(init_from)} {error}", "the path of a safetensors file")]
+    return []
 
 
 def _check_writable(path: Path) -> list[Problem]:

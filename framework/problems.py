@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from framework.outcome import Exit
 from framework.secrets import redact
 
 
@@ -15,6 +16,7 @@ class Problem:
     key: str
     what: str
     expected: str = ""
+    code: Exit = Exit.CONFIGURATION
 
     def __str__(self) -> str:
         return redact(f"{self.key}: {self.what}" + (f" ({self.expected})" if self.expected else ""))
@@ -40,6 +42,7 @@ _ALSO_CALLED = {
     "trainer.max_steps": "steps num_steps iterations iters max_iters num_iters train_steps total_steps",
     "trainer.max_epochs": "epochs epoch num_epochs num_train_epochs",
     "trainer.clip_grad_norm": "clip clip_grad grad_clip gradient_clip_val gradient_clip max_grad_norm max_norm",
+    "trainer.clip_grad_value": "clip_value grad_clip_value gradient_clip_value",
     "trainer.ema_decay": "ema",
     "global_batch_size": "batch_size batch bs train_batch_size",
     "micro_batch_size": "accumulate_grad_batches gradient_accumulation_steps grad_accum per_device_train_batch_size",
@@ -94,5 +97,5 @@ def nearest(word: str, choices: Sequence[str]) -> str | None:
                 return close
         if last in _VAGUE:
             return None
-    near = difflib.get_close_matches(last, lasts, n=1, cutoff=0.75 if section else 0.6)
+    near = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8 if section else 0.6)
     return choices[lasts.index(near[0])] if near else None

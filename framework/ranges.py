@@ -10,13 +10,13 @@ from framework.problems import Problem, shown
 _AT_LEAST_ONE = (
     "dim depth patch_size image_size in_channels channels vocab_size seq_len max_steps max_epochs eval_every "
     "log_every every sync_every keep_last back limit patience nproc_per_node hidden n_trials "
-    "time_min cpus_per_task gpus_per_node signal_s " + " ".join(MESH_AXES)
+    "time_min cpus_per_task gpus_per_node signal_s array_parallelism " + " ".join(MESH_AXES)
 ).split()
 _AT_LEAST_ZERO = (
     "seed num_workers keep_best weight_decay adamw_weight_decay warmup_steps decay_steps min_delta "
     "max_restarts max_failures sync_first milestones padding noise decode_once_gib"
 ).split()
-_ABOVE_ZERO = "memory_gib mem_gb lr adamw_lr eps adamw_eps clip_grad_norm timeout_s grace_s bucket_cap_mb rope_theta mlp_ratio max_bytes".split()
+_ABOVE_ZERO = "memory_gib mem_gb lr adamw_lr eps adamw_eps clip_grad_norm clip_grad_value eta timeout_s grace_s bucket_cap_mb rope_theta mlp_ratio max_bytes bytes_per_token".split()
 _FRACTION = "min_lr_ratio gamma val_fraction test_fraction".split()
 _BELOW_ONE = "dropout momentum betas adamw_betas label_smoothing".split()
 _LARGEST = 2**63 - 1

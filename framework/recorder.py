@@ -1,10 +1,14 @@
 """What a run leaves behind while it goes: rows to every sink, and the summary. Rank 0 writes; elsewhere it is silent."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from framework.checkpoint.state import RECORD_ID
 from framework.log import LOGGER
+from framework.loggers.background import Background
 from framework.loggers.sink import RunInfo, Sink
 from framework.metrics import MetricsFile, Row
 from framework.run_directory import RunDirectory
@@ -14,25 +18,28 @@ from framework.world import World
 class Recorder:
     """Takes the same calls on every rank, and acts on rank 0. `open`, `rewind` and `flush` are collective."""
 
-    def __init__(self, directory: RunDirectory, *, world: World, sinks: Sequence[Sink]) -> None:
+    def __init__(self, directory: RunDirectory, *, world: World, sinks: Mapping[str, Sink]) -> None:
         self.directory = directory
+        self.record_id: str | None = None  # a checkpoint's, or made by `open`; rank 0 alone needs it
         self._world = world
-        self._sinks = sinks
-        self._open_sinks: list[Sink] = []
+        self._sinks = dict(sinks)  # those that work
         self._metrics: MetricsFile | None = None
 
     def open(self, run: RunInfo, **facts: Any) -> None:
         """Start or continue the record at `run.step`; `facts`, the counters among them, go into the summary."""
-        self._run = run
         what = "the run's record could not be opened"
-        self._world.together(lambda: self._open_files(run.step, facts), what=what, rank_0_only=True)
-        if self._world.rank == 0:
-            self._open_sinks = [sink for sink in self._sinks if self._survives(sink, sink.open, run)]
+        self._world.together(lambda: self._open_files(run, facts), what=what, rank_0_only=True)
+        self._run = dataclasses.replace(run, record_id=self.record_id or "")
+        self._each(lambda sink: sink.open(self._run))
 
-    def _open_files(self, step: int, facts: dict[str, Any]) -> None:
-        restarts = self.directory.read_summary().get("restarts", -1) + 1
+    def _open_files(self, run: RunInfo, facts: dict[str, Any]) -> None:
+        before = self.directory.read_summary()
+        # the summary knows it of a run that was killed before its first checkpoint
+        self.record_id = self.record_id or _known_id(before) or f"{run.run_id}-{secrets.token_hex(4)}"
+        restarts = before.get("restarts", -1) + 1
+        facts = facts | {"record_id": self.record_id, "continued_at": [*before.get("continued_at", []), run.step] if restarts else []}
         self.directory.update_summary(status="running", restarts=restarts, error=None, **facts)
-        self._metrics = MetricsFile(self.directory.metrics, step=step)
+        self._metrics = MetricsFile(self.directory.metrics, step=run.step)
 
     def rewind(self, step: int) -> None:
         """Take back the rows after `step`, from where the run goes on. Collective."""
@@ -40,11 +47,8 @@ class Recorder:
         self._world.together(lambda: self._cut_back(step), what=what, rank_0_only=True)
         summary = self.directory.read_summary()
         again = dataclasses.replace(self._run, step=step)
-        self._open_sinks = [
-            sink
-            for sink in self._open_sinks
-            if self._survives(sink, sink.close, summary) and self._survives(sink, sink.open, again)
-        ]
+        self._each(lambda sink: sink.close(summary))
+        self._each(lambda sink: sink.open(again))
 
     def _cut_back(self, step: int) -> None:
         if self._metrics is not None:
@@ -54,16 +58,16 @@ class Recorder:
     def log(self, row: Row) -> None:
         if self._metrics is not None:
             self._metrics.log(row)
-        self._open_sinks = [sink for sink in self._open_sinks if self._survives(sink, sink.log, row)]
+        self._each(lambda sink: sink.log(row))
 
-    def _survives(self, sink: Sink, call: Any, argument: Any) -> bool:
-        """Return whether a sink still works: a logger's failure is a warning, not the end of a run."""
-        try:
-            call(argument)
-        except Exception as error:  # a sink is somebody else's library: anything can come out of it
-            LOGGER.warning("logger %s is off for the rest of this run: %s", type(sink).__name__, error)
-            return False
-        return True
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        """Have every sink that works do something: a logger's failure is a warning, not the end of a run."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                call(sink)
+            except Exception as error:  # of the console, rich's; of the others, SinkFailed
+                LOGGER.warning("logger %s is off for the rest of this run: %s", name, error)
+                del self._sinks[name]
 
     def flush(self, **values: Any) -> None:
         """Put the rows on the disk and `values` into the summary: before a checkpoint that counts on them."""
@@ -74,15 +78,25 @@ class Recorder:
             self._metrics.flush()
             self.directory.update_summary(**values)
 
-    def close(self, **values: Any) -> None:
-        """Write the summary's last values and stop every sink. Raises nothing: the run has ended, this only tells it."""
+    def close(self, *, within_s: float = math.inf, **values: Any) -> None:
+        """Write the summary's last values and stop every sink, waiting `within_s` for each at most.
+
+        Raises nothing: the run has ended, this only tells it.
+        """
         if self._world.rank != 0:
             return
+        is_open = self._metrics is not None
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
         self.directory.record_end(**values)
-        summary = self.directory.read_summary()
-        for sink in self._open_sinks:
-            self._survives(sink, sink.close, summary)
-        self._open_sinks = []
+        if is_open:
+            summary = self.directory.read_summary()
+            self._each(lambda sink: sink.close(summary))
+        self._each(lambda sink: sink.wait(within_s=within_s) if isinstance(sink, Background) else None)
+        self._sinks = {}
+
+
+def _known_id(summary: dict[str, Any]) -> str | None:
+    record_id = summary.get("record_id")
+    return record_id if isinstance(record_id, str) and RECORD_ID.fullmatch(record_id) else None

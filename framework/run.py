@@ -1,11 +1,14 @@
 """One run in one worker: build, continue from where it stands, train, leave the results."""
 
 import gc
+import math
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from framework import build
@@ -16,13 +19,17 @@ from framework.checkpoint.store import CheckpointStore
 from framework.curves import draw_curves
 from framework.files import flush_directory, replacing
 from framework.log import LOGGER
-from framework.loggers.sink import RunInfo
-from framework.metrics import read_rows, write_rows
+from framework.loggers.sink import RunInfo, Samples
+from framework.metrics import Patience, Tracker, read_rows, write_rows
 from framework.modules import batch_dependent_layers
-from framework.outcome import Exit, NoValidCheckpoint, RunEnded, headline
+from framework.outcome import Exit, NoValidCheckpoint, RunEnded, Unfit, headline
+from framework.preemption import PREEMPTION
+from framework.progress import Progress
 from framework.run_directory import RunDirectory
 from framework.trainer import Trainer
 from framework.world import World
+
+_NUM_SAMPLES = 8  # that loggers show
 
 
 def execute(config: dict[str, Any], *, world: World) -> Exit:
@@ -35,6 +42,9 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
         is_finished = trainer.fit()
         if is_finished:
             _leave_results(trainer, config, directory=directory)
+            if world.rank == 0:
+                LOGGER.info("finished: %s, %s and %s are in %s", directory.weights.name, directory.metrics.name,
+                            directory.curves.name, directory.path)  # fmt: skip
         elif world.rank == 0:
             assert trainer.saver.last is not None  # it stops with a checkpoint, or relies on one
             LOGGER.info("stopped after step %d; the same command continues from step %d, of which there is a checkpoint",
@@ -53,6 +63,8 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
         raise
     finally:
         trainer.saver.close()
+        if trainer.profile is not None:
+            trainer.profile.close()
         for loader in trainer.loaders.values():
             loader.close()
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
@@ -66,7 +78,7 @@ def _continue(trainer: Trainer, config: dict[str, Any], *, directory: RunDirecto
     resume = config["run"]["resume"]
     elsewhere = None if resume in ("auto", "never", "must") else Path(resume)
     if found is None and elsewhere is not None:
-        found = _from_elsewhere(elsewhere, directory=directory, world=world)
+        found = _from_elsewhere(elsewhere, config, world=world)
     elif found is not None and elsewhere is not None and world.rank == 0:
         LOGGER.info("run.resume=%s is where this run begins: it has checkpoints of its own by now", resume)
     if found is None:
@@ -79,31 +91,47 @@ def _continue(trainer: Trainer, config: dict[str, Any], *, directory: RunDirecto
     try:
         restore(path, module=trainer.engine.module, optimizer=trainer.optimizer, average=trainer.average, world=world)
     except ValueError as error:
-        raise NoValidCheckpoint(f"{path} does not fit this run: {error}") from None
+        raise NoValidCheckpoint(f"{path} does not fit this run: {error}; model.init_from=FILE begins with weights alone") from None
     trainer.load_state_dict(state)
     if trainer.is_over and path.parent != directory.checkpoints:
         raise NoValidCheckpoint(f"{path} leaves nothing to train: it has taken {trainer.progress.step} steps, and this run "
                                 f"ends after {trainer.plan.total_steps}, or when early stopping says so")  # fmt: skip
+    if path.parent != directory.checkpoints:
+        world.together(
+            lambda: _take_over_rows(RunDirectory(path.parent.parent).metrics, directory.metrics),
+            what=f"the rows of {path} not taken over",
+            rank_0_only=True,
+        )
     if world.rank == 0:
         LOGGER.info("continuing from %s", path)
 
 
-def _from_elsewhere(path: Path, *, directory: RunDirectory, world: World) -> tuple[Path, dict[str, Any]]:
-    """Find the valid checkpoint that `path`, a run or a checkpoint, names, and take over its rows. Collective."""
+def _from_elsewhere(path: Path, config: dict[str, Any], *, world: World) -> tuple[Path, dict[str, Any]]:
+    """Find the valid checkpoint that `path`, a run or a checkpoint, names, as this run begins with it. Collective."""
     store = CheckpointStore(checkpoints_of(path), world=world, keep_last=1, keep_best=0, mode="min")
     found = store.named(path) if step_of(path) is not None else store.newest_valid()
     if found is None:
         raise NoValidCheckpoint(f"{path} has no checkpoint")
-    found[1]["metrics"].pop("test", None)  # the other run's end is not this one's
     rows = RunDirectory(store.directory.parent).metrics
     if fault := world.from_rank_0(_fault(rows)):
         raise NoValidCheckpoint(f"{path}: {fault}")
-    world.together(
-        lambda: _take_over_rows(rows, directory.metrics),
-        what=f"the rows of {path} not taken over",
-        rank_0_only=True,
-    )
+    # what the other run has made of its rows follows from its own settings, and its clock and its end are its own
+    metrics, patience = world.from_rank_0(_judged(rows, config, step=found[1]["progress"]["step"]) if world.rank == 0 else None)
+    began = {"wall_s": 0.0, "train_s": 0.0, "began": Progress().began}
+    found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
     return found
+
+
+def _judged(path: Path, config: dict[str, Any], *, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state of a Tracker and a Patience of this run that have seen another's rows, as far as it has measured the same."""
+    tracker = Tracker(monitor=config["checkpoint"]["monitor"], mode=config["checkpoint"]["mode"])
+    patience = Patience(**config["trainer"]["early_stopping"])
+    for row in read_rows(path) if path.exists() else []:
+        if row["step"] <= step and row["split"] != "test":
+            for judge in (tracker, patience):
+                with suppress(Unfit, TypeError):  # not measured there, or null
+                    judge.note(row)
+    return tracker.splits, patience.state_dict()
 
 
 def _fault(rows: Path) -> str | None:
@@ -128,15 +156,22 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
         step=trainer.progress.step,
         total_steps=trainer.plan.total_steps,
         config=config,
+        group=config["run"]["group"],
+        samples=_samples(trainer) if world.rank == 0 and config["logger"] else None,
     )
-    sizes: dict[str, int] = {}
-    for part in world.gather({name: parameter.numel() for name, parameter in trainer.engine.module.named_parameters()}):
+    before = directory.read_summary().get("began")
+    if isinstance(before, (int, float)):  # a run that was killed before its first checkpoint
+        trainer.progress.began = min(trainer.progress.began, before)
+    sizes: dict[str, tuple[int, bool]] = {}
+    for part in world.gather({name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}):
         sizes |= part  # a stage of a pipeline has a part of them
-    num_parameters = sum(sizes.values())
+    num_parameters = sum(size for size, _ in sizes.values())
+    num_trained = sum(size for size, is_trained in sizes.values() if is_trained)
     if world.world_size > 1:
         LOGGER.debug("%s", f"process {os.getpid()} on {socket.gethostname()}, {world.device}")  # for train.log
     if world.rank == 0:
-        LOGGER.info("%s", f"training {num_parameters:,} parameters for {info.total_steps} steps on {world.world_size} x "
+        share = "" if num_trained == num_parameters else f"{num_trained:,} of "
+        LOGGER.info("%s", f"training {share}{num_parameters:,} parameters for {info.total_steps} steps on {world.world_size} x "
                           f"{world.device.type}, in {directory.path}")  # fmt: skip
         _warn_of_low_rate(trainer)
         kinds = batch_dependent_layers(trainer.engine.module)
@@ -150,8 +185,22 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
         world_size=world.world_size,
         parallel=config["parallel"]["_target_"].rpartition(".")[2],
         parameters=num_parameters,
+        total_steps=info.total_steps,
+        monitor=config["checkpoint"]["monitor"],
         **trainer.summary(),
     )
+
+
+def _samples(trainer: Trainer) -> Samples:
+    """Return the first training samples, as far as they can be shown. Not collective."""
+    loader = trainer.loaders["train"]
+    inputs, _ = loader.source.gather(np.arange(min(_NUM_SAMPLES, len(loader.source))))
+    if inputs.dtype == np.uint8 and inputs.ndim == 4 and inputs.shape[1] in (1, 3):
+        return Samples(images=inputs.tolist(), texts=None)
+    if np.issubdtype(inputs.dtype, np.integer) and inputs.ndim == 2:
+        decode = getattr(loader.dataset, "decode", lambda tokens: " ".join(map(str, tokens)))
+        return Samples(images=None, texts=[decode(tokens) for tokens in inputs])
+    return Samples(images=None, texts=None)
 
 
 def _warn_of_low_rate(trainer: Trainer) -> None:
@@ -172,7 +221,9 @@ def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDi
 
     def write() -> None:
         _write_weights(weights, directory)
-        draw_curves(directory.metrics, directory.curves, title=f"{config['name']}/{config['run']['id']}")
+        restarts = directory.read_summary().get("continued_at", [])
+        title, saving = f"{config['name']}/{config['run']['id']}", config["checkpoint"]
+        draw_curves(directory.metrics, directory.curves, title=title, restarts=restarts, monitor=saving["monitor"], mode=saving["mode"])
 
     trainer.world.together(write, what="the results not written", rank_0_only=True)
 
@@ -192,4 +243,6 @@ def _write_weights(weights: dict[str, Tensor], directory: RunDirectory) -> None:
 
 def _close_record(trainer: Trainer, status: str, **values: Any) -> None:
     trainer.tick()
-    trainer.recorder.close(status=status, **trainer.summary(), **values)
+    grace_s = trainer.plan.grace_s
+    within_s = PREEMPTION.left_of(grace_s) if grace_s is not None else math.inf
+    trainer.recorder.close(within_s=within_s, status=status, **trainer.summary(), **values)

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 from contextlib import suppress
@@ -16,10 +17,10 @@ from framework.outcome import Exit, RunEnded
 from framework.secrets import redact
 
 _NAMES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "model.safetensors", "train.log",
-          "curves.png", "tensorboard", "wandb", "wandb_id", "slurm")  # fmt: skip
+          "curves.png", "evaluations.jsonl", "export", "tensorboard", "wandb", "slurm", "profile")  # fmt: skip
 
 
-_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "train.log", "curves.png", "wandb_id")
+_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "train.log", "curves.png", "evaluations.jsonl")
 
 
 class Busy(RunEnded):
@@ -39,6 +40,9 @@ class RunDirectory:
         self.weights = path / "model.safetensors"
         self.log = path / "train.log"
         self.curves = path / "curves.png"
+        self.evaluations = path / "evaluations.jsonl"
+        self.export = path / "export"
+        self.profile = path / "profile"
 
     def strangers(self) -> list[str]:
         """Return the names in the directory that are no run's, if it is none: it has no frozen configuration."""
@@ -52,12 +56,29 @@ class RunDirectory:
         return [path.name for path in paths if path.is_symlink() or (path.exists() and not path.is_file())]
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the summary, or an empty one if there is none yet."""
+        """Return the summary, or an empty one if there is none yet. What is not of its kind is left out."""
         try:
             summary = json.loads(self.summary.read_text())
         except (OSError, ValueError, RecursionError):
             return {}
-        return summary if isinstance(summary, dict) else {}
+        if not isinstance(summary, dict):
+            return {}
+        if not isinstance(summary.get("status", ""), str):
+            del summary["status"]
+        if not _is_metrics(summary.get("metrics", {})):
+            del summary["metrics"]
+        return summary
+
+    @property
+    def job_id(self) -> str | None:
+        """The Slurm job that it was submitted as, by its latest submission; of one in an array, 12_3."""
+        job_id = self.read_summary().get("job_id")
+        return job_id if isinstance(job_id, str) and re.fullmatch(r"\d+(_\d+)?", job_id) else None
+
+    @property
+    def host(self) -> str:
+        """The machine of the process that holds the run now, or held it last."""
+        return str(Lock(self.path).holder().get("host", ""))
 
     def update_summary(self, **values: Any) -> None:
         """Change some of the summary's values. Rank 0, or the parent when the workers are gone."""
@@ -102,6 +123,12 @@ class RunDirectory:
         return aside
 
 
+def _is_metrics(metrics: Any) -> bool:
+    """Return whether it is a row (of numbers by names) for each `last` and `best` of each split."""
+    splits = metrics.values() if isinstance(metrics, dict) else [None]
+    return all(isinstance(split, dict) and all(isinstance(row, dict) for row in split.values()) for split in splits)
+
+
 class Lock:
     """The right to write in a run's directory, held by the process that launched it and by its forked workers.
 
@@ -124,7 +151,7 @@ class Lock:
         make_directory(self.path.parent)
         began = time.monotonic()
         while (descriptor := self._try()) is None:
-            waited, holder = time.monotonic() - began, self._holder()
+            waited, holder = time.monotonic() - began, self.holder()
             if self._party is not None and holder.get("party") == self._party:
                 if waited > party_patience_s:
                     self.path.unlink(missing_ok=True)  # its lock is on the file, not on the name
@@ -164,11 +191,13 @@ class Lock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _holder(self) -> dict[str, Any]:
+    def holder(self) -> dict[str, Any]:
+        """Return what the file says of the process that took the lock last."""
         try:
-            return json.loads(self.path.read_text())
-        except (OSError, ValueError):
+            holder = json.loads(self.path.read_text())
+        except (OSError, ValueError, RecursionError):
             return {}
+        return holder if isinstance(holder, dict) else {}
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:

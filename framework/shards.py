@@ -38,6 +38,17 @@ def copy_to_host(tensor: Tensor, *, onto: Tensor | None = None) -> Tensor:
     )
 
 
+def part_of(whole: Tensor, *, like: Tensor) -> Tensor:
+    """Return `whole`, which every rank has, cut as `like` is; itself if that is no shard. Nothing is sent."""
+    if not hasattr(like, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    replicated = DTensor.from_local(whole, like.device_mesh, run_check=False)
+    return replicated.redistribute(like.device_mesh, like.placements)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the tensor that this is a shard of, or itself. Collective if it is one."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

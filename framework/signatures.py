@@ -113,11 +113,14 @@ def _type(node: ast.expr | None) -> Any:
 
 
 def metrics_of(target: str) -> list[str] | None:
-    """Return the names that a task's `metrics` method returns; None if its source does not simply say them."""
+    """Return the names that a task's `metrics` and `derived` return; None if its source does not simply say them."""
     node = _definition(target)
-    method = _method(node, "metrics", module=target.rpartition(".")[0]) if isinstance(node, ast.ClassDef) else None
-    returned = [n.value for n in ast.walk(method) if isinstance(n, ast.Return)] if method else []
-    if len(returned) != 1 or not isinstance(returned[0], ast.Dict):
+    if not isinstance(node, ast.ClassDef):
         return None
-    names = [key.value for key in returned[0].keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-    return names if len(names) == len(returned[0].keys) else None
+    measured, derived = (_method(node, name, module=target.rpartition(".")[0]) for name in ("metrics", "derived"))
+    returned = [n.value for method in (measured, derived) if method for n in ast.walk(method) if isinstance(n, ast.Return)]
+    if measured is None or not all(isinstance(value, ast.Dict) for value in returned):
+        return None
+    keys = [key for value in returned if isinstance(value, ast.Dict) for key in value.keys]
+    names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+    return list(dict.fromkeys(names)) if names and len(names) == len(keys) else None

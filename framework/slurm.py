@@ -1,231 +1,94 @@
-"""Slurm, before and after a submission: what a job asks for, whether the cluster has it, and how a job stands."""
+"""Slurm's own commands: how the jobs of runs stand, and a job's requeue."""
 
-import math
-import os
 import re
-import shutil
 import subprocess
-import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from framework.problems import Problem, did_you_mean
-from framework.processes import node_counts
+from framework.environment import outside_of_jobs
 from framework.run_directory import RunDirectory
 
-Config = dict[str, Any]
-
 _PATIENCE_S = 60.0  # for a busy controller
+_MOST_IDS = 1000  # in one question
 
 
 class SlurmFailed(Exception):
     """One of Slurm's commands has failed; the message is its own."""
 
 
-def job_options(config: Config) -> dict[str, Any]:
-    """Return what the run's job asks for: sbatch's long options by name, True for one that takes no value."""
-    launch, asked = config["launch"], config["launch"]["slurm"]
-    counts = node_counts(launch["nnodes"]) or range(1, 2)
-    options = {
-        "job-name": f"{config['name']}/{config['run']['id']}",
-        "partition": asked["partition"],
-        "account": asked["account"],
-        "qos": asked["qos"],
-        "constraint": asked["constraint"],
-        "exclude": asked["exclude"],
-        "time": asked["time_min"],
-        "nodes": f"{counts[0]}-{counts[-1]}",  # and no number of tasks: it would get as few nodes as they need
-        "cpus-per-task": _num_cpus(launch),
-        "mem": f"{_memory_mb(asked)}M" if asked["mem_gb"] is not None else None,
-        "gpus-per-node": asked["gpus_per_node"],
-        # to the tasks, not to the script: it has nothing to say
-        "signal": f"USR1@{asked['signal_s']}",
-        "requeue" if asked["requeue"] else "no-requeue": True,
-        "no-kill": len(counts) > 1,  # the nodes that are left go on
-    }
-    return {name: value for name, value in options.items() if value is not None and value is not False}
+@dataclass(frozen=True)
+class Queued:
+    """A job that waits or runs."""
+
+    job_id: str  # of one in an array, 12_3
+    state: str  # in Slurm's words
+    nodes: str
+    reason: str  # why it waits
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
-def problems(config: Config, *, but: list[Problem]) -> list[Problem]:
-    """Return why Slurm would not take the job, or the job could not run: all that can be told without submitting it.
+def queue(directories: Iterable[RunDirectory]) -> dict[Path, Queued]:
+    """Return the jobs of runs that wait or run, by the run's path. SlurmFailed if that cannot be known."""
+    of_run = {directory.path: directory.job_id for directory in directories if directory.job_id is not None}
+    if not of_run:
+        return {}
+    jobs = {job.job_id: job for ids in _lists(of_run.values()) for job in _queued(ids)}
+    return {path: jobs[job_id] for path, job_id in of_run.items() if job_id in jobs}
 
-    `but` are the problems that are known; where they concern the launch, Slurm is not asked.
-    """
-    if any(problem.key.partition(".")[0] in ("launch", "run") for problem in but):
-        return []
-    if not config or config["launch"]["kind"] != "slurm":
-        return []
-    if shutil.which("sbatch") is None:
-        what = "slurm, but there is no sbatch on PATH"
-        return [Problem("launch", what, "a machine from which jobs are submitted, or launch=local")]
+
+def _queued(ids: str) -> list[Queued]:
     try:
-        if standing(RunDirectory(Path(config["run"]["dir"]))):
-            return []  # nothing will be submitted
-        found = _check_partition(config, _node_kinds())
+        lines = ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%i|%T|%N|%r").splitlines()
     except SlurmFailed as error:
-        return [Problem("launch", f"Slurm does not answer: {error}", "try again, or launch=local")]
-    return found or _check_limits(config) or _check_visible(config)
-
-
-def standing(directory: RunDirectory) -> str:
-    """Say how the run's job stands, if it has one that has not ended. SlurmFailed if that cannot be known."""
-    job_id = directory.read_summary().get("job_id")
-    if not isinstance(job_id, str):
-        return ""
-    try:
-        state = _ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%T").strip()
-    except SlurmFailed as error:
-        if "Invalid job id" not in str(error):  # it has ended so long ago that the controller has forgotten it
+        if "Invalid job id" not in str(error):  # the only one, and so long ago that the controller has forgotten it
             raise
-        return ""
-    return f"job {job_id} is {state} already" if state else ""
+        return []
+    return [Queued(*line.split("|", 3)) for line in lines]
 
 
-def job_facts(job_id: int) -> dict[str, str]:
+def _lists(job_ids: Iterable[str]) -> Iterator[str]:
+    """Yield the ids in lists that fit into a command line."""
+    left = iter(job_ids)
+    while some := list(islice(left, _MOST_IDS)):
+        yield ",".join(some)
+
+
+def ends(job_ids: Iterable[str]) -> dict[str, str]:
+    """Return Slurm's word on how jobs ended, by id; nothing where the site keeps no accounts."""
+    told = ""
+    with suppress(SlurmFailed):
+        for ids in _lists(job_ids):
+            told += ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={ids}", "--format=JobID,State")
+    return dict(line.split("|", 1) for line in told.splitlines())  # type: ignore[misc]
+
+
+def job_facts(job_id: str) -> dict[str, str]:
     """Return what the controller knows of a job that it remembers, by scontrol's names."""
-    return dict(re.findall(r"(\w+)=(\S*)", _ask("scontrol", "show", "job", "--oneliner", str(job_id))))
+    return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "show", "job", "--oneliner", job_id)))
 
 
-def requeue(job_id: int) -> None:
+def requeue(job_id: str) -> None:
     """Put a running job back into the queue; Slurm then ends its processes, of which this may be one."""
-    _ask("scontrol", "requeue", str(job_id))
+    ask("scontrol", "requeue", job_id)
 
 
-def _ask(*command: str) -> str:
+def cancel(job_id: str) -> None:
+    ask("scancel", job_id)
+
+
+def ask(*command: str) -> str:
+    """Run one of Slurm's commands and return what it prints. SlurmFailed if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+        with outside_of_jobs():
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmFailed(str(error)) from None
     if done.returncode != 0:
         raise SlurmFailed(" ".join(done.stderr.split()) or f"{command[0]} ended with {done.returncode}")
     return done.stdout
-
-
-# --- what the cluster has
-
-
-@dataclass(frozen=True)
-class _NodeKind:
-    """The nodes of a partition that are alike."""
-
-    partition: str
-    is_default: bool
-    num_nodes: int
-    num_cpus: int
-    memory_mb: int
-    num_gpus: int
-    limit_min: float
-
-
-def _node_kinds() -> list[_NodeKind]:
-    lines = _ask("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%l").splitlines()
-    kinds = []
-    for partition, nodes, cpus, memory, gres, limit in (line.split("|") for line in lines):
-        kinds.append(
-            _NodeKind(
-                partition=partition.rstrip("*"),
-                is_default=partition.endswith("*"),
-                num_nodes=int(nodes),
-                num_cpus=int(cpus),
-                memory_mb=int(memory),
-                num_gpus=sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres)),
-                limit_min=_minutes(limit),
-            )
-        )
-    return kinds
-
-
-def _minutes(limit: str) -> float:
-    """Return the minutes of DAYS-HOURS:MINUTES:SECONDS, of which the first parts may be missing; infinity for a word."""
-    days, _, rest = limit.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in parts):
-        return math.inf
-    hours, minutes, seconds = [0, 0, *map(int, parts)][-3:]
-    return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
-
-
-def _num_cpus(launch: Config) -> int:
-    return launch["slurm"]["cpus_per_task"] or launch["nproc_per_node"]
-
-
-def _memory_mb(asked: Config) -> int:
-    return math.ceil((asked["mem_gb"] or 0) * 1024)
-
-
-def _check_partition(config: Config, kinds: list[_NodeKind]) -> list[Problem]:
-    """Compare what the job asks for with the nodes of its partition."""
-    launch, asked = config["launch"], config["launch"]["slurm"]
-    there = list(dict.fromkeys(kind.partition for kind in kinds))
-    chosen = (asked["partition"] or "").split(",") if asked["partition"] else [k.partition for k in kinds if k.is_default]
-    if not chosen:
-        return [Problem("launch.slurm.partition", "null, but there is no default", "one of " + ", ".join(there))]
-    for name in chosen:
-        if name not in there:
-            close = did_you_mean(name, there)
-            expected = "one of " + ", ".join(there) + (f"; {close}" if close else "")
-            return [Problem("launch.slurm.partition", f"there is no partition {name!r}", expected)]
-    kinds = [kind for kind in kinds if kind.partition in chosen]
-    where = f"partition {','.join(dict.fromkeys(chosen))}"
-    cpus_key = "launch.slurm.cpus_per_task" if asked["cpus_per_task"] else "launch.nproc_per_node"
-    needs: list[tuple[str, float, str, list[float]]] = [
-        (cpus_key, _num_cpus(launch), "CPUs", [kind.num_cpus for kind in kinds]),
-        ("launch.slurm.mem_gb", _memory_mb(asked), "MB", [kind.memory_mb for kind in kinds]),
-        ("launch.slurm.gpus_per_node", asked["gpus_per_node"] or 0, "GPUs", [kind.num_gpus for kind in kinds]),
-        ("launch.slurm.time_min", asked["time_min"] or 0, "minutes", [kind.limit_min for kind in kinds]),
-    ]
-    found = [Problem(key, f"{needed:g} {unit}, but {where} has no more than {max(has):g}", f"at most {max(has):g}")
-             for key, needed, unit, has in needs if needed > max(has)]  # fmt: skip
-    if asked["time_min"] is not None and asked["signal_s"] >= asked["time_min"] * 60:
-        what = f"{asked['signal_s']}, but the whole job has launch.slurm.time_min={asked['time_min']}"
-        found.append(Problem("launch.slurm.signal_s", what, f"below {asked['time_min'] * 60}"))
-    if found:
-        return found
-    fit = [all(needed <= has[place] for _, needed, _, has in needs) for place in range(len(kinds))]
-    num_nodes, least = sum(kind.num_nodes for kind, fits in zip(kinds, fit) if fits), (node_counts(launch["nnodes"]) or [1])[0]
-    if least > num_nodes:
-        what = f"{launch['nnodes']}, but {where} has {num_nodes} such nodes"
-        return [Problem("launch.nnodes", what, f"at most {num_nodes}" if num_nodes else "less of each")]
-    return []
-
-
-def _check_limits(config: Config) -> list[Problem]:
-    """Have Slurm itself judge what is left: accounts, limits, features."""
-    flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in job_options(config).items()]
-    try:
-        _ask("sbatch", "--test-only", *flags, "--wrap=true")
-    except SlurmFailed as error:
-        if "node configuration is not available" in str(error):  # or only for now: sbatch lets a job wait for nodes that are down
-            return []
-        return [Problem("launch.slurm", f"Slurm refuses such a job: {error}", "what the site allows")]
-    return []
-
-
-_MEMORY = ("tmpfs", "ramfs", "overlay")  # file systems of one machine, or of one container, by nature
-
-
-def _check_visible(config: Config) -> list[Problem]:
-    """Refuse a run's directory that the nodes do not see: a node, if one is free at once, is asked for a file there."""
-    place = Path(config["run"]["dir"]).absolute()
-    nearest = next(parent for parent in [place, *place.parents] if parent.is_dir())
-    problem = Problem("run.dir", f"{nearest} is of this machine alone: the nodes do not see it",
-                      "a directory on a file system that they share")  # fmt: skip
-    options = job_options(config)
-    flags = [f"--{name}={options[name]}" for name in ("partition", "account", "qos", "constraint", "exclude") if name in options]
-    with tempfile.NamedTemporaryFile(dir=nearest, prefix=".seen_by_nodes_") as file:
-        test = 'test -e "$0" && echo seen || echo unseen'
-        try:
-            answer = _ask("srun", "--immediate=5", "--nodes=1", "--ntasks=1", "--time=1", "--mpi=none", "--chdir=/", *flags,
-                          "sh", "-c", test, file.name)  # fmt: skip
-        except SlurmFailed:  # nobody is free to tell: the first thing that the job itself does is to look
-            answer = ""
-    return [problem] if "unseen" in answer or ("seen" not in answer and _file_system(nearest) in _MEMORY) else []
-
-
-def _file_system(path: Path) -> str:
-    """Return the kind of file system that a directory is on, as mount(8) calls it."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    real = os.path.realpath(path)
-    above = [(point, kind) for point, kind in mounts if os.path.commonpath([point, real]) == point]
-    return max(above, key=lambda mount: len(mount[0]))[1]

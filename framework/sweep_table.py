@@ -52,7 +52,7 @@ class TableRow:
     def as_dict(self) -> dict[str, Any]:
         summary = self.directory.read_summary()
         last = {f"{split}/{name}": value for split, rows in summary.get("metrics", {}).items()
-                for name, value in rows["last"].items() if name not in NOT_CURVES}  # fmt: skip
+                for name, value in rows.get("last", {}).items() if name not in NOT_CURVES}  # fmt: skip
         return {"id": self.run_id, "directory": self.directory.path, "state": self.state, **self.values,
                 "objective": self.objective, **last, "step": summary.get("step"), "seconds": summary.get("wall_s"),
                 "error": " ".join(self.error.split())}  # fmt: skip

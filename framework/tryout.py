@@ -1,13 +1,16 @@
 """Building the model and the optimizer for nothing, to find what only they know to be wrong, before the run starts."""
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework import build
+from framework.checkpoint.header import read_header
 from framework.mesh import MESH_AXES, resolve_axes
 from framework.preflight import from_error
 from framework.problems import Problem
 from framework.processes import most_processes
+from framework.revisit import MODES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,6 +25,8 @@ def try_out(config: Config) -> list[Problem]:
     """
     import torch
 
+    from framework.freezing import freeze
+    from framework.modules import switch_off_dropout
     from framework.optim import hidden_matrices, trainable
 
     try:
@@ -29,11 +34,29 @@ def try_out(config: Config) -> list[Problem]:
             model = build.model(config)
     except Exception as error:
         return [from_error("model", error)]
+    if config["mode"] in MODES:
+        switch_off_dropout(model)
+    if problems := _check_init(model, config["model"].get("init_from")):
+        return problems
+    try:
+        freeze(model, config["trainer"]["freeze"])
+    except ValueError as error:
+        return [Problem("trainer.freeze", str(error))]
     try:
         build.component(config["optimizer"])(trainable(model, hidden=hidden_matrices(model)))
     except Exception as error:
         return [from_error("optimizer", error)]
     return _check_strategy(model, config) or _check_forward(model, build.example(build.dataset(config).info))
+
+
+def _check_init(model: "nn.Module", init_from: str | None) -> list[Problem]:
+    """Refuse a file to begin with of which nothing fits."""
+    from framework.checkpoint.weights import Fit
+
+    fit = Fit.of(read_header(Path(init_from)), model) if init_from else None
+    if fit is None or fit.fitting:
+        return []
+    return [Problem("model.init_from", f"nothing in {init_from} fits this model", "; ".join(fit.faults))]
 
 
 def _check_strategy(model: "nn.Module", config: Config) -> list[Problem]:

@@ -36,6 +36,7 @@ class ViT(nn.Module):
             )
         self.patches = Patches(in_channels=in_channels, dim=dim, size=patch_size, num_patches=(image_size // patch_size) ** 2)
         self.dropout = nn.Dropout(dropout)
+        self.num_heads = num_heads
         self.layers = nn.ModuleList(Block(dim=dim, num_heads=num_heads, dropout=dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(dim)
         self.pool = Pool()

@@ -1,10 +1,12 @@
 """Running the real command in tests: in a child forked from the warm test process, so that a run costs tenths of a second."""
 
+import fnmatch
 import gc
 import json
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from safetensors.torch import load_file
 
 import framework.run  # noqa: F401
 from framework.launch.start import start
+from framework.metrics import MACHINE
+from train import main
 
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the fork
 
@@ -38,7 +42,7 @@ class Ended:
     @property
     def directory(self) -> Path:
         """The one run directory under the root."""
-        found = [path.parent for path in self.root.glob("**/config.yaml")]
+        found = [path.parent for path in files_below(self.root, "config.yaml") if "wandb" not in path.parts]  # it has one too
         assert len(found) == 1, f"{len(found)} run directories in {self.root}: {found}\n{self.output}"
         return found[0]
 
@@ -53,6 +57,22 @@ class Ended:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.directory / "model.safetensors")
+
+
+def files_below(root: Path, pattern: str) -> list[Path]:
+    """Return the files below `root` of such names, also while a run deletes there (pathlib's `**` fails at that before Python 3.13)."""
+    return sorted(Path(folder, name) for folder, _, names in os.walk(root) for name in fnmatch.filter(names, pattern))
+
+
+def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)
+
+
+def wait_for_checkpoint(root: Path) -> None:
+    wait_for(lambda: bool(list(root.glob("*/*/checkpoints/step_*"))), what=f"a checkpoint in {root}", timeout_s=100)
 
 
 def begin(
@@ -95,6 +115,21 @@ def command(*overrides: str, root: Path, timeout_s: float = 120.0, **options: An
     return end(begin(*overrides, root=root, **options), root=root, timeout_s=timeout_s)
 
 
+def typed(*words: str, directory: Path, timeout_s: float = 120.0, before: Callable[[], None] | None = None) -> Ended:
+    """Run `python train.py WORDS` in a directory as a shell would, flags and all, to its end."""
+
+    def enter() -> None:
+        os.chdir(directory)
+        if before is not None:
+            before()
+
+    gc.freeze()
+    root = directory / "runs"
+    process = _FORK.Process(target=_child, args=([*words], _output(root), enter, os._exit, False, main))
+    process.start()
+    return end(process, root=root, timeout_s=timeout_s)
+
+
 def _child(
     overrides: list[str],
     output: Path,
@@ -134,12 +169,9 @@ def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-_WALL_CLOCK = ("samples_per_s",)
-
-
 def exact_rows(ended: Ended) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl without what a clock has measured."""
-    return [{key: value for key, value in row.items() if key not in _WALL_CLOCK} for row in ended.rows]
+    """Return the rows of metrics.jsonl without what a clock or the machine has measured."""
+    return [{key: value for key, value in row.items() if key not in MACHINE} for row in ended.rows]
 
 
 def assert_same_bits(actual: Ended, expected: Ended) -> None:

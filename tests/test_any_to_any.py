@@ -16,7 +16,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.config import CONF, options
 from framework.shards import whole
 from framework.world import World
-from tests.harness import Ended, assert_close, command, finished
+from tests.harness import Ended, assert_close, command, finished, slow_but
 from tests.test_conformance import NOT_EQUAL, layouts
 from tests.test_resume import after_step, preempt
 
@@ -145,7 +145,7 @@ def longer(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFact
     return finished(*LONGER, root=tmp_path_factory.mktemp("longer") / "runs", before=own_option)
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", slow_but([CHAINS[1], CHAINS[3]], CHAINS))
 def test_a_chain_of_strategies_comes_to_the_same_end(
     chain: list[tuple[str, int | None]], own_option: Callable[[], None], longer: Ended, tmp_path: Path
 ) -> None:

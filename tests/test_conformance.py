@@ -171,15 +171,15 @@ CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with Ba
             if "parallel.tensor=2" not in variant[2] or model == "gpt, tied"]  # fmt: skip
 
 
-# on more ranks the smallest models are quick; the whole is CI's
-QUICK = ["mlp", "two inputs"]
+# on more ranks the smallest model is quick; the whole is CI's
+QUICK = ["mlp", "cnn with BatchNorm", "gpt, tied"]
 
 
 def crossed() -> Iterator[Any]:
     for strategy, ranks, mesh, model in CROSSED:
         for optimizer in OPTIMIZERS if ranks <= 2 and model != RESNET18 else ["adamw"]:
-            is_quick = ranks <= 2 and optimizer == "adamw" and model != RESNET18 or model in QUICK
-            marks = [] if is_quick or (strategy, model) == ("ddp", RESNET18) else [pytest.mark.slow]
+            is_quick = optimizer == "adamw" and model in (QUICK if ranks <= 2 else QUICK[:1])
+            marks = [] if is_quick else [pytest.mark.slow]
             case = f"{name(strategy, ranks, mesh)}-{model}-{optimizer}"
             yield pytest.param(strategy, ranks, mesh, model, optimizer, id=case, marks=marks)
 

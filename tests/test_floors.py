@@ -1,6 +1,7 @@
 """The architecture, read from the imports: a module imports lower floors only (rules 1 and 2 of the design)."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the ground up. A name with a slash at its end is a package; a package's modules may import each other.
 FLOORS = [
-    ["environment", "log", "keys", "splitmix", "files", "frozen", "outcome", "problems", "secrets", "mesh", "ranges", "signatures", "schema", "syntax",
-     "config", "multirun", "help", "preemption", "parent", "board", "stacks", "verdict", "hang", "mpi", "mpi_buffers", "mpi_work", "mpi_group", "world", "run_directory", "torchvision_import"],
-    ["tree", "tree_sum", "shards", "engine", "modules", "optim", "muon", "loss_scale", "averaging", "divergence", "schedules", "precision", "metrics", "sync_batchnorm", "checkpoint/", "tasks/"],
+    ["environment", "log", "keys", "splitmix", "files", "frozen", "outcome", "problems", "secrets", "mesh", "ranges", "signatures", "schema", "validation", "syntax", "streams",
+     "config", "sweep_settings", "multirun", "help", "preemption", "parent", "board", "stacks", "verdict", "hang", "mpi", "mpi_buffers", "mpi_work", "mpi_group", "world", "run_directory", "torchvision_import"],
+    ["tree", "tree_sum", "shards", "engine", "modules", "optim", "muon", "loss_scale", "gradients", "freezing", "averaging", "divergence", "warm_start", "schedules", "precision", "metrics", "speed", "flops", "progress", "sync_batchnorm", "checkpoint/", "tasks/"],
     ["parallel/", "data/", "loggers/"],
-    ["recorder", "trainer", "curves", "sweep_table"],
-    ["build", "run", "preflight", "processes", "tryout", "slurm"],
+    ["recorder", "evaluation", "trainer", "recovery", "profile", "curves", "sweep_table", "report", "report_page"],
+    ["build", "run", "revisit", "restored", "evaluate", "export", "preflight", "processes", "tryout", "slurm", "slurm_preflight", "status"],
     ["launch/"],
 ]  # fmt: skip
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
@@ -73,6 +74,13 @@ def test_a_module_imports_lower_floors_only(path: Path) -> None:
             continue
         assert LEVEL[other] <= LEVEL[own], f"{name(path)} imports {imported}, from a floor above it"
         assert not {own, other} <= set(PACKAGES_APART), f"{name(path)} imports {imported}: they are to stay apart"
+
+
+@pytest.mark.parametrize("level", range(len(FLOORS)))
+def test_the_readme_draws_every_module_on_its_floor(level: int) -> None:
+    drawing = (ROOT / "README.md").read_text().partition("## Architecture")[2]
+    drawn = re.search(rf"^F{level} .*(?:\n .*)*", drawing, flags=re.MULTILINE)
+    assert drawn and set(FLOORS[level]) <= set(drawn[0].split())
 
 
 @pytest.mark.parametrize("path", [*FRAMEWORK, ROOT / "train.py"], ids=name)

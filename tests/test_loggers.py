@@ -1,22 +1,36 @@
 """The sinks say what metrics.jsonl says, once, also after interruptions; one that fails does not end the run."""
 
 import fcntl
+import io
 import json
 import os
 import pty
 import re
+import shutil
+import signal
+import socket
 import struct
 import termios
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
+from framework.data.synthetic import Synthetic
+from framework.launch.sweep import sweep
+from framework.loggers import background
 from framework.loggers.tensorboard import TensorBoard
 from framework.loggers.wandb import Wandb
-from tests.harness import Ended, assert_same_bits, begin, command, end, finished
+from framework.metrics import MACHINE
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_same_bits, begin, command, end, files_below, finished, wait_for
 from tests.test_resume import after_step, crash, preempt
+from tests.wandb_server import WandbServer, wandb_server
 
 RUN = [
     "dataset=synthetic", "dataset.num_train=64", "dataset.num_val=20", "dataset.num_test=20", "dataset.image_size=8",
@@ -43,25 +57,30 @@ def scalars_of(rows: list[dict[str, Any]]) -> Scalars:
     }
 
 
-def tensorboard_scalars(directory: Path) -> Scalars:
-    """Read the event files as TensorBoard does; a step that is there twice is an error."""
+def tensorboard_events(directory: Path) -> Any:
+    """Read the event files as TensorBoard does."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reader = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0}, purge_orphaned_data=True)
-    reader.Reload()
+    everything = {"scalars": 0, "images": 0, "tensors": 0}
+    return EventAccumulator(str(directory / "tensorboard"), size_guidance=everything).Reload()
+
+
+def tensorboard_scalars(directory: Path, *, splits: tuple[str, ...] = ("train", "val", "test")) -> Scalars:
+    """Return what is in the event files; a step that is there twice is an error."""
+    reader = tensorboard_events(directory)
     found: Scalars = {}
     for tag in reader.Tags()["scalars"]:
-        for event in reader.Scalars(tag):
+        for event in reader.Scalars(tag) if tag.split("/")[0] in splits else []:
             assert (tag, event.step) not in found, f"{tag} has step {event.step} twice"
             found[tag, event.step] = event.value
     return found
 
 
-def wandb_rows(file: Path) -> Scalars:
+def wandb_records(file: Path) -> Iterator[Any]:
     """Read a `.wandb` file: records in LevelDB's log format, after a header of 7 bytes; each a protocol buffer."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, at, record, found = file.read_bytes(), 7, b"", {}
+    content, at, record = file.read_bytes(), 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:  # no room for a header in this block
             at += 32768 - at % 32768
@@ -70,12 +89,30 @@ def wandb_rows(file: Path) -> Scalars:
         record += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
-            parsed, record = Record.FromString(record), b""
-            if parsed.WhichOneof("record_type") == "history":
-                items = parsed.history.item
-                row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
-                found |= {(name, row["_step"]): value for name, value in row.items() if name[0] != "_"}
+            yield Record.FromString(record)
+            record = b""
+
+
+def wandb_rows(file: Path) -> Scalars:
+    """Return what a `.wandb` file holds of rows; a step that goes backwards is an error."""
+    found: Scalars = {}
+    steps = [0]
+    for record in wandb_records(file):
+        if record.WhichOneof("record_type") == "history":
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            steps.append(row["_step"])
+            found |= {(name, row["_step"]): value for name, value in row.items() if name[0] != "_"}
+    assert steps == sorted(set(steps))
     return found
+
+
+def wandb_summary(file: Path) -> dict[str, Any]:
+    updates = [item for record in wandb_records(file) for item in record.summary.update]
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in updates}
+
+
+def wandb_run(file: Path) -> Any:
+    return next(record.run for record in wandb_records(file) if record.WhichOneof("record_type") == "run")
 
 
 def assert_equal(actual: Scalars, expected: Scalars) -> None:
@@ -106,11 +143,110 @@ def test_tensorboard_holds_each_step_once_after_interruptions(
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
 
 
+@pytest.mark.parametrize("act", [preempt, crash])
+def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_checkpoint(
+    act: Callable[[], None], tmp_path: Path
+) -> None:
+    def lose() -> None:
+        TensorBoard.log = lambda self, row: None  # type: ignore[method-assign]  # as a buffer that is never written
+        after_step(6, act)()
+
+    line = [*RUN, "logger=tensorboard"]
+    assert command(*line, root=tmp_path / "runs", before=lose).code == ended_by(act)
+    run = finished(*line, root=tmp_path / "runs")
+    assert "continuing from" in run.output
+    assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
+
+
+def test_tensorboard_forgets_the_steps_of_a_run_that_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
+    line = [*RUN, "checkpoint.every=null", "logger=tensorboard"]
+    killed = command(*line, root=tmp_path / "runs", before=after_step(7, once(lambda: written(tmp_path, "events.*"), crash)))
+    assert killed.code == -signal.SIGKILL, killed.output
+    run = finished(*line, root=tmp_path / "runs")
+    assert "continuing from" not in run.output
+    assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
+
+
+def test_tensorboard_has_the_hparams_with_the_final_and_the_best_metrics(tmp_path: Path) -> None:
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    line = [*RUN, "logger=tensorboard", "optimizer.lr=0.01"]
+    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    run = finished(*line, root=tmp_path / "runs")
+    reader = tensorboard_events(run.directory)
+
+    def hparams(tag: str) -> Any:
+        return HParamsPluginData.FromString(reader.SummaryMetadata(f"_hparams_/{tag}").plugin_data.content)
+
+    values = hparams("session_start_info").session_start_info.hparams
+    assert values["optimizer.lr"].number_value == 0.01 and values["model._target_"].string_value == "models.mlp.MLP"
+    measured = {info.name.tag for info in hparams("experiment").experiment.metric_infos}
+    expected = {
+        (f"{which}/{split}/{name}", 16): value
+        for split, rows in run.summary["metrics"].items()
+        for which, row in (("final", rows["last"]), ("best", rows["best"]))
+        for name, value in row.items()
+        if name not in ("step", "split")
+    }
+    assert measured == {tag for tag, _ in expected} and "best/val/loss" in measured
+    assert_equal(tensorboard_scalars(run.directory, splits=("final", "best")), expected)
+
+
+def test_tensorboard_shows_the_first_training_images_once(tmp_path: Path) -> None:
+    from PIL import Image
+
+    line = [*RUN, "logger=tensorboard"]
+    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    run = finished(*line, root=tmp_path / "runs")
+    (event,) = tensorboard_events(run.directory).Images("samples")
+    shown = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+    images, _ = Synthetic(num_train=64, num_val=20, num_test=20, image_size=8).load("train").gather(np.arange(8))
+    for image in images:
+        assert any(
+            np.array_equal(shown[y : y + 8, x : x + 8], image.transpose(1, 2, 0))
+            for y in range(shown.shape[0] - 7)
+            for x in range(shown.shape[1] - 7)
+        )
+
+
+def test_tensorboard_shows_the_first_training_texts(tmp_path: Path) -> None:
+    (tmp_path / "poem.txt").write_text("Tyger Tyger, burning bright,\n  In the forests of the night;\n" * 40)
+    run = finished(
+        "dataset=text", f"dataset.root={tmp_path}", "dataset.pattern=poem.txt", "dataset.seq_len=32", "model=gpt",
+        "model.dim=8", "model.num_layers=1", "model.num_heads=1", "global_batch_size=8", "trainer.max_steps=1",
+        "logger=tensorboard", root=tmp_path / "runs",
+    )  # fmt: skip
+    (event,) = tensorboard_events(run.directory).Tensors("samples/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert text.startswith("    Tyger Tyger, burning bright,\n      I\n\n---\n\n    n the forests of the night;")
+
+
 # --- Weights & Biases, offline
+
+
+OFFLINE = ["logger=wandb", "logger.wandb.mode=offline"]
 
 
 def wandb_files(directory: Path) -> list[Path]:
     return sorted((directory / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def written(folder: Path, pattern: str) -> bool:
+    return any(path.stat().st_size for path in files_below(folder, pattern))
+
+
+def ended_by(act: Callable[[], None]) -> int:
+    return 75 if act is preempt else -signal.SIGKILL
+
+
+def once(condition: Callable[[], bool], act: Callable[[], None]) -> Callable[[], None]:
+    """Return what waits for a condition, and then acts."""
+
+    def wait_and_act() -> None:
+        wait_for(condition, what=f"what comes before {act.__name__}")
+        act()
+
+    return wait_and_act
 
 
 def note_processes(folder: Path) -> Callable[[], None]:
@@ -128,29 +264,206 @@ def note_processes(folder: Path) -> Callable[[], None]:
     return plant
 
 
-def test_wandb_is_one_run_for_all_ranks_and_resumes(tmp_path: Path) -> None:
-    line = [*RUN, *DDP, "logger=wandb", "logger.wandb.mode=offline"]
-
-    def plant() -> None:
-        note_processes(tmp_path)()
-        after_step(6, preempt)()
-
-    assert command(*line, root=tmp_path / "runs", before=plant).code == 75
-    run = finished(*line, root=tmp_path / "runs", before=note_processes(tmp_path))
+@pytest.mark.parametrize("strategy", [[], DDP], ids=["single", "ddp 2"])
+def test_wandb_is_one_run_equal_to_metrics_jsonl_after_three_resumes(strategy: list[str], tmp_path: Path) -> None:
+    line, root = [*RUN, *strategy, *OFFLINE], tmp_path / "runs"
+    is_there = lambda: written(root, "*.wandb")  # noqa: E731
+    for step, act in ((5, preempt), (9, crash), (11, preempt)):  # a preempted one may take a step more
+        plants = [note_processes(tmp_path), after_step(step, once(is_there, act))]
+        ended = command(*line, root=root, before=lambda: [plant() for plant in plants] and None)
+        assert ended.code == ended_by(act), ended.output
+        is_there = lambda n=len(files_below(root, "*.wandb")): len(files_below(root, "*.wandb")) > n  # type: ignore[misc]  # noqa: E731
+    run = finished(*line, root=root)
+    assert run.summary["restarts"] == 3
     assert [path.name for path in tmp_path.glob("opened_by_rank_*")] == ["opened_by_rank_0"]
     files = wandb_files(run.directory)
-    identity = (run.directory / "wandb_id").read_text()
-    assert [file.name for file in files] == [f"run-{identity}.wandb"] * 2  # a file for each start, one id
-    assert_equal(wandb_rows(files[1]), scalars_of(run.rows))  # the later holds what the earlier may have lost
+    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 4  # a file for each start, one id
+    assert_equal(wandb_rows(files[-1]), scalars_of(run.rows))  # the last holds what the others may have lost
 
 
-def test_wandb_loses_nothing_in_a_crash(tmp_path: Path) -> None:
-    line = [*RUN, "logger=wandb", "logger.wandb.mode=offline"]
-    command(*line, root=tmp_path / "runs", before=after_step(7, crash))
+def test_wandb_has_the_configuration_as_a_tree_and_the_last_and_best_metrics(tmp_path: Path) -> None:
+    run = finished(*RUN, *OFFLINE, "logger.wandb.tags=[a,b]", "run.group=those", root=tmp_path / "runs")
+    (file,) = wandb_files(run.directory)
+    config = {item.key: json.loads(item.value_json) for item in wandb_run(file).config.update}
+    frozen = yaml.safe_load((run.directory / "config.yaml").read_text())
+    assert {name: config[name] for name in frozen if name != "hash"} == {k: v for k, v in frozen.items() if k != "hash"}
+    assert (wandb_run(file).run_group, list(wandb_run(file).tags)) == ("those", ["a", "b"])
+    summary = wandb_summary(file)
+    for split, rows in run.summary["metrics"].items():
+        for which, row in rows.items():
+            for name in row.keys() - {"split"}:
+                assert summary[f"{which}/{split}/{name}"] == row[name]
+    assert summary["best/val/loss"] == min(row["loss"] for row in run.rows if row["split"] == "val")
+
+
+@pytest.mark.parametrize("lost", ["summary.json", "checkpoints", None])
+def test_the_record_keeps_its_id(lost: str | None, tmp_path: Path) -> None:
+    """Also where a run was killed before its first checkpoint, and where its summary is gone."""
+    line = [*RUN, *OFFLINE]
+    killed = command(*line, root=tmp_path / "runs", before=after_step(2 if lost == "checkpoints" else 6, crash))
+    record_id = killed.summary["record_id"]
+    if lost == "summary.json":
+        (killed.directory / lost).unlink()
+    assert (killed.directory / "checkpoints").exists() == (lost != "checkpoints")
     run = finished(*line, root=tmp_path / "runs")
-    files = wandb_files(run.directory)
-    assert len(files) == 2 and files[0].name == files[1].name
-    assert_equal(wandb_rows(files[1]), scalars_of(run.rows))
+    assert run.summary["record_id"] == record_id
+    assert [file.name for file in wandb_files(run.directory)][-1:] == [f"run-{record_id}.wandb"]
+
+
+def test_another_run_and_one_that_starts_over_have_ids_of_their_own(tmp_path: Path) -> None:
+    first = finished(*RUN, root=tmp_path / "first")
+    longer = finished(*RUN, "trainer.max_epochs=5", f"run.resume={first.directory}", root=tmp_path / "second")
+    directory, known = first.directory, {first.summary["record_id"], longer.summary["record_id"]}
+    finished(*RUN, "run.resume=never", root=tmp_path / "first")
+    again = json.loads((directory / "summary.json").read_text())
+    assert len(known | {again["record_id"]}) == 3
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_wandb_gets_the_checkpoints_that_are_kept_on_demand(asked: bool, tmp_path: Path) -> None:
+    run = finished(*RUN, *OFFLINE, f"logger.wandb.log_checkpoints={asked}", root=tmp_path / "runs")
+    (file,) = wandb_files(run.directory)
+    requests = [record.request.log_artifact.artifact for record in wandb_records(file)]
+    artifacts = [record.artifact for record in wandb_records(file) if record.WhichOneof("record_type") == "artifact"]
+    artifacts = artifacts or [artifact for artifact in requests if artifact.name]
+    kept = sorted(path for path in (run.directory / "checkpoints").glob("step_*")) if asked else []
+    assert [artifact.type for artifact in artifacts] == ["checkpoint"] * len(kept)
+    for artifact, path in zip(artifacts, kept):
+        assert artifact.name == f"checkpoint-{run.summary['record_id']}"
+        assert path.name in artifact.aliases
+        assert ("best" in artifact.aliases) == (path.name == f"step_{run.summary['metrics']['val']['best']['step']:08d}")
+        assert {entry.local_path for entry in artifact.manifest.contents} == {str(file) for file in path.iterdir()}
+    assert len(kept) == (2 if asked else 0)
+
+
+def test_the_jobs_of_a_sweep_share_a_group(tmp_path: Path) -> None:
+    ended = command(*RUN, *OFFLINE, "trainer.max_epochs=1", "seed=0,1", root=tmp_path / "runs", run=lambda line: sweep(line, []))
+    assert ended.code == 0, ended.output
+    (table,) = ended.root.glob("sweeps/*/sweep.csv")
+    groups = [wandb_run(file).run_group for file in files_below(ended.root, "*.wandb")]
+    assert groups == [f"sweep-{table.parent.name}"] * 2
+    alone = finished(*RUN, *OFFLINE, "trainer.max_epochs=1", "seed=2", root=tmp_path / "alone")
+    assert wandb_run(wandb_files(alone.directory)[0]).run_group == ""
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "folders"), [("auto", None, "offline-run-*"), ("disabled", "k" * 40, None), ("offline", "k" * 40, "offline-run-*")]
+)  # fmt: skip
+def test_wandb_is_offline_without_an_api_key(mode: str, key: str | None, folders: str | None, tmp_path: Path) -> None:
+    def environment() -> None:
+        os.environ.pop("WANDB_MODE", None)
+        os.environ |= {"NETRC": str(tmp_path / "none"), "HOME": str(tmp_path)} | ({"WANDB_API_KEY": key} if key else {})
+
+    run = finished(*RUN, "logger=wandb", f"logger.wandb.mode={mode}", root=tmp_path / "runs", before=environment)
+    found = [path.name for path in run.directory.glob("wandb/*run-*") if path.name != "latest-run"]
+    assert len(found) == (folders is not None) and all(Path(name).match(folders or "") for name in found)
+    assert "WARNING" not in run.output
+
+
+# --- Weights & Biases, and a server that is of no use
+
+
+@contextmanager
+def useless_server(kind: str) -> Iterator[str]:
+    """Yield the URL of a server that accepts connections and never answers, or of a port where there is none."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if kind == "refuses":
+            server.close()
+        yield url
+
+
+@pytest.mark.parametrize("kind", ["refuses", "is silent"])
+def test_a_run_neither_waits_for_a_dead_server_nor_loses_its_rows(kind: str, base: Ended, tmp_path: Path) -> None:
+    def plant() -> None:
+        os.environ.pop("WANDB_MODE", None)
+        os.environ |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": url}
+        fit = Trainer.fit
+
+        def timed_fit(self: Trainer) -> bool:
+            begun = time.monotonic()
+            try:
+                return fit(self)
+            finally:
+                (tmp_path / "seconds").write_text(str(time.monotonic() - begun))
+
+        Trainer.fit = timed_fit  # type: ignore[method-assign]
+        background._MARGIN_S = 60  # for a machine that is busy with other things
+
+    with useless_server(kind) as url:
+        line = [*RUN, "logger=wandb", "logger.wandb.mode=online", "logger.wandb.timeout_s=6"]
+        run = finished(*line, root=tmp_path / "runs", before=plant)
+    assert float((tmp_path / "seconds").read_text()) < 6  # which is how long wandb tries
+    (warning,) = [line for line in run.output.splitlines() if "WARNING" in line]
+    (file,) = wandb_files(run.directory)
+    assert f"wandb cannot be reached, so this run is recorded offline (`wandb sync {file.parent}` sends it)" in warning
+    assert_equal(wandb_rows(file), scalars_of(run.rows))
+    assert_same_bits(run, base)
+
+
+# --- Weights & Biases, online
+
+
+ONLINE = ["logger=wandb", "logger.wandb.mode=auto"]
+
+
+def with_key_for(server: WandbServer) -> Callable[[], None]:
+    def plant() -> None:
+        os.environ.pop("WANDB_MODE", None)
+        os.environ |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": server.url}
+        background._MARGIN_S = 60  # for a machine that is busy with other things
+
+    return plant
+
+
+@pytest.mark.parametrize("mode", ["disabled", "offline"])
+def test_wandbs_own_switch_is_heard(mode: str, tmp_path: Path) -> None:
+    with wandb_server() as server:
+
+        def plant() -> None:
+            with_key_for(server)()
+            os.environ["WANDB_MODE"] = mode
+
+        run = finished(*RUN, "logger=wandb", root=tmp_path / "runs", before=plant)
+        assert not server.ids, "nothing is sent"
+    assert (run.directory / "wandb").exists() == (mode == "offline")
+
+
+def test_online_steps_never_go_backwards_and_none_is_lost(tmp_path: Path) -> None:
+    line, root = [*RUN, *ONLINE, "logger.wandb.timeout_s=60"], tmp_path / "runs"
+    with wandb_server() as server:
+        stop = [lambda step=step: (with_key_for(server)(), after_step(step, preempt)()) for step in (6, 11, 13)]
+        first = command(*line, root=root, before=stop[0])
+        assert first.code == 75 and "WARNING" not in first.output, first.output
+        shutil.rmtree(first.directory / "checkpoints" / "step_00000006")  # the server has more than the checkpoint of step 4
+        assert command(*line, root=root, before=stop[1]).code == 75
+        for number in (9, 10):  # the server has less than the checkpoint of step 11
+            del server.history[number]
+        assert command(*line, root=root, before=stop[2]).code == 75
+        run = finished(*line, root=root, before=with_key_for(server))
+    assert set(server.ids) == {run.summary["record_id"]} and run.summary["restarts"] == 3
+    assert [row["_step"] for row in server.rows] == list(range(1, 17))
+    sent = {(name, row["_step"]): value for row in server.rows for name, value in row.items() if name[0] != "_"}
+    expected = scalars_of(run.rows)
+    assert sent.keys() == expected.keys()
+    for key in sent.keys() - {(f"train/{name}", step) for name in MACHINE for step in (5, 6)}:  # measured twice
+        assert sent[key] == expected[key]
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_after_the_start_is_a_warning(base: Ended, tmp_path: Path) -> None:
+    with wandb_server() as server:
+        server.is_silent_after_start = True
+        line = [*RUN, *ONLINE, "logger.wandb.timeout_s=15"]
+        run = finished(*line, root=tmp_path / "runs", before=with_key_for(server))
+    (warning,) = [line for line in run.output.splitlines() if "WARNING" in line]
+    assert "`wandb sync " in warning
+    file = files_below(run.directory, "*.wandb")[-1]
+    assert_equal(wandb_rows(file), scalars_of(run.rows))
+    assert_same_bits(run, base)
+
+
+# --- several
 
 
 def test_tensorboard_and_wandb_at_once(base: Ended, tmp_path: Path) -> None:
@@ -178,9 +491,80 @@ def test_a_sink_that_raises_is_a_warning_and_the_run_finishes(method: str, strat
         setattr(TensorBoard, method, fail)
 
     run = finished(*RUN, *strategy, "logger=tensorboard", root=tmp_path / "runs", before=plant)
-    warning = "WARNING: logger TensorBoard is off for the rest of this run: the planted failure"
-    assert run.output.count(warning) == 1
+    warning = "WARNING: logger tensorboard is off for the rest of this run: the planted failure"
+    assert run.output.count(warning) == run.output.count("WARNING") == 1
     assert run.summary["status"] == "finished" and len(run.rows) == 16 + 4 + 1
+
+
+@pytest.mark.parametrize("method", ["__init__", "open", "log", "close"])
+def test_a_sink_that_hangs_is_a_warning_and_the_run_finishes(method: str, base: Ended, tmp_path: Path) -> None:
+    def plant() -> None:
+        background.TIMEOUT_S = background._MARGIN_S = 0.2
+        setattr(TensorBoard, method, lambda self, *args: [(tmp_path / "pid").write_text(str(os.getpid())), signal.pause()])
+
+    run = finished(*RUN, *OFFLINE, "logger=[tensorboard,wandb]", root=tmp_path / "runs", before=plant)
+    warning = "WARNING: logger tensorboard is off for the rest of this run: it did not end within 0 s"
+    assert run.output.count(warning) == run.output.count("WARNING") == 1
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+    assert_same_bits(run, base)
+    assert_equal(wandb_rows(wandb_files(run.directory)[0]), scalars_of(run.rows))  # the others go on
+
+
+def test_a_sink_has_no_longer_than_is_left_before_the_signal_that_kills(tmp_path: Path) -> None:
+    def plant() -> None:
+        TensorBoard.close = lambda self, summary: signal.pause()  # type: ignore[method-assign,assignment,misc,return-value]
+        after_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))()
+
+    stopped = command(*RUN, "logger=tensorboard", "launch.grace_s=2", root=tmp_path / "runs", before=plant)
+    assert stopped.code == 75
+    assert re.search(r"logger tensorboard is off for the rest of this run: it did not end within [012] s", stopped.output)
+
+
+@pytest.mark.parametrize("method", ["__init__", "open", "log", "close"])
+def test_a_sink_that_dies_is_a_warning_and_the_run_finishes(method: str, base: Ended, tmp_path: Path) -> None:
+    def plant() -> None:
+        setattr(TensorBoard, method, lambda self, *args: os.kill(os.getpid(), signal.SIGKILL))
+
+    run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant)
+    warning = "WARNING: logger tensorboard is off for the rest of this run: its process died"
+    assert run.output.count(warning) == run.output.count("WARNING") == 1
+    assert_same_bits(run, base)
+
+
+def test_a_sink_that_takes_nothing_is_given_up_when_too_much_waits_for_it(base: Ended, tmp_path: Path) -> None:
+    def plant() -> None:
+        background._MOST_BYTES = -1
+        TensorBoard.__init__ = lambda self: signal.pause()  # type: ignore[method-assign,misc,assignment,return-value]
+
+    run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant)
+    assert run.output.count("logger tensorboard is off for the rest of this run: it takes nothing") == 1
+    assert_same_bits(run, base)
+
+
+def test_no_sink_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+    def plant() -> None:
+        open_ = TensorBoard.open
+
+        def noted(self: TensorBoard, run: Any) -> None:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            open_(self, run)
+
+        TensorBoard.open = noted  # type: ignore[method-assign]
+        after_step(6, once((tmp_path / "pid").exists, crash))()
+
+    assert command(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant).code == -signal.SIGKILL
+    once(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), lambda: None)()
+
+
+def test_a_sink_hears_nothing_of_the_signals_that_stop_a_run(tmp_path: Path) -> None:
+    """Sent to all processes of the run, as a terminal and schedulers do, they reach the run alone."""
+
+    def stop() -> None:
+        os.killpg(0, signal.SIGINT)
+
+    stopped = command(*RUN, *OFFLINE, root=tmp_path / "runs", before=after_step(6, stop))
+    assert stopped.code == 75 and "WARNING" not in stopped.output
+    assert_equal(wandb_rows(wandb_files(stopped.directory)[0]), scalars_of(stopped.rows))
 
 
 # --- the console
@@ -275,7 +659,7 @@ def test_a_terminal_gets_its_cursor_back_after_an_error(tmp_path: Path) -> None:
 def test_without_a_terminal_the_console_is_plain_lines(base: Ended) -> None:
     assert "\x1b" not in base.output and "\r" not in base.output
     number = r"[\d.]+"
-    pattern = rf"step (\d+)/16  loss {number}  accuracy {number}  lr {number}e-\d\d  [\d,]+ samples/s  eta \d:\d\d:\d\d"
+    pattern = rf"step (\d+)/16  loss {number}  accuracy {number}  top5 {number}  lr {number}e-\d\d  [\d,]+ samples/s  eta \d:\d\d:\d\d"
     steps = [int(found[1]) for line in base.output.splitlines() if (found := re.fullmatch(pattern, line))]
     assert steps == list(range(1, 17))
     (step_7,) = [row for row in base.rows if row["split"] == "train" and row["step"] == 7]

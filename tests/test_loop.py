@@ -136,6 +136,14 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
     assert state["monitor"] == 1.1
 
 
+def test_the_best_by_a_training_metric_are_kept(tmp_path: Path) -> None:
+    line = [*TINY, "checkpoint.monitor=train/loss", "checkpoint.keep_best=2", "checkpoint.every=null", "trainer.log_every=1"]
+    run = finished(*line, root=tmp_path / "runs")
+    losses = {row["loss"]: row["step"] for row in rows_of(run, "train")}
+    best = {losses[loss] for loss in sorted(losses)[:2]}
+    assert best <= {int(path.name.removeprefix("step_")) for path in run.directory.glob("checkpoints/step_*")}
+
+
 def test_without_keep_best_only_the_last_are_kept(base: Ended) -> None:
     assert kept(base) == [8, 12]
 
@@ -182,9 +190,11 @@ def test_best_follows_the_monitored_metric(tmp_path: Path) -> None:
 
 
 def test_rows_have_the_keys_of_the_contract(base: Ended) -> None:
-    train = {"step", "split", "loss", "accuracy", "lr", "grad_norm", "samples_per_s", "epoch"}
+    every = {"step", "split", "loss", "accuracy", "top5"}
+    train = every | {"lr", "grad_norm", "epoch", "samples_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s",
+                     "checkpoint_s", "memory_gib", "goodput"}  # fmt: skip
     for row in base.rows:
-        assert row.keys() == (train if row["split"] == "train" else {"step", "split", "loss", "accuracy"})
+        assert row.keys() == (train if row["split"] == "train" else every)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +355,21 @@ def test_curves_png_is_a_picture_with_a_panel_for_each_metric(base: Ended) -> No
     content = (base.directory / "curves.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", content[16:24])
-    assert (width, height) == (2 * 600, 432)  # loss and accuracy, 5 x 3.6 inches of 120 dots
+    assert (width, height) == (3 * 600, 432)  # loss, accuracy and top5, 5 x 3.6 inches of 120 dots
+
+
+def test_the_star_is_where_the_configuration_says_the_best_is(base: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    from framework.curves import draw_curves
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    losses = [row["loss"] for row in rows_of(base, "val")]
+    for mode, best in (("min", min(losses)), ("max", max(losses))):
+        draw_curves(base.directory / "metrics.jsonl", Path("x.png"), title="t", restarts=[], monitor="val/loss", mode=mode)
+        labels = [line.get_label() for line in drawn[-1].axes[0].lines]
+        assert any(label.startswith(f"best {best:.4g} at") for label in labels), labels
 
 
 def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,14 +379,27 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, mon
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    draw_curves(base.directory / "metrics.jsonl", Path("/nonexistent/curves.png"), title="title")
+    draw_curves(base.directory / "metrics.jsonl", Path("/nonexistent/curves.png"), title="title", restarts=[4, 9], monitor="val/loss", mode="min")
     panels = {axes.get_title(): {line.get_label(): line for line in axes.lines} for axes in drawn[0].axes}
-    assert panels.keys() == {"loss", "accuracy"}
+    assert panels.keys() == {"loss", "accuracy", "top5"}
     for name, lines in panels.items():
         for split in ("train", "val", "test"):
             rows = rows_of(base, split)
             assert list(lines[split].get_xdata()) == [row["step"] for row in rows]
             assert list(lines[split].get_ydata()) == [row[name] for row in rows]
+        (best,) = (line for label, line in lines.items() if label.startswith("best "))
+        step, value = (min if name == "loss" else max)(((row["step"], row[name]) for row in rows_of(base, "val")), key=lambda p: p[1])
+        assert (list(best.get_xdata()), list(best.get_ydata())) == ([step], [value])
+    for axes in drawn[0].axes:
+        assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [4, 9]
+
+
+def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) -> None:
+    assert command(*BASE, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    assert command(*BASE, root=tmp_path / "runs", before=after_step(9, preempt)).code == 75
+    run = finished(*BASE, root=tmp_path / "runs", with_curves=True)
+    assert run.summary["continued_at"] == [6, 9] and run.summary["restarts"] == 2
+    assert (run.directory / "curves.png").exists()
 
 
 @pytest.mark.parametrize("torn", ['{"step": 5, "split": "tr', "\0\0\0\0"])

@@ -27,16 +27,15 @@ def one_of(group: str) -> str:
 
 
 def choices(key: str) -> str:
-    """What the schema says of a key with a fixed choice: `only x in this version` until there are several."""
-    names = get_args(Config.model_fields[key].annotation)
-    return "one of " + ", ".join(names) if len(names) > 1 else f"only {names[0]} in this version"
+    """What the schema says of a key with a fixed choice."""
+    return "one of " + ", ".join(get_args(Config.model_fields[key].annotation))
 
 
-CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout"
+CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout, init_from"
 SECTION = "a section, whose keys are set as in {0}.KEY=VALUE"
 SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text with a comma \"'a,b'\")"
 HYDRA = "is Hydra's own and does nothing in a single run (run.root and run.dir say where a run goes)"
-MONITOR = "one of val/loss, val/accuracy, train/loss, train/accuracy"
+MONITOR = "one of val/loss, val/accuracy, val/top5, train/loss, train/accuracy, train/top5"
 GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
 GIVES_TOKENS = "needs a value, and the dataset does not give one (it gives vocab_size, seq_len, which fits model=gpt)"
 NO_CLASS = "(the dotted path of a class or function, in the module that defines it)"
@@ -170,6 +169,9 @@ MALFORMED: dict[str, list[str]] = {
     "trainer.early_stopping.monitor=mae": [f"trainer.early_stopping.monitor: 'mae' is not valid ({MONITOR})"],
     "launch.nproc_per_node=2": ["parallel: single is one process, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"],
     "parallel=model-parallel launch.nproc_per_node=2": ["parallel: model-parallel is one process, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"],
+    "export.formats=[torchscript]": ["export.formats: ['torchscript'] is not valid (a list of safetensors, pt2, onnx, as in [safetensors], or null)"],
+    "trainer.early_stopping.patience=2 trainer.eval_every=null": ["trainer.early_stopping.patience: is counted in evaluations, but with trainer.eval_every=null there is one, at the end (a number for trainer.eval_every)"],
+    "model=vit model.dim=30 model.num_heads=5 parallel=tensor launch.nproc_per_node=2": ["parallel.tensor: 2: does not divide the 5 heads of the model; take a divisor, or ddp, zero, fsdp or hsdp, which take any number"],
     "parallel=ddp_mp launch.nproc_per_node=2": [f"parallel: no option 'ddp_mp' ({one_of('parallel')}; did you mean ddp+mp?)"],
     "parallel=ddp parallel.replicate=3 launch.nproc_per_node=2": ["parallel.replicate: 3, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=3, or null for one axis, which takes what is left)"],
     "parallel=hsdp parallel.replicate=2 parallel.shard=3 launch.nproc_per_node=4": ["parallel.replicate: parallel.replicate=2 x parallel.shard=3 = 6, but launch.nproc_per_node gives 4 processes (try launch.nproc_per_node=6, or null for one axis, which takes what is left)"],
@@ -300,11 +302,44 @@ def test_what_can_be_checked_without_torch_is() -> None:
     assert (ended.stdout, ended.stderr) == ("False\n", "")
 
 
+ONE_CONF = "the configuration is conf/config.yaml; a recipe of your own is conf/experiment/NAME.yaml, and experiment=NAME"
+SHELLS = "one of " + ", ".join(f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query"))
 FLAGS = {
     "--lr 0.1": ["--lr: unknown flag (did you mean optimizer.lr=0.1?)"],
     "--batch-size=4": ["--batch-size: unknown flag (did you mean global_batch_size=4?)"],
     "--multrun seed=1,2": ["--multrun: unknown flag (did you mean --multirun?)", f"seed: {SWEEP}"],
-    "-x": ["-x: unknown flag (a key is set without dashes: key=value)"],
+    "-x": ["-x: unknown flag (a key is set without dashes: key=value; --help lists keys and flags)"],
+    "--verbose": ["--verbose: unknown flag (a key is set without dashes: key=value; --help lists keys and flags)"],
+    "--": ["--: unknown flag (a key is set without dashes: key=value; --help lists keys and flags)"],
+    "-help": ["-help: unknown flag (did you mean --help?)"],
+    "--mode eval": ["--mode: unknown flag (did you mean mode=eval?)"],
+    "--model cnn": ["--model: unknown flag (did you mean model=cnn?)"],
+    "-lr 0.1": ["-lr: unknown flag (did you mean optimizer.lr=0.1?)"],
+    # words
+    "help": ["help: is not key=value (did you mean --help?)"],
+    "version": ["version: is not key=value (did you mean --version?)"],
+    "train": ["train: is not key=value (did you mean mode=train?)"],
+    "plan seed=1": ["plan: is not key=value (did you mean mode=plan?)"],
+    # a forgotten =, and one with spaces
+    "lr": ["lr: is not key=value (did you mean optimizer.lr=VALUE?)"],
+    "lr 0.1": ["lr 0.1: is not key=value (did you mean optimizer.lr=0.1?)"],
+    "model cnn": ["model cnn: is not key=value (did you mean model=cnn?)"],
+    "model = cnn": ["model = cnn: is not key=value (did you mean model=cnn?)"],
+    "model= cnn": ["model= cnn: is not key=value (did you mean model=cnn?)"],
+    "model =cnn": ["model =cnn: is not key=value (did you mean model=cnn?)"],
+    "model:cnn": ["model:cnn: is not key=value (did you mean model=cnn?)"],
+    "epochs 3 seed=1": ["epochs 3: is not key=value (did you mean trainer.max_epochs=3?)"],
+    "seed model=cnn": ["seed: is not key=value (did you mean seed=VALUE?)"],
+    "seed==1": ["seed: two = signs (did you mean seed=1?)"],
+    # Hydra's flags
+    **{f"{flag} x": [f"{flag}: is Hydra's, and not taken here ({ONE_CONF})"] for flag in ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")},
+    "--config-name=x": [f"--config-name: is Hydra's, and not taken here ({ONE_CONF})"],
+    "--package x": ["--package: is Hydra's, and not taken here (--cfg job prints the whole)"],
+    "--run": ["--run: is Hydra's, and not taken here (a run is what there is without it)"],
+    "--experimental-rerun x": ["--experimental-rerun: is Hydra's, and not taken here (the same command continues a run)"],
+    "--info": ["--info: '' is not valid (one of all, config, defaults, defaults-tree, plugins, searchpath)"],
+    "-sc": [f"--shell-completion: '' is not valid ({SHELLS})"],
+    "-sc install=ksh": [f"--shell-completion: 'install=ksh' is not valid ({SHELLS})"],
     "--cfg nonsense": ["--cfg: 'nonsense' is not valid (one of job, hydra, all)"],
     "--resolve": ["--resolve: resolves what --cfg prints, and there is none (--cfg job --resolve)"],
     "--cfg job lr=1": ["lr: unknown key (did you mean optimizer.lr?)"],

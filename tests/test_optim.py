@@ -144,7 +144,7 @@ def test_one_muon_step_is_the_formula() -> None:
     torch.manual_seed(0)
     first, hidden, last = (nn.Parameter(torch.randn(6, 4, dtype=torch.float64)) for _ in range(3))
     before, grad = hidden.detach().clone(), torch.randn(6, 4, dtype=torch.float64)
-    made = muon([Trainable("a", first, False), Trainable("b", hidden, True), Trainable("c", last, False)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3,
+    made = muon([Trainable("a", first, False, True), Trainable("b", hidden, True, True), Trainable("c", last, False, True)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3,
                 adamw_betas=[0.9, 0.95], adamw_eps=1e-8)  # fmt: skip
     hidden.grad = grad.clone()
     made.step()
@@ -159,7 +159,7 @@ def test_one_muon_step_is_the_formula() -> None:
 def test_our_adamw_inside_muon_is_torchs() -> None:
     torch.manual_seed(0)
     mine, theirs = (nn.Parameter(torch.arange(5, dtype=torch.float64)) for _ in range(2))
-    ours = muon([Trainable("a", mine, False)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-2, adamw_betas=[0.9, 0.95],
+    ours = muon([Trainable("a", mine, False, False)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-2, adamw_betas=[0.9, 0.95],
                 adamw_eps=1e-8)  # fmt: skip
     reference = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for _ in range(5):
@@ -297,7 +297,7 @@ def test_averaged_weights_are_the_closed_form() -> None:
     torch.manual_seed(0)
     weights = torch.randn(8, 3, dtype=torch.float64)  # w_0 and seven steps
     parameter = nn.Parameter(weights[0].clone())
-    average = AveragedWeights([Trainable("w", parameter, False)], decay=0.8)
+    average = AveragedWeights([Trainable("w", parameter, False, True)], decay=0.8)
     for step in range(1, 8):
         parameter.data.copy_(weights[step])
         average.update()
@@ -308,7 +308,7 @@ def test_averaged_weights_are_the_closed_form() -> None:
 
 def test_swapping_twice_changes_nothing() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    average = AveragedWeights([Trainable("w", parameter, False)], decay=0.5)
+    average = AveragedWeights([Trainable("w", parameter, False, True)], decay=0.5)
     parameter.data.fill_(3.0)
     average.update()
     average.swap()

@@ -1,8 +1,10 @@
 """A run that was interrupted ends as if nothing had happened."""
 
+import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from safetensors import safe_open
 from framework.environment import Environment
 from framework.preemption import PREEMPTION
 from framework.trainer import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished
+from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 
 # 7 steps an epoch, of which the last is short (4 of 16 samples); 21 steps; BatchNorm, dropout and augmentation on
 RUN = [
@@ -66,7 +68,7 @@ def crash() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", slow_but([6, 7], CUTS))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(
     strategy: str, cut: int, uninterrupted: dict[str, Ended], tmp_path: Path
@@ -79,7 +81,7 @@ def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(
     assert_same_bits(finished(*line, root=tmp_path / "runs"), uninterrupted[strategy])
 
 
-@pytest.mark.parametrize("cut", [2, 10, 19])
+@pytest.mark.parametrize("cut", slow_but([10], [2, 10, 19]))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_killed_between_checkpoints_it_ends_with_the_same_bits(
     strategy: str, cut: int, uninterrupted: dict[str, Ended], tmp_path: Path
@@ -139,6 +141,25 @@ def test_a_run_that_begins_with_another_has_its_own_test_row_alone(across: Ended
     assert [row["step"] for row in longer.rows if row["split"] == "train"] == list(range(1, 15))
     again = command(*ACROSS, "trainer.max_epochs=2", f"run.resume={shorter.directory}", root=tmp_path / "second")
     assert again.code == 0 and f"run.resume={shorter.directory} is not used" in again.output
+
+
+def test_what_is_best_and_when_to_stop_follow_from_the_runs_own_settings(tmp_path: Path) -> None:
+    other = ["checkpoint.mode=max", "trainer.early_stopping.monitor=val/accuracy", "trainer.early_stopping.mode=max"]
+    first = finished(*RUN, *other, "trainer.early_stopping.patience=99", "trainer.max_epochs=1", root=tmp_path / "first")
+    ended_at = time.time()
+    own = ["trainer.early_stopping.patience=99", "trainer.max_epochs=2", f"run.resume={first.directory}"]
+    second = finished(*RUN, *own, root=tmp_path / "second")
+    losses = {row["loss"]: row["step"] for row in second.rows if row["split"] == "val"}
+    (state,) = sorted(second.directory.glob("checkpoints/*/state.json"))[-1:]
+    assert json.loads(state.read_text())["patience"]["best"] == min(losses), "and not the other run's, an accuracy"
+    assert second.summary["metrics"]["val"]["best"]["step"] == losses[min(losses)]
+    assert second.summary["began"] >= ended_at and second.summary["wall_s"] < time.time() - ended_at
+
+
+def test_a_run_that_another_does_not_fit_has_none_of_its_rows(across: Ended, tmp_path: Path) -> None:
+    refused = command(*ACROSS, "optimizer=sgd", f"run.resume={across.directory}", root=tmp_path / "second")
+    assert refused.code == 65 and "does not fit this run: optimizer is" in refused.output
+    assert not (refused.directory / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("epochs", [1, 3])

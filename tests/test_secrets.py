@@ -84,7 +84,7 @@ def test_what_is_printed_logged_and_recorded_is_rid_of_secrets(ranks: str, tmp_p
     assert_no_canary(run)
     log = (run.directory / "train.log").read_text()
     assert f"postgres://{HIDDEN}@host.example/db" in log and f"postgres://{HIDDEN}@host.example/db" in run.output
-    assert "logger TensorBoard is off" in log
+    assert "logger tensorboard is off" in log
     assert list(run.directory.glob("wandb/offline-run-*/*.wandb"))
 
 

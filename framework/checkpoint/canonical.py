@@ -1,6 +1,7 @@
 """The one dialect of state: tensors under the model's own names, whatever the strategy. Nothing on disk knows the world size."""
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def state_tensors(
     The optimizer's state is read by parameter name here, not through torch's get_state_dict, which takes fake
     optimizer steps when there is no state yet and so changes training (pytorch#164929).
     """
-    tensors = _model_tensors(module)
+    tensors = model_tensors(module)
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
@@ -30,7 +31,7 @@ def state_tensors(
     return tensors
 
 
-def _model_tensors(module: nn.Module) -> dict[str, Tensor]:
+def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the model's state as `model/NAME`; a tied weight once, under its first name: loading it fills the others."""
     first_names: dict[int, str] = {}
     tensors = {}
@@ -56,7 +57,7 @@ def restore(
 
     reader = HuggingFaceStorageReader(str(path))
     inventory: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    targets = _model_tensors(module)
+    targets = model_tensors(module)
     if average is not None:
         targets |= {f"average/{name}": value for name, value in average.tensors.items()}
     everywhere = set().union(*world.gather(set(targets)))
@@ -67,7 +68,34 @@ def restore(
     _load_optimizer(optimizer, module, states)
 
 
-def _check(inventory: Mapping[str, Any], targets: dict[str, Tensor], *, everywhere: set[str]) -> None:
+def load_evaluated(path: Path, *, module: nn.Module) -> None:
+    """Load a verified checkpoint's weights as training evaluates them: their average where it has one. Not collective.
+
+    `module` is whole, and may be of another floating-point type: loading casts. ValueError, before anything has changed,
+    if names or shapes are not the model's.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    reader = HuggingFaceStorageReader(str(path))
+    inventory: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    averages = {name.replace("average/", "model/", 1): name for name in inventory if name.startswith("average/")}
+    weights = {name: inventory[averages.get(name, name)] for name in inventory if name.startswith("model/")}
+    targets = model_tensors(module)
+    _check(weights, targets, everywhere=set(targets), is_fit=_casts)
+    load({averages.get(name, name): value for name, value in targets.items()}, storage_reader=reader, no_dist=True)
+
+
+def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    return stored == wanted or (stored.is_floating_point and wanted.is_floating_point)
+
+
+def _check(
+    inventory: Mapping[str, Any],
+    targets: dict[str, Tensor],
+    *,
+    everywhere: set[str],
+    is_fit: Callable[[torch.dtype, torch.dtype], bool] = operator.eq,
+) -> None:
     """Compare what is stored with this rank's tensors, and with the names of `everywhere`: of all ranks."""
     kinds = {name.split("/")[0] for name in everywhere}
     stored = {name for name in inventory if name.split("/")[0] in kinds}
@@ -75,7 +103,7 @@ def _check(inventory: Mapping[str, Any], targets: dict[str, Tensor], *, everywhe
     faults += [f"{name} is not in this run" for name in sorted(stored - everywhere)]
     for name in sorted(stored & targets.keys()):
         entry, target = inventory[name], targets[name]
-        if entry.size != target.shape or entry.properties.dtype != target.dtype:
+        if entry.size != target.shape or not is_fit(entry.properties.dtype, target.dtype):
             faults.append(f"{name} is {entry.properties.dtype} {list(entry.size)} in the checkpoint, "
                           f"{target.dtype} {list(target.shape)} in this run")  # fmt: skip
     if faults:

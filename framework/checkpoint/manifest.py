@@ -1,6 +1,5 @@
 """The commit protocol of a checkpoint directory: a manifest with checksums, one rename, and what tells a good one."""
 
-import hashlib
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from framework.checkpoint.plain import Invalid, Plain, first_fault, read_json, require_directory, require_file
 from framework.checkpoint.state import STATE, Count
-from framework.files import flush_directory, write_atomically
+from framework.files import checksum, flush_directory, write_atomically
 from framework.problems import shown
 
 MANIFEST = "manifest.json"
@@ -43,13 +42,9 @@ def step_of(path: Path) -> int | None:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """Return a file's size and checksum (BLAKE2b, which `b2sum` prints too)."""
-    checksum, size = hashlib.blake2b(), 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            checksum.update(block)
-            size += len(block)
-    return {"size": size, "blake2b": checksum.hexdigest()}
+    """Return a file's size and checksum, as a manifest has them."""
+    size, blake2b = checksum(path)
+    return {"size": size, "blake2b": blake2b}
 
 
 def commit(directory: Path, *, target: Path, files: dict[str, Any]) -> None:

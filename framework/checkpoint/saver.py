@@ -12,6 +12,7 @@ from torch import Tensor
 from framework.checkpoint.store import CheckpointStore
 from framework.log import LOGGER
 from framework.outcome import DiskFailed
+from framework.preemption import PREEMPTION
 from framework.shards import copy_to_host, local
 from framework.world import World
 
@@ -64,6 +65,19 @@ class Saver:
             return False
         self.settle()
         return self._store.is_among_best(value)
+
+    def is_short_of_time(self, step: int, *, grace_s: float | None) -> bool:
+        """Return whether, on any rank, a checkpoint would take longer than what is left before the signal that kills."""
+        self.settle()
+        if grace_s is None or self.last is None:
+            return False
+        times = self._world.gather((PREEMPTION.left_of(grace_s), self.last.seconds))
+        left, needed = min(left for left, _ in times), max(seconds for _, seconds in times)
+        if left < needed and self._world.rank == 0:
+            LOGGER.warning("no checkpoint of step %d: %.1f s of launch.grace_s are left, and the last one took %.1f s; the "
+                           "run continues from that, of step %d",
+                           step, max(0.0, left), needed, self.last.step)  # fmt: skip
+        return left < needed
 
     def settle(self) -> None:
         """Wait for the save that runs, if one does. DiskFailed if the disk has refused more often than it may."""

@@ -1,5 +1,6 @@
 """What state.json holds: the plain part of a checkpoint, everything but tensors, validated before any of it is used."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,6 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_v
 from framework.checkpoint.plain import Invalid, Plain, first_fault, read_json
 
 STATE = "state.json"
+RECORD_ID = re.compile(r"[0-9a-z]{1,40}-[0-9a-f]{8}")  # becomes part of file names
 
 
 def _printable(text: str) -> str:
@@ -25,6 +27,8 @@ class Progress(Plain):
     step: Count
     samples_seen: Count
     wall_s: float = Field(ge=0)
+    train_s: float = Field(ge=0, default=0.0)
+    began: float = Field(ge=0, default=0.0)
     num_divergences: Count = 0
 
 
@@ -70,6 +74,7 @@ class State(Plain):
     patience: Patience
     loss_scale: LossScale
     facts: dict[Word, Word | int | float | bool | None]
+    record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # under which loggers know the run
 
 
 def read_state(directory: Path) -> dict[str, Any]:

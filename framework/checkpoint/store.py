@@ -115,6 +115,11 @@ class CheckpointStore:
                 manifest.discard(path)
         flush_directory(self.directory)
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing that looks like a checkpoint."""
+        return self.world.from_rank_0(not manifest.candidates(self.directory))
+
     def newest_valid(self, *, back: int = 0) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest valid checkpoint but `back`, or the oldest there is, and its state; None if there is none at all.
 
@@ -128,6 +133,10 @@ class CheckpointStore:
         if reason := self._fault(path):
             raise NoValidCheckpoint(f"{path}: {reason}")
         return path, read_state(path)
+
+    def best(self) -> Path | None:
+        """Return the best of the checkpoints that there are, not verified; None if none is of an evaluated step."""
+        return self.world.from_rank_0(next(iter(self._best(manifest.candidates(self.directory))), None))
 
     def _first_valid(self, paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
         reasons: list[str] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from framework.data.source import Arrays, Files, Source, Split, require_at_least
+from framework.data.source import Arrays, Files, Source, Split, require_at_least, told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +36,7 @@ class ImageFolder:
         self,
         *,
         root: str = "data",
+        source: str | None = None,
         image_size: int = 64,
         in_channels: Literal[1, 3] = 3,
         decode_once_gib: float = 1.0,
@@ -49,6 +50,7 @@ class ImageFolder:
         if decode_once_gib < 0:
             raise ValueError(f"dataset.decode_once_gib={decode_once_gib}: must be at least 0 (0 = never)")
         self.root = root
+        self.source = source
         self.image_size = image_size
         self.in_channels = in_channels
         self.decode_once_gib = decode_once_gib
@@ -65,7 +67,7 @@ class ImageFolder:
         root = Path(self.root)
         classes = _folders(root / "train")
         if not classes:
-            return [f"dataset.root: {root / 'train'} has no class folders (expected {root}/train/<class>/*.png)"]
+            return [f"dataset.root: {root / 'train'} has no class folders (expected {root}/train/<class>/*.png{told(self.source)})"]
         problems = []
         splits: tuple[Split, ...] = ("train", "val", "test")
         for split in splits:

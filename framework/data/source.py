@@ -61,6 +61,8 @@ class Dataset(Protocol):
         """
         ...
 
+    # It may answer `decode(tokens) -> str` for integer inputs (T,), so that loggers show samples as text and not as ids.
+
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
@@ -155,6 +157,11 @@ def contiguous_split(length: int, split: Split) -> slice:
     bounds = [0, length * 90 // 100, length * 95 // 100, length]
     part = ("train", "val", "test").index(split)
     return slice(bounds[part], bounds[part + 1])
+
+
+def told(source: str | None) -> str:
+    """Return where a dataset comes from, as the end of what is said of one that is missing."""
+    return f"; {source}" if source else ""
 
 
 def require_at_least(minimum: int, **arguments: int) -> None:

@@ -25,6 +25,7 @@ class Text:
     """
 
     task = "language_modeling"
+    bytes_per_token = 1.0
 
     def __init__(
         self,
@@ -78,6 +79,10 @@ class Text:
 
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         return inputs.long(), targets.long()
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Return a sample's tokens as the text that they are."""
+        return bytes(tokens.tolist()).decode(errors="replace")
 
     def _folder(self) -> Path:
         return Path(sysconfig.get_path("stdlib") if self.root is None else self.root)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from framework.data.source import Split, Windows, contiguous_split, num_windows, require_at_least
+from framework.data.source import Split, Windows, contiguous_split, num_windows, require_at_least, told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,7 @@ class Tokens:
         self,
         *,
         root: str = "data",
+        source: str | None = None,
         dtype: Literal["uint16", "uint32"] = "uint16",
         vocab_size: int | None = None,
         seq_len: int = 128,
@@ -40,6 +41,7 @@ class Tokens:
         if dtype not in ("uint16", "uint32"):
             raise ValueError(f"dataset.dtype={dtype}: must be uint16 or uint32")
         self.root = root
+        self.source = source
         self.dtype = np.dtype(dtype)
         self.vocab_size = vocab_size
         self.seq_len = seq_len
@@ -55,7 +57,7 @@ class Tokens:
             problems.append("dataset.vocab_size: is null (how many tokens the tokenizer has)")
         paths = sorted({self._part(split)[0] for split in SPLITS})
         if missing := [str(path) for path in paths if not path.is_file()]:
-            problems.append(f"dataset.root: {', '.join(missing)} not there (train.bin and val.bin, or one file)")
+            problems.append(f"dataset.root: {', '.join(missing)} not there (train.bin and val.bin, or one file{told(self.source)})")
             return problems
         for path in paths:
             problems += self._file_problems(path)

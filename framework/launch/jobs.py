@@ -40,10 +40,11 @@ class Pool:
 
     What a job leaves in its process (memory, CUDA, the threads of OpenMP, which a later fork would not survive) is gone
     with it; one that is killed takes no other with it; and none outlives this process. torch and whatever else a job would import is imported here, once.
-    With more than one at a time, each has its share of the CPUs, and its console goes into `logs`.
+    Each is a part of `group`, unless its line names another. With more than one at a time, each has its share of the CPUs, and its console goes into `logs`.
     """
 
-    def __init__(self, *, size: int, logs: Path) -> None:
+    def __init__(self, *, size: int, logs: Path, group: str) -> None:
+        self._group = group
         self._logs = logs if size > 1 else None
         cpus = sorted(os.sched_getaffinity(0))
         self._shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # of those who may start
@@ -64,7 +65,8 @@ class Pool:
 
         share = self._shares.pop(0)
         log = self._logs / f"{job.config['run']['id']}.log" if self._logs is not None else None
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(job.line, share, log))
+        line = [*job.line, *([f"run.group={self._group}"] if job.config["run"]["group"] is None else [])]
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(line, share, log))
         sys.stdout.flush()
         # until the child can note it, and this process pass it on, a signal waits
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -95,6 +97,7 @@ class Pool:
 
 def _run(line: list[str], share: set[int], log: Path | None) -> None:
     die_with_parent()
+    PREEMPTION.speaks = False
     PREEMPTION.watch()  # a signal that came just before the fork is in it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if log is not None:

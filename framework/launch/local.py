@@ -11,16 +11,18 @@ from framework.launch.agent import Agent, Arranged, cause, prepare, report, repo
 from framework.launch.scratch import new_folder
 from framework.launch.worker import Failure, recorded_failures, work, work_in_child
 from framework.log import LOGGER
+from framework.preemption import PREEMPTION
 from framework.run_directory import RunDirectory
 
 
 def launch(config: dict[str, Any], *, frozen: Frozen) -> int:
     """Run the workers to their end. Returns the exit code. No process is left behind."""
-    directory = RunDirectory(Path(config["run"]["dir"]))
+    directory = RunDirectory(frozen.path.parent)
     if config["launch"]["nproc_per_node"] > 1:
         return _launch_group(config, frozen=frozen, directory=directory)
     try:
-        return work(frozen, None)  # one process needs no group of them: this one will do
+        with PREEMPTION.heard_at_once():
+            return work(frozen, None)  # one process needs no group of them: this one will do
     except Exception as error:
         return report(Failure.of(error, rank=0), directory)
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from framework.frozen import digest_of
 from framework.launch.jobs import Job, exit_code
@@ -14,9 +16,9 @@ from framework.launch.start import check
 from framework.log import LOGGER
 from framework.metrics import Row, rows_in
 from framework.multirun import Interval, Multirun, Values
-from framework.outcome import Exit
+from framework.outcome import DiskFailed, Exit
 from framework.problems import Problem
-from framework.schema import Sweeper
+from framework.sweep_settings import Sweeper
 from framework.sweep_table import TableRow
 
 
@@ -32,14 +34,19 @@ class Search:
         self._sweeper = multirun.sweeper
         self._monitor = config["checkpoint"]["monitor"]
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._study = optuna.create_study(
-            storage=f"sqlite:///{directory / 'search.db'}",
-            study_name="search",
-            direction="maximize" if config["checkpoint"]["mode"] == "max" else "minimize",
-            pruner=_pruner(self._sweeper),
-            load_if_exists=True,
-        )
-        self._interrupted = self._study.get_trials(states=(TrialState.RUNNING,))
+        database = directory / "search.db"
+        try:
+            self._study = optuna.create_study(
+                storage=f"sqlite:///{database}",
+                study_name="search",
+                direction="maximize" if config["checkpoint"]["mode"] == "max" else "minimize",
+                pruner=_pruner(self._sweeper),
+                load_if_exists=True,
+            )
+            self._interrupted = self._study.get_trials(states=(TrialState.RUNNING,))
+        except (SQLAlchemyError, OptunaError) as error:
+            raise DiskFailed(f"{database} cannot be used ({str(error).splitlines()[0]}); without it the search begins anew, "
+                             "and finds its runs as they are") from None  # fmt: skip
         self._held: tuple[Job, Trial] | None = None
         self._running: dict[Job, _Watched] = {}
         self._codes: list[int] = []

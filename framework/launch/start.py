@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework import log, preflight, slurm
+from framework import log, preflight, slurm_preflight
 from framework.config import compose
 from framework.environment import Environment
 from framework.files import require_room
 from framework.frozen import Frozen, freeze
 from framework.launch.scratch import sweep
 from framework.log import LOGGER
-from framework.metrics import read_rows
+from framework.metrics import MACHINE, read_rows
 from framework.outcome import Exit
 from framework.preemption import PREEMPTION
 from framework.problems import Problem
+from framework.revisit import MODES, revisit
 from framework.run_directory import Busy, Lock, RunDirectory
 from framework.sweep_table import TableRow, listing
 from framework.tryout import try_out
@@ -26,7 +27,7 @@ def start(overrides: list[str]) -> int:
     """Run one command line to its end. Returns the exit code."""
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    PREEMPTION.speaks = environment.rank == 0
+    PREEMPTION.speaks &= environment.rank == 0  # a sweep speaks for its jobs
     PREEMPTION.watch()
     if environment.is_launched:
         from framework.launch.torchrun import join
@@ -38,7 +39,7 @@ def start(overrides: list[str]) -> int:
     if config["launch"]["kind"] == "slurm":
         from framework.launch.slurm import submit
 
-        return submit(config)
+        return submit([config], folder=Path(config["run"]["dir"]) / "slurm")[0]
     if config["launch"]["nnodes"] not in (1, "1"):
         from framework.launch.elastic import take_part
 
@@ -74,13 +75,18 @@ def begin(overrides: list[str], *, world_size: int) -> Begun | Exit:
 
 def admit(overrides: list[str], *, world_size: int | None) -> dict[str, Any] | Exit:
     """Compose and check, leaving no trace. An exit code instead, if the configuration is wrong or the run finished already."""
-    config, problems = check(overrides, world_size=world_size)
+    config, problems = compose(overrides)
+    if config.get("mode") in ("report", "status"):
+        from framework.launch.over_root import over_root
+
+        return over_root(config, overrides, problems)
+    config, problems = _complete(config, problems, overrides=overrides, world_size=world_size)
     if not problems and config["mode"] == "plan":
         print(listing([TableRow.read(config, dict(override.split("=", 1) for override in overrides))]), end="")  # type: ignore[misc]
         return Exit.FINISHED
-    if not problems and is_finished(config):
+    if not problems and config["mode"] not in MODES and is_finished(config):
         return Exit.FINISHED
-    problems = (problems or try_out(config)) + slurm.problems(config, but=problems)
+    problems = (problems or try_out(config)) + slurm_preflight.problems(config, but=problems)
     return report(problems) if problems else config
 
 
@@ -98,16 +104,21 @@ def is_finished(config: dict[str, Any]) -> bool:
 def claim(config: dict[str, Any], *, party: str | None = None) -> Begun | Exit:
     """Take the run's directory and freeze the configuration there. An exit code if others than our `party` have it (see Lock)."""
     directory = RunDirectory(Path(config["run"]["dir"]))
-    lock = Lock(directory.path, party=party)
+    # what evaluates or exports a run has a lock and a log of its own: the run may be going on
+    is_beside = config["mode"] in MODES
+    folder = directory.path / f".{config['mode']}" if is_beside else directory.path
+    if is_beside:
+        PREEMPTION.says = "stopping"  # there are no steps
+    lock = Lock(folder, party=party)
     try:
-        require_room(directory.path)
+        require_room(folder)
         lock.take()
-        sweep(directory.path)
+        sweep(folder)
         if config["run"]["resume"] == "never" and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
             lock.release()
             lock.take()
-        return Begun(config, freeze(config, directory.path), lock)
+        return Begun(config, freeze(config, folder, name="frozen.yaml" if is_beside else "config.yaml"), lock)
     except Busy as busy:
         LOGGER.error("%s", busy)
         return busy.code
@@ -119,17 +130,28 @@ def claim(config: dict[str, Any], *, party: str | None = None) -> Begun | Exit:
 def check(overrides: list[str], *, world_size: int | None) -> tuple[dict[str, Any], list[Problem]]:
     """Compose a command line and return the complete configuration, with every problem that it has."""
     config, problems = compose(overrides)
+    return _complete(config, problems, overrides=overrides, world_size=world_size)
+
+
+def _complete(
+    config: dict[str, Any], problems: list[Problem], *, overrides: list[str], world_size: int | None
+) -> tuple[dict[str, Any], list[Problem]]:
+    if not problems and config["mode"] in MODES:
+        config, problems = revisit(config, overrides)
+        if problems:
+            return config, problems
     return preflight.check(config, problems, world_size=world_size)
 
 
 def report(problems: list[Problem]) -> Exit:
-    """Print the problems, a line each. Under a launcher one of its processes speaks."""
+    """Print the problems, a line each. Under a launcher one of its processes speaks. Returns the exit code."""
+    code = next((problem.code for problem in problems if problem.code == Exit.CONFIGURATION), problems[0].code)
     if Environment.read().rank != 0:
         time.sleep(5)  # a launcher ends all when one ends: not before rank 0 has spoken
-        return Exit.CONFIGURATION
+        return code
     for problem in problems:
         print(problem, file=sys.stderr)
-    return Exit.CONFIGURATION
+    return code
 
 
 def _tell_result(directory: RunDirectory) -> None:
@@ -139,6 +161,6 @@ def _tell_result(directory: RunDirectory) -> None:
         LOGGER.warning("%s has lost its last rows", directory.metrics)
     LOGGER.info("finished already, at step %s: %s", summary.get("step"), directory.path)
     for split, rows in summary.get("metrics", {}).items():
-        row = {name: value for name, value in rows["last"].items() if name not in ("lr", "grad_norm", "samples_per_s")}
+        row = {name: value for name, value in rows["last"].items() if name not in ("lr", "grad_norm", *MACHINE)}
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if isinstance(value, float))
         LOGGER.info("%s", f"  {split:5}  {numbers}")

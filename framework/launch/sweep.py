@@ -11,13 +11,17 @@ from framework import log
 from framework.files import make_directory, write_atomically
 from framework.frozen import digest_of
 from framework.launch.jobs import Job, Pool, exit_code
+from framework.launch.slurm_sweep import SlurmPool, problems_of, submit_all
 from framework.launch.start import check, report
 from framework.log import LOGGER
 from framework.multirun import Multirun, Values, read
-from framework.outcome import Exit
+from framework.outcome import Exit, RunEnded
 from framework.preemption import PREEMPTION
 from framework.problems import Problem
-from framework.run_directory import Busy, Lock
+from framework.revisit import MODES
+from framework.run_directory import Lock
+from framework.status import read_all, states_of, tell
+from framework.sweep_settings import Launcher, SubmititSlurm
 from framework.sweep_table import TableRow, best_of, draw, listing, write_csv
 
 
@@ -50,6 +54,7 @@ class Grid:
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
+        self._on_slurm = jobs[0].config["launch"]["kind"] == "slurm"
         self._waiting = list(jobs)
 
     @property
@@ -66,7 +71,8 @@ class Grid:
         pass
 
     def rows(self) -> list[TableRow]:
-        return [TableRow.read(job.config, job.values, code=job.code) for job in self._jobs]
+        states = states_of(job.directory for job in self._jobs) if self._on_slurm else {}
+        return [TableRow.read(job.config, job.values, state=states.get(job.directory.path), code=job.code) for job in self._jobs]
 
     @property
     def code(self) -> int:
@@ -80,21 +86,39 @@ def sweep(overrides: list[str], problems: list[Problem]) -> int:
     jobs, problems = _checked(multirun, [*problems, *found])
     if problems:
         return report(problems)
+    if jobs[0].config["mode"] in MODES:
+        return report([Problem("mode", f"{jobs[0].config['mode']} is about one run", "without -m")])
+    try:
+        return _carry_out(overrides, multirun, jobs)
+    except RunEnded as end:
+        LOGGER.error("%s", end)
+        return end.code
+
+
+def _carry_out(overrides: list[str], multirun: Multirun, jobs: list[Job]) -> int:
+    """Do with the jobs what `mode` says. Returns the exit code."""
     directory = _directory(multirun, jobs)
     if jobs[0].config["mode"] == "plan":
         return _plan(multirun, jobs, directory)
+    if jobs[0].config["mode"] == "status":
+        return _tell_status(multirun, jobs, directory)
+    on_slurm = jobs[0].config["launch"]["kind"] == "slurm"
+    if on_slurm and (problems := problems_of(jobs)):
+        return report(problems)
     lock = Lock(directory)
     try:
         lock.take()
         _describe(overrides, multirun, directory)
-    except Busy as busy:
-        LOGGER.error("%s", busy)
-        return busy.code
     except OSError as error:
         LOGGER.error("the sweep's directory cannot be written: %s", error)
         return Exit.DISK
     try:
-        return _run(_source(multirun, jobs, directory), multirun, jobs[0].config, directory)
+        source = _source(multirun, jobs, directory)
+        if on_slurm and not isinstance(multirun.launcher, SubmititSlurm):
+            submit_all(jobs, directory=directory, group=_group(directory))
+            LOGGER.info("how they stand: python train.py mode=status run.root=%s", directory)
+            return _end(source, jobs[0].config, directory)
+        return _run(source, multirun, jobs[0].config, directory)
     finally:
         lock.release()
 
@@ -106,6 +130,7 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
     """
     jobs, found = _composed(multirun, multirun.samples())
     problems = [*problems, *(problem for problem in found if problem not in problems)]
+    problems = problems or _launch_problems(multirun, jobs)
     if problems or multirun.sweeper is not None:
         return jobs, problems
     jobs, problems = _composed(multirun, multirun.combinations())
@@ -118,6 +143,21 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
     if len(by_place) < len(jobs):
         LOGGER.warning("%d of these %d jobs are the same run as another", len(jobs) - len(by_place), len(jobs))
     return list(by_place.values()), problems
+
+
+def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
+    """Return why the jobs cannot be launched together."""
+    kinds = {job.config["launch"]["kind"] for job in jobs}
+    if len(kinds) > 1:
+        return [Problem("launch", f"is {' and '.join(sorted(kinds))} in one sweep", "the same for all jobs")]
+    if kinds != {"slurm"} or isinstance(multirun.launcher, SubmititSlurm):
+        return []
+    if multirun.sweeper is not None:
+        what = "slurm, which returns at once, but a search draws from results"
+        return [Problem("launch", what, "hydra/launcher=submitit_slurm, which waits for them")]
+    if type(multirun.launcher) is not Launcher:
+        return [Problem("hydra/launcher", "runs jobs on this machine, but launch=slurm on others", "one of the two")]
+    return []
 
 
 def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], list[Problem]]:
@@ -165,10 +205,21 @@ def _plan(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
     return Exit.FINISHED
 
 
+def _tell_status(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
+    """Tell how the jobs stand; of a search, those that have been drawn."""
+    is_new = multirun.sweeper is not None and not (directory / "search.db").exists()
+    rows = [] if is_new else _source(multirun, jobs, directory).rows()
+    tell(read_all([row.directory for row in rows]), [row.assignment for row in rows])
+    return Exit.FINISHED
+
+
 def _run(source: Source, multirun: Multirun, config: dict[str, Any], directory: Path) -> int:
     size = max(1, min(multirun.num_at_a_time, source.num_left))
-    pool = Pool(size=size, logs=directory / "logs")
-    PREEMPTION.speaks = size > 1  # otherwise the job does
+    pool: Pool | SlurmPool
+    if config["launch"]["kind"] == "slurm":
+        pool = SlurmPool(size=size, group=_group(directory))
+    else:
+        pool = Pool(size=size, logs=directory / "logs", group=_group(directory))
     PREEMPTION.watch()
     _record(source, directory)
     while not PREEMPTION.requested or pool.running:
@@ -193,6 +244,10 @@ def _run(source: Source, multirun: Multirun, config: dict[str, Any], directory: 
     return _end(source, config, directory)
 
 
+def _group(directory: Path) -> str:
+    return f"sweep-{directory.name}"
+
+
 def _record(source: Source, directory: Path) -> None:
     try:
         write_csv(source.rows(), directory / "sweep.csv")
@@ -212,7 +267,8 @@ def _end(source: Source, config: dict[str, Any], directory: Path) -> int:
     states = Counter(row.state for row in rows)
     LOGGER.info("%s", f"{len(rows)} jobs: {', '.join(f'{n} {state}' for state, n in states.items())}; see {directory}")
     if (best := best_of(rows, mode=mode)) is not None:
-        LOGGER.info("%s", f"best {monitor} {best.objective:.4g}: {best.assignment}, in {best.directory.path}")
+        of = f": {best.assignment}" if best.assignment else ""
+        LOGGER.info("%s", f"best {monitor} {best.objective:.4g}{of}, in {best.directory.path}")
     if PREEMPTION.requested and source.num_left:
         LOGGER.info("stopped; the same command continues")
         return Exit.PREEMPTED

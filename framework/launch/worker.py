@@ -11,20 +11,23 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from framework import hang, log
 from framework.board import Board
 from framework.environment import Environment
+from framework.evaluate import evaluate
+from framework.export import export
 from framework.files import write_atomically
 from framework.frozen import Frozen, thaw
 from framework.launch.scratch import common_folder
 from framework.log import LOGGER
-from framework.outcome import Exit, headline, is_lost_peer, place_of
+from framework.outcome import Exit, RunEnded, headline, is_lost_peer, place_of
 from framework.parent import die_with_parent
 from framework.preemption import PREEMPTION
-from framework.run import execute
+from framework.run import execute as train
 from framework.run_directory import RunDirectory
 from framework.world import World
 
@@ -63,9 +66,21 @@ def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None, nod
         )
         at_end.callback(world.stop)
         _check_configuration(world, frozen)
-        code = execute(config, world=world)
+        code = _execute(config, world=world)
         world.leave()
         return code
+
+
+def _execute(config: dict[str, Any], *, world: World) -> Exit:
+    try:
+        return _EXECUTE[config["mode"]](config, world=world)
+    except RunEnded as end:
+        if world.rank == 0:
+            LOGGER.error("%s", end)
+        return end.code
+
+
+_EXECUTE = {"train": train, "eval": evaluate, "export": export}
 
 
 @contextmanager

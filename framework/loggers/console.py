@@ -8,8 +8,11 @@ from typing import Any
 
 from framework.log import LOGGER
 from framework.loggers.sink import RunInfo
+from framework.metrics import MACHINE
+from framework.preemption import PREEMPTION
 
 _WIDTH_FOR_BAR = 110  # columns
+_SHOW_CURSOR = b"\r\n\x1b[?25h"  # while the progress line is on, the terminal's is hidden
 
 
 class Console:
@@ -19,7 +22,7 @@ class Console:
         self._total_steps = run.total_steps
         self._first_step = run.step
         self._start = time.monotonic()
-        self._progress = _progress_line(run) if sys.stderr.isatty() else None
+        self._progress = _progress_line(run)
 
     def log(self, row: dict[str, Any]) -> None:
         if row["split"] != "train":
@@ -38,14 +41,21 @@ class Console:
     def close(self, summary: dict[str, Any]) -> None:
         if self._progress is not None:
             self._progress[0].stop()
+            PREEMPTION.last_words = b""
             _log_to_stderr()
 
 
 def _progress_line(run: RunInfo) -> Any:
+    """Return a progress line that is on, if there is a terminal that can write a line again."""
+    if not sys.stderr.isatty():
+        return None
     from rich.console import Console as RichConsole
     from rich.progress import BarColumn, Progress, TextColumn
 
     console = RichConsole(stderr=True)
+    if console.is_dumb_terminal:
+        return None
+    PREEMPTION.last_words = _SHOW_CURSOR
     progress = Progress(
         *([BarColumn(bar_width=20)] if console.width >= _WIDTH_FOR_BAR else []),
         TextColumn("step {task.completed}/{task.total}  {task.fields[numbers]}"),  # a narrow terminal cuts its end
@@ -71,6 +81,6 @@ def _numbers(row: dict[str, Any]) -> str:
             shown.append(f"{value:,.0f} samples/s")
         elif name == "lr":
             shown.append(f"lr {value:.2e}")
-        elif name not in ("step", "split", "epoch", "grad_norm"):
+        elif name not in ("step", "split", "epoch", "grad_norm", *MACHINE):
             shown.append(f"{name} {value:.4f}")
     return "  ".join(shown)

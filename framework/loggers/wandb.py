@@ -1,63 +1,126 @@
 """Weights & Biases: one wandb run for all ranks and all resumes of a run."""
 
 import netrc
-import secrets
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from framework.environment import variable
+from framework.checkpoint.manifest import candidates, step_of
+from framework.environment import set_default, variable
+from framework.log import LOGGER
 from framework.loggers.sink import RunInfo
-from framework.metrics import read_rows
+from framework.metrics import Row, read_rows
 
 
 class Wandb:
-    """`mode` auto is online with an API key and offline without one."""
+    """`mode` auto is what WANDB_MODE says, else online with an API key and offline without one. Where the server does not answer, it is offline too.
 
-    def __init__(self, *, project: str, mode: Literal["auto", "online", "offline", "disabled"]) -> None:
+    `timeout_s` is how long the server may take to answer at the start, and to take what is left at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str,
+        mode: Literal["auto", "online", "offline", "disabled"],
+        tags: list[str],
+        log_checkpoints: bool,
+        timeout_s: float,
+    ) -> None:
         self.project = project
         self.mode = mode
+        self.tags = tags
+        self.log_checkpoints = log_checkpoints
+        self.timeout_s = timeout_s
 
     def open(self, run: RunInfo) -> None:
+        set_default("WANDB_ERROR_REPORTING", "false")  # it would send errors, and what they hold, to its makers
         import wandb
 
-        mode = self.mode if self.mode != "auto" else ("online" if _has_api_key() else "offline")
-        self._run = wandb.init(
-            project=self.project,
-            name=f"{run.name}/{run.run_id}",
-            id=_wandb_id(run),
-            resume="allow",
-            mode=mode,
-            dir=str(run.directory),
-            config=run.config,
-            # no git: the URL of a remote may hold a token, of which wandb hides passwords only
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
-        )
+        mode = self.mode if self.mode != "auto" else _MODES.get(variable("WANDB_MODE")) or ("online" if _has_api_key() else "offline")
+        if mode == "online" and not _has_api_key():
+            LOGGER.warning("wandb has no API key (WANDB_API_KEY, or `wandb login`), so this run is recorded offline")
+            mode = "offline"
+        try:
+            self._run = self._init(run, mode=mode)
+        except (wandb.Error, TimeoutError) as error:
+            if mode != "online":
+                raise
+            wandb.teardown()  # it takes the run for one in use
+            self._run = self._init(run, mode="offline")
+            LOGGER.warning("wandb cannot be reached, so this run is recorded offline (`wandb sync %s` sends it): %s",
+                           self._run.settings.sync_dir, " ".join(str(error).split()))  # fmt: skip
+        self._info = run
         # What wandb does not have of the steps before: all of them offline, where each start writes a file of its own
         # and a kill loses what it held; online, what had not been sent.
         for row in read_rows(run.directory / "metrics.jsonl"):
-            if row["step"] >= self._run.starting_step:
+            if row["step"] <= run.step:
                 self.log(row)
 
-    def log(self, row: dict[str, Any]) -> None:
+    def _init(self, run: RunInfo, *, mode: Literal["online", "offline", "disabled"]) -> Any:
+        import wandb
+
+        return wandb.init(
+            project=self.project,
+            name=f"{run.name}/{run.run_id}",
+            id=run.record_id,
+            group=run.group,
+            tags=self.tags,
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            dir=str(run.directory),
+            config=run.config,
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,  # the URL of a remote may hold a token, of which wandb hides passwords only
+                save_code=False,
+                init_timeout=self.timeout_s,
+                finish_timeout=self.timeout_s,
+                finish_timeout_raises=True,
+            ),
+        )
+
+    def log(self, row: Row) -> None:
+        if row["step"] < self._run.starting_step:
+            return  # sent before a kill that came after the last checkpoint: steps never go backwards
         shown = {name: value for name, value in row.items() if name not in ("step", "split") and value is not None}
         values = {f"{row['split']}/{name}": value for name, value in shown.items()}
         self._run.log(values, step=row["step"])
 
     def close(self, summary: dict[str, Any]) -> None:
-        self._run.finish(exit_code=0 if summary.get("status") in ("finished", "preempted") else 1)
+        for split, rows in summary.get("metrics", {}).items():
+            for which, row in rows.items():
+                self._run.summary.update({f"{which}/{split}/{name}": row[name] for name in row if name != "split"})
+        if self.log_checkpoints and summary["status"] == "finished":
+            self._log_checkpoints(summary)
+        try:
+            self._run.finish(exit_code=1 if summary["status"] == "failed" else 0)
+        except TimeoutError:
+            LOGGER.warning("wandb has not taken all of this run within %g s: `wandb sync %s` sends it",
+                           self.timeout_s, self._run.settings.sync_dir)  # fmt: skip
+
+    def _log_checkpoints(self, summary: dict[str, Any]) -> None:
+        import wandb
+
+        best = summary["metrics"].get("val", {}).get("best", {}).get("step")
+        for path in reversed(candidates(self._info.directory / "checkpoints")):
+            step = step_of(path)
+            artifact = wandb.Artifact(f"checkpoint-{self._info.record_id}", type="checkpoint", metadata={"step": step})
+            artifact.add_dir(str(path), policy="immutable")  # nothing deletes or changes it now: no copy
+            self._run.log_artifact(artifact, aliases=[path.name, *(["best"] if step == best else [])])
 
 
-def _wandb_id(run: RunInfo) -> str:
-    """Return the id that this run's directory has kept since its first start."""
-    path = run.directory / "wandb_id"
-    if not path.exists():
-        path.write_text(f"{run.run_id}-{secrets.token_hex(4)}")
-    return path.read_text()
+# what wandb's own switch says, and its older words for it
+_MODES: dict[str | None, Literal["online", "offline", "disabled"]] = {
+    "online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled",
+}  # fmt: skip
 
 
 def _has_api_key() -> bool:
     if variable("WANDB_API_KEY") is not None:
         return True
+    host = urlsplit(variable("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:  # where `wandb login` leaves the key
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
+        return netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False

@@ -47,7 +47,10 @@ def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool) -> None:
     What no plan names stays whole, and is computed by every process alike.
     """
     styles = styles_of(model, num_parts=mesh.size())
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     parallelize_module(model, mesh, sequences.with_sequence(model, styles) if sequence else styles)
+    for name in frozen:  # SequenceParallel makes parameters anew, which want a gradient
+        model.get_parameter(name).requires_grad_(False)
 
 
 def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:
@@ -66,6 +69,10 @@ def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:
     if not styles:
         raise ValueError(f"tensor={num_parts}: divides the features of no linear layer of {type(model).__name__}; let the "
                          "model answer tensor_plan(), or take ddp, zero, fsdp or hsdp, which take any model")  # fmt: skip
+    heads = getattr(model, "num_heads", num_parts) if callable(answer) else num_parts
+    if heads % num_parts:  # a head cut in two would attend to the wrong numbers
+        raise ValueError(f"tensor={num_parts}: does not divide the {heads} heads of the model; take a divisor, or ddp, "
+                         "zero, fsdp or hsdp, which take any number")  # fmt: skip
     return styles
 
 
@@ -84,7 +91,7 @@ def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> Parallel
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"tensor_plan() says to cut {name}, a {type(layer).__name__}; only linear layers can be cut")
     size = layer.in_features if cut == "rowwise" else layer.out_features
-    if size % num_parts:  # a head cut in two would attend to the wrong numbers
+    if size % num_parts:
         raise ValueError(f"tensor={num_parts}: does not divide the {size} features of {name}; take a divisor, or ddp, "
                          "zero, fsdp or hsdp, which take any number")  # fmt: skip
     if cut == "colwise":

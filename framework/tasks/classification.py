@@ -16,4 +16,9 @@ class Classification:
         return F.cross_entropy(main_output(outputs), targets_B, reduction="sum", label_smoothing=self.label_smoothing)
 
     def metrics(self, outputs: Tensor, targets_B: Tensor) -> dict[str, Tensor]:
-        return {"accuracy": (main_output(outputs).argmax(dim=-1) == targets_B).sum()}
+        logits_BC = main_output(outputs)
+        highest_BK = logits_BC.topk(min(5, logits_BC.shape[-1]), dim=-1).indices
+        return {
+            "accuracy": (logits_BC.argmax(dim=-1) == targets_B).sum(),
+            "top5": (highest_BK == targets_B[:, None]).sum(),
+        }

@@ -9,7 +9,13 @@ from framework.tasks.outputs import main_output
 
 
 class LanguageModeling:
-    """Cross-entropy of the next token, in nats. outputs (B, T, V) logits, targets_BT int64."""
+    """Cross-entropy of the next token, in nats. outputs (B, T, V) logits, targets_BT int64.
+
+    `bytes_per_token`: how many bytes of text a token stands for on average; None where it is not known.
+    """
+
+    def __init__(self, *, bytes_per_token: float | None) -> None:
+        self.bytes_per_token = bytes_per_token
 
     def loss(self, outputs: Tensor, targets_BT: Tensor) -> Tensor:
         logits_BTV = main_output(outputs)
@@ -19,3 +25,13 @@ class LanguageModeling:
     def metrics(self, outputs: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
         correct = (main_output(outputs).argmax(dim=-1) == targets_BT).sum().double() / targets_BT.shape[1]
         return {"accuracy": correct, "bits_per_token": self.loss(outputs, targets_BT) / math.log(2)}
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        """Return what follows from the means over all samples."""
+        derived = {"perplexity": math.exp(min(means["loss"], _LARGEST))}
+        if self.bytes_per_token is not None:
+            derived["bits_per_byte"] = means["bits_per_token"] / self.bytes_per_token
+        return derived
+
+
+_LARGEST = 700.0  # nats, whose exponential is still a number

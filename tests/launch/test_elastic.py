@@ -16,9 +16,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests import harness
-from tests.harness import Ended, assert_close, command, exact_rows, finished
+from tests.harness import Ended, assert_close, command, exact_rows, finished, wait_for
 from tests.launch.paced import ROOT, pace
-from tests.launch.test_local import assert_gone, wait_for
+from tests.launch.test_local import assert_gone
 from tests.test_bitwise import digest
 from tests.test_resume import RUN as SMALL
 from tests.test_resume import after_step

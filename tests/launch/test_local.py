@@ -18,7 +18,7 @@ from framework.config import compose
 from framework.environment import Environment
 from framework.launch import start as start_module
 from framework.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, begin, command, end, finished
+from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
 from tests.test_resume import RUN, STRATEGIES
 
 TWO = [*RUN, *STRATEGIES["ddp 2"]]
@@ -28,13 +28,6 @@ STOP_AT = 6
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*TWO, root=tmp_path_factory.mktemp("undisturbed") / "runs")
-
-
-def wait_for(condition: Callable[[], bool], *, timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
 
 
 class Halted:
@@ -204,8 +197,8 @@ def test_workers_refuse_a_configuration_that_changed_under_them(tmp_path: Path) 
     def plant() -> None:
         original = start_module.freeze
 
-        def freeze_then_edit(config: dict, directory: Path) -> object:
-            frozen = original(config, directory)
+        def freeze_then_edit(config: dict, directory: Path, **options: str) -> object:
+            frozen = original(config, directory, **options)
             frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))
             return frozen
 

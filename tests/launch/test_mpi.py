@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from framework import mpi
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished
-from tests.launch.test_local import assert_gone, wait_for
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, wait_for, wait_for_checkpoint
+from tests.launch.test_local import assert_gone
 from tests.test_conformance import MODELS, RUN
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -72,6 +72,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_four_ranks_of_mpirun_compute_what_one_process_does(
     one_process: Callable[[list[str]], Ended], tmp_path: Path
 ) -> None:
@@ -135,7 +136,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 @needs_mpi
 @pytest.mark.parametrize(("signum", "code", "status"), [
     (signal.SIGUSR1, 75, "preempted"),
-    (signal.SIGKILL, -9, "running"),
+    pytest.param(signal.SIGKILL, -9, "running", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_signal_to_mpirun_leaves_no_process_and_a_run_that_continues_over_gloo_to_the_same_bits(
     signum: int, code: int, status: str, whole: Ended, tmp_path: Path
@@ -143,11 +144,11 @@ def test_a_signal_to_mpirun_leaves_no_process_and_a_run_that_continues_over_gloo
     root = tmp_path / "runs"
     process = train(2, *LONG, "backend=mpi", root=root)
     try:
-        wait_for(lambda: bool(list(root.glob("**/checkpoints/step_*"))), timeout_s=100, what="a checkpoint")
+        wait_for_checkpoint(root)
         ranks = [child.pid for child in psutil.Process(process.pid).children()]
         assert len(ranks) == 2
         process.send_signal(signum)
-        assert_gone(ranks)
+        assert_gone(ranks, timeout_s=30)
     finally:
         stopped = end(process, root=root)
     assert (stopped.code, stopped.summary["status"]) == (code, status), stopped.output

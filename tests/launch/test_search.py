@@ -15,8 +15,8 @@ from optuna.trial import Trial
 from framework.launch.search import _Watched
 from framework.preemption import PREEMPTION
 from framework.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, finished
-from tests.launch.test_sweep import TWO_AT_A_TIME, job, no_process, swept, table, wait_until
+from tests.harness import Ended, assert_same_bits, finished, wait_for
+from tests.launch.test_sweep import SHORT, TWO_AT_A_TIME, job, no_process, swept, table
 from tests.test_resume import RUN, after_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,9 +189,9 @@ def watched_at_every_evaluation(folder: Path) -> Callable[[], None]:
             answer = evaluate(self, split)
             name = f"{self.recorder.directory.path.name}_{self.progress.step}"
             if split == "val" and not self.is_over:
-                wait_until(lambda: bool(list(folder.glob(f"{name}_*"))), what="nobody has looked")
+                wait_for(lambda: bool(list(folder.glob(f"{name}_*"))), what="a look at it")
                 if (folder / f"{name}_True").exists():
-                    wait_until(lambda: PREEMPTION.requested, what="nobody has stopped it")
+                    wait_for(lambda: PREEMPTION.requested, what="a signal to stop")
             return answer
 
         _Watched.is_hopeless, Trainer.evaluate = told, evaluated  # type: ignore[method-assign]
@@ -253,3 +253,14 @@ def test_a_search_with_a_mistake_starts_nothing(line: str, problem: str, tmp_pat
     assert refused.code == 78
     assert refused.output.startswith(problem) and refused.output.count("\n") == 1, refused.output
     assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_damaged_database_is_named(tmp_path: Path) -> None:
+    line = [*SHORT, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "optimizer.lr=interval(0.01, 0.02)"]
+    first = swept(*line, root=tmp_path / "runs")
+    assert first.code == 0, first.output
+    (database,) = first.root.glob("sweeps/*/search.db")
+    database.write_text("no database" * 1000)
+    for mode in ([], ["mode=status"], ["mode=plan"]):
+        told = swept(*line, *mode, root=tmp_path / "runs")
+        assert told.code == 74 and f"{database} cannot be used" in told.output and len(told.output.splitlines()) == 1, told.output

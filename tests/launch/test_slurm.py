@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from framework.launch.start import check
-from tests.harness import Ended, assert_close, command, finished
+from tests.harness import Ended, assert_close, command, finished, slow_but, wait_for, wait_for_checkpoint
 from tests.launch.paced import ROOT
-from tests.launch.test_elastic import RUN
-from tests.launch.test_local import wait_for
+from tests.launch.test_elastic import RUN, Cluster
 
 CLUSTER = ROOT / "slurm" / "local_cluster.sh"
 SEARCH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -162,10 +161,20 @@ def test_a_job_on_two_nodes(one: Ended, submitted: Callable[..., Run]) -> None:
     assert "finished already" in late.output and len(run.jobs) == 1
 
 
+@pytest.mark.slow
 def test_it_starts_with_as_many_nodes_as_are_free(one: Ended, submitted: Callable[..., Run]) -> None:
     ask("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     run = submitted("launch.nnodes=1:4")
     assert_ends_as(run, one, restarts=0)
+
+
+@pytest.mark.slow
+def test_a_submission_from_within_another_job(one: Ended, submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Slurm tells the processes of that job, an interactive one say, is not for this one."""
+    for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SBATCH_WAIT", "1")
+    assert_ends_as(submitted(), one, restarts=0)
 
 
 def test_scontrol_requeue(one: Ended, submitted: Callable[..., Run]) -> None:
@@ -175,6 +184,7 @@ def test_scontrol_requeue(one: Ended, submitted: Callable[..., Run]) -> None:
     stopped = run.now.summary
     assert stopped["step"] == max(step for _, step, _, _ in run.steps())  # nothing is lost
     assert_ends_as(run, one, restarts=1)
+    assert run.now.summary["record_id"] == stopped["record_id"], "for loggers it is the same run: wandb's id"
 
 
 @pytest.mark.slow
@@ -199,11 +209,12 @@ def test_a_job_of_higher_priority(one: Ended, submitted: Callable[..., Run]) -> 
     assert_ends_as(run, one, restarts=1)
 
 
+@pytest.mark.slow
 def test_scancel_is_final_until_the_command_is_given_again(one: Ended, submitted: Callable[..., Run]) -> None:
     run = submitted()
     ask("scancel", run.job)
     run.wait_for_status("preempted")
-    wait_for(lambda: not ask("squeue", "-h"), timeout_s=30, what="an empty queue")
+    wait_for(lambda: not ask("squeue", "-h"), timeout_s=60, what="an empty queue")
     assert facts(run.job)["JobState"] == "CANCELLED" and facts(run.job)["Restarts"] == "0"
     run.submit()
     assert len(run.jobs) == 2
@@ -285,6 +296,32 @@ def test_an_elastic_job_goes_on_without_a_node_that_dies(
     assert_close(run.now, one)
 
 
+# --- from a laptop to a cluster
+
+PAGE = (ROOT / "docs" / "clusters.md").read_text()
+FIVE = re.findall(r"^python train.py (.*?) *#", PAGE[: PAGE.index("## A Slurm job")], re.MULTILINE)
+
+
+def test_there_are_five_commands() -> None:
+    assert len(FIVE) == 5 and sum("launch=slurm" in line for line in FIVE) == 2
+
+
+@pytest.mark.parametrize("line", slow_but([line for line in FIVE if "nnodes" not in line], FIVE))
+def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(line: str, one: Ended, cluster: Path, tmp_path: Path) -> None:
+    if "launch=slurm" in line:
+        run = Run(tmp_path, *RUN, *line.split())
+        run.submit()
+        assert_ends_as(run, one, restarts=0)
+        return
+    nodes = Cluster(tmp_path, *RUN, *line.split())
+    machines = [nodes.start() for _ in range(2 if "launch.nnodes" in line else 1)]
+    if len(machines) > 1:  # the second may come late, and joins
+        nodes.wait_for_step(world_size=4, after=0.0, within_s=60)
+    nodes.slow.unlink()
+    assert [machine.end().code for machine in machines] == [0] * len(machines), machines[0].output.read_text()
+    assert_close(Ended(0, "", nodes.root), one)
+
+
 # --- what is frozen at the submission
 
 
@@ -345,6 +382,7 @@ def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Cal
         (["launch.slurm.partition=short", "launch.slurm.time_min=3"], "launch.slurm.time_min: 3 minutes, but partition short has no more than 2 (at most 2)"),
         (["launch.slurm.time_min=2"], "launch.slurm.signal_s: 120, but the whole job has launch.slurm.time_min=2 (below 120)"),
         (["launch.slurm.constraint=gold"], "launch.slurm: Slurm refuses such a job: allocation failure: Invalid feature specification (what the site allows)"),
+        (["name=a%j"], "run.dir: holds a %, which Slurm replaces in the names of its output (a path without)"),
         (["launch.slurm.partitoin=main"], "launch.slurm.partitoin: unknown key (did you mean launch.slurm.partition?)"),
         (["launch.slurm.time_min=0"], "launch.slurm.time_min: 0 is out of range (at least 1)"),
         (["launch=local", "launch.slurm.partition=main"], "launch.slurm.partition: unknown key (only with launch=slurm)"),
@@ -386,7 +424,7 @@ def test_a_controller_that_is_gone_is_said_to_be(cluster: Path, tmp_path: Path, 
     assert refused.code == 78 and refused.output.startswith("launch: Slurm does not answer: "), refused.output
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+@pytest.mark.parametrize("kind", slow_but(["tmpfs"], ["tmpfs", "bind"]))
 def test_a_directory_that_the_nodes_do_not_see_is_refused(kind: str, cluster: Path, tmp_path: Path) -> None:
     """What is mounted there for the submitting process alone is another file system than the nodes see."""
     place, other = tmp_path / "runs", tmp_path / "other"
@@ -419,12 +457,13 @@ def output(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("*.out")))
 
 
+@pytest.mark.slow
 def test_torchrun_by_hand_on_two_nodes(one: Ended, cluster: Path, tmp_path: Path) -> None:
-    job = by_hand(tmp_path, "parallel=fsdp", options=("--nodes=2",))
+    job = by_hand(tmp_path, "parallel=fsdp", "name=100%a", options=("--nodes=2",))  # it is no array
     wait_for(lambda: facts(job)["JobState"] not in ("PENDING", "RUNNING"), timeout_s=120, what="the job's end")
     assert facts(job)["JobState"] == "COMPLETED", output(tmp_path)
     ended = Ended(0, output(tmp_path), tmp_path / "runs")
-    assert ended.summary["world_size"] == 2
+    assert ended.summary["world_size"] == 2 and ended.directory.parent.name == "100%a"
     assert_close(ended, one)
 
 
@@ -442,7 +481,7 @@ def test_an_array_by_hand(one: Ended, cluster: Path, tmp_path: Path) -> None:
 def test_by_hand_a_signal_before_the_end_requeues_the_job(one: Ended, cluster: Path, tmp_path: Path) -> None:
     longer = ["parallel=ddp", "trainer.max_steps=600"]
     job = by_hand(tmp_path, *longer, options=("--nodes=2",))
-    wait_for(lambda: bool(list(tmp_path.glob("runs/*/*/checkpoints/step_*"))), timeout_s=90, what="a checkpoint")
+    wait_for_checkpoint(tmp_path / "runs")
     ask("scancel", "--batch", "--signal=USR1", job)  # as --signal has it sent
     wait_for(lambda: facts(job)["Restarts"] == "1", timeout_s=60, what="a requeue")
     wait_for(lambda: facts(job)["JobState"] == "COMPLETED", timeout_s=120, what="the job's end")

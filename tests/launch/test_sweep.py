@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ import pytest
 import torch
 
 from framework.launch.jobs import Job, Pool, exit_code
+from framework.launch.start import check
 from framework.launch.sweep import sweep
 from framework.multirun import Interval, read
 from framework.preemption import PREEMPTION
 from framework.run_directory import Lock, RunDirectory
 from framework.sweep_table import TableRow, draw, panels
-from tests.harness import Ended, assert_same_bits, begin, command, end, finished
+from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
 from tests.test_resume import RUN, after_step, preempt
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,13 +47,6 @@ def table(ended: Ended) -> list[dict[str, str]]:
 def job(ended: Ended, row: dict[str, str]) -> Ended:
     """One job's run, as if it had been a command of its own."""
     return Ended(0, ended.output, Path(row["directory"]))
-
-
-def wait_until(condition: Callable[[], bool], *, what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 # --- one after the other
@@ -184,7 +177,7 @@ def held_at(step: int, folder: Path) -> Callable[[], None]:
 
     def hold() -> None:
         (folder / str(os.getpid())).touch()
-        wait_until(lambda: PREEMPTION.requested, what="no signal has come")
+        wait_for(lambda: PREEMPTION.requested, what="a signal")
 
     return after_step(step, hold)
 
@@ -199,11 +192,11 @@ def is_gone(pid: int) -> bool:
 def test_of_a_sweep_that_is_killed_no_process_is_left_and_its_command_continues_it(tmp_path: Path) -> None:
     line, root, folder = [*RUN, *DDP, *TWO_AT_A_TIME, "seed=1,2,3"], tmp_path / "runs", tmp_path / "held"
     process = begin(*line, root=root, run=multirun, before=held_at(6, folder))
-    wait_until(lambda: len(list(folder.iterdir())) == 4, what="two jobs of two ranks do not run at a time")
+    wait_for(lambda: len(list(folder.iterdir())) == 4, what="two jobs of two ranks at a time")
     left = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     assert {int(path.name) for path in folder.iterdir()} <= set(left)
     process.kill()
-    wait_until(lambda: all(is_gone(pid) for pid in left), what="a process is left")
+    wait_for(lambda: all(is_gone(pid) for pid in left), what="no process left")
     killed = Ended(end(process, root=root).code, "", root)
     assert [row["state"] for row in table(killed)] == ["missing"] * 3  # as it was when the sweep began
     plan = swept(*line, "mode=plan", root=root)
@@ -217,7 +210,7 @@ def test_of_a_sweep_that_is_killed_no_process_is_left_and_its_command_continues_
 def test_a_signal_to_a_sweep_ends_all_its_jobs_with_a_checkpoint(signum: int, tmp_path: Path) -> None:
     line, root, folder = [*RUN, *TWO_AT_A_TIME, "seed=1,2,3"], tmp_path / "runs", tmp_path / "held"
     process = begin(*line, root=root, run=multirun, before=held_at(6, folder))
-    wait_until(lambda: len(list(folder.iterdir())) == 2, what="two jobs do not run at a time")
+    wait_for(lambda: len(list(folder.iterdir())) == 2, what="two jobs at a time")
     if signum == signal.SIGINT:  # Ctrl-C: to the whole foreground group
         os.killpg(process.pid, signum)
     else:
@@ -238,7 +231,7 @@ def test_jobs_at_a_time_share_the_cpus(tmp_path: Path) -> None:
         share = os.sched_getaffinity(0)
         assert torch.get_num_threads() <= len(share)
         (folder / str(os.getpid())).write_text(" ".join(map(str, share)))
-        wait_until(lambda: len(list(folder.iterdir())) == 2, what="two jobs do not run at a time")
+        wait_for(lambda: len(list(folder.iterdir())) == 2, what="two jobs at a time")
 
     ended = swept(*SHORT, *TWO_AT_A_TIME, "seed=1,2", root=tmp_path / "runs", before=after_step(1, note))
     assert ended.code == 0, ended.output
@@ -252,7 +245,7 @@ def test_jobs_at_a_time_share_the_cpus(tmp_path: Path) -> None:
 
 def test_the_plan_lists_the_jobs_with_their_states_and_runs_nothing(tmp_path: Path) -> None:
     line, root = [*RUN, "optimizer=sgd", "optimizer.lr=1e-3,1e-2,1e-1,1,1e30"], tmp_path / "runs"
-    command(*RUN, "optimizer=sgd", "optimizer.lr=1e-2", root=root, before=after_step(9, preempt))
+    assert command(*RUN, "optimizer=sgd", "optimizer.lr=1e-2", root=root, before=after_step(9, preempt)).code == 75
     for lr in ("1e-3", "1e30"):
         command(*RUN, "optimizer=sgd", f"optimizer.lr={lr}", root=root)
     before = sorted(root.rglob("*"))
@@ -282,9 +275,9 @@ def test_the_plan_of_one_run_is_its_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("seed=1,2 hydra/launcher=jblib", "hydra/launcher: no option 'jblib' (one of basic, joblib; did you mean joblib?)"),
+        ("seed=1,2 hydra/launcher=jblib", "hydra/launcher: no option 'jblib' (one of basic, joblib, submitit_local, submitit_slurm; did you mean joblib?)"),
         ("seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2", "hydra.launcher.njobs: unknown key (did you mean hydra.launcher.n_jobs?)"),
-        ("seed=1,2 hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs: unknown key (only with hydra/launcher=joblib)"),
+        ("seed=1,2 hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs: unknown key (only with hydra/launcher=joblib or submitit_local or submitit_slurm)"),
         ("seed=1,2 hydra/launcher=joblib hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs: 0 is out of range (at least 1, or -1 for one each CPU)"),
         ("seed=1,2 hydra.verbose=true", "hydra.verbose: is Hydra's own and does nothing here (run.root and run.dir say where runs go)"),
         ("optimizer.lr=interval(1,2)", "optimizer.lr: an interval has no end of values: hydra/sweeper=optuna searches it (as in "),
@@ -310,7 +303,7 @@ def test_jobs_that_are_the_same_run_are_run_once(tmp_path: Path) -> None:
 def test_a_second_sweep_of_the_same_runs_waits_for_nobody(tmp_path: Path) -> None:
     line, root, folder = [*SHORT, "seed=1,2"], tmp_path / "runs", tmp_path / "held"
     process = begin(*line, root=root, run=multirun, before=held_at(1, folder))
-    wait_until(lambda: len(list(folder.iterdir())) == 1, what="no job runs")
+    wait_for(lambda: len(list(folder.iterdir())) == 1, what="a job that runs")
     (held,) = root.glob("sweeps/*")
     second = subprocess.run([sys.executable, "train.py", "-m", *line, f"run.root={root}"], cwd=REPOSITORY, capture_output=True, text=True)
     assert second.returncode == 1 and f"{held} is in use by process {process.pid}" in second.stderr
@@ -368,3 +361,15 @@ def test_seeds_alone_are_categories(tmp_path: Path) -> None:
     assert (seed.scale, seed.labels, seed.places, seed.medians) == ("category", ["0", "7"], [0, 1], [(0, 1.0)])
     draw([row("missing", None, seed="0")], tmp_path / "sweep.png", monitor="val/loss", mode="min")
     assert not (tmp_path / "sweep.png").exists()
+
+
+@pytest.mark.parametrize("summary", [{"status": "failed", "metrics": None}, {"metrics": {"val": [1]}}, {"status": ["x"]}, ["x"]])
+def test_a_summary_that_is_none_is_no_traceback(summary: Any, tmp_path: Path) -> None:
+    line = [*SHORT, "seed=0,1"]
+    config, _ = check([*SHORT, "seed=0", f"run.root={tmp_path / 'runs'}"], world_size=None)
+    directory = Path(config["run"]["dir"])
+    directory.mkdir(parents=True)
+    (directory / "summary.json").write_text(json.dumps(summary))
+    for mode in ("plan", "status"):
+        told = swept(f"mode={mode}", *line, root=tmp_path / "runs")
+        assert told.code == 0 and "Traceback" not in told.output and "seed=0" in told.output, told.output

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Ended, assert_same_bits, finished, slow_but
-from tests.launch.test_local import assert_gone, wait_for
+from tests.harness import Ended, assert_same_bits, finished, wait_for_checkpoint
+from tests.launch.test_local import assert_gone
 from tests.test_resume import RUN
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -51,7 +51,7 @@ def test_kill_9_of_torchrun_leaves_no_orphan(tmp_path: Path) -> None:
     long = [*DDP, "trainer.max_epochs=100000", f"run.root={tmp_path / 'runs'}"]
     agent = subprocess.Popen([*TORCHRUN, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=60, what="a checkpoint")
+        wait_for_checkpoint(tmp_path / "runs")
         workers = [child.pid for child in psutil.Process(agent.pid).children(recursive=True)]
         assert len(workers) >= 2
         os.kill(agent.pid, signal.SIGKILL)
@@ -59,6 +59,21 @@ def test_kill_9_of_torchrun_leaves_no_orphan(tmp_path: Path) -> None:
     finally:
         agent.kill()
         agent.wait()
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_lost_its_partner_says_so(tmp_path: Path) -> None:
+    long = [*DDP, "trainer.max_epochs=100000", f"run.root={tmp_path / 'runs'}"]
+    agent = subprocess.Popen([*TORCHRUN, *long], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        wait_for_checkpoint(tmp_path / "runs")
+        (victim,) = [child for child in psutil.Process(agent.pid).children() if child.environ().get("RANK") == "1"]
+        victim.kill()
+        output, _ = agent.communicate(timeout=60)
+    finally:
+        agent.kill()
+        agent.wait()
+    assert "rank 0 failed: another process of the run has ended; if it left a word, that is in train.log" in output
 
 
 LONG = [*DDP, "trainer.max_epochs=100", "trainer.eval_every=null", "trainer.log_every=100", "checkpoint.every=100"]
@@ -73,14 +88,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 ALL_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
 
 
-@pytest.mark.parametrize("signum", slow_but([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
 def test_torchrun_stopped_by_a_signal_leaves_a_checkpoint_to_continue_from(
     signum: int, whole: Ended, tmp_path: Path
 ) -> None:
     command = [*TORCHRUN[:-1], ALL_SIGNALS, TORCHRUN[-1], *LONG, f"run.root={tmp_path / 'runs'}"]
     agent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: bool(list(tmp_path.glob("runs/**/checkpoints/step_*"))), timeout_s=60, what="a checkpoint")
+        wait_for_checkpoint(tmp_path / "runs")
         agent.send_signal(signum)
         agent.wait(timeout=60)
     finally:

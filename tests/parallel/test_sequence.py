@@ -23,7 +23,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     ("mesh", "optimizer"),
     [
         ("tensor 2", "adamw"),
-        ("fsdp+tp 2x2", "adamw"),
+        pytest.param("fsdp+tp 2x2", "adamw", marks=pytest.mark.slow),
         pytest.param("tensor 2", "sgd", marks=pytest.mark.slow),
         pytest.param("fsdp+tp 2x2", "sgd", marks=pytest.mark.slow),
         pytest.param("tensor 4", "adamw", marks=pytest.mark.slow),

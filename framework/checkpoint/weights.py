@@ -1,0 +1,78 @@
+"""A safetensors file of weights under a model's own names: a run's final ones, or those that another begins from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from framework.checkpoint.header import Entry, read_header
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of a file fits a model. A tied weight, which a model has under several names, need be there under one."""
+
+    fitting: list[str]
+    missing: list[str]  # in the file
+    unexpected: list[str]  # not in the model
+    differing: list[str]  # in shape or kind of number, with both
+
+    @classmethod
+    def of(cls, header: Mapping[str, Entry], module: nn.Module) -> "Fit":
+        """Compare names, shapes and kinds of number. The model's tensors may be without storage."""
+        state = module.state_dict(keep_vars=True)
+        both = [name for name in state if name in header]
+        fitting = [name for name in both if _fits(header[name], state[name])]
+        held = {id(state[name]) for name in both}
+        return cls(
+            fitting=fitting,
+            missing=[name for name, tensor in state.items() if id(tensor) not in held],
+            unexpected=sorted(header.keys() - state.keys()),
+            differing=[_difference(name, header[name], state[name]) for name in both if name not in fitting],
+        )
+
+    @property
+    def faults(self) -> list[str]:
+        """Say what does not fit, a line each."""
+        kinds = {
+            "missing in the file": self.missing,
+            "unexpected in the file": self.unexpected,
+            "of another shape or kind": self.differing,
+        }
+        return [f"{what}: {_listed(names)}" for what, names in kinds.items() if names]
+
+
+def _fits(entry: Entry, tensor: Tensor) -> bool:
+    return entry.shape == list(tensor.shape) and _is_floating(entry) == tensor.is_floating_point()
+
+
+def _is_floating(entry: Entry) -> bool:
+    return entry.dtype.startswith(("F", "BF"))
+
+
+def _difference(name: str, entry: Entry, tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{name} ({entry.dtype} {entry.shape} in the file, {dtype} {list(tensor.shape)} in the model)"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+@torch.no_grad()
+def load_file(path: Path, module: nn.Module) -> Fit:
+    """Copy into the model what of the file fits it, in the model's own dtypes, and return what does. Raises Invalid.
+
+    The model is whole, and on the CPU: no strategy has taken it apart yet.
+    """
+    from safetensors import safe_open
+
+    fit = Fit.of(read_header(path), module)
+    state = module.state_dict()
+    with safe_open(path, framework="pt") as file:
+        for name in fit.fitting:
+            state[name].copy_(file.get_tensor(name))
+    return fit

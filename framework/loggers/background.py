@@ -1,0 +1,175 @@
+"""A sink in a process of its own: whatever it costs, and however it fails or hangs, the run goes on as without it."""
+
+import dataclasses
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from framework.log import LOGGER
+from framework.loggers.sink import RunInfo, Samples, Sink
+from framework.parent import die_with_parent
+from framework.preemption import PREEMPTION
+
+TIMEOUT_S = 10.0  # that a sink has to end, where its YAML has no timeout_s
+_MARGIN_S = 10.0  # besides, to say that a server did not answer within it, and to do without
+_MOST_BYTES = 64 << 20  # that wait for a sink that does not take them
+
+
+class SinkFailed(Exception):
+    """A sink is of no use any more."""
+
+
+class Background:
+    """A sink that `make` returns, in a process forked at once: before there is a model of which it would keep a copy.
+
+    Calls are sent and not waited for; only `wait`, at the run's end, takes time. Any of them may raise SinkFailed.
+    """
+
+    def __init__(self, make: Callable[[], Sink], *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s + _MARGIN_S
+        self._unsent = bytearray()
+        self._received = b""
+        self._socket, theirs = socket.socketpair()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: gloo's, which the child never meets
+            self._pid = os.fork()
+        if self._pid == 0:
+            self._socket.close()
+            _serve(theirs, make)
+        theirs.close()
+        self._socket.setblocking(False)
+
+    def open(self, run: RunInfo) -> None:
+        self._send("open", dataclasses.asdict(run) | {"directory": str(run.directory)})
+
+    def log(self, row: dict[str, Any]) -> None:
+        self._send("log", row)
+
+    def close(self, summary: dict[str, Any]) -> None:
+        self._send("close", summary)
+
+    def wait(self, *, within_s: float) -> None:
+        """Wait until the sink has done all that it was sent, and end it: within `timeout_s`, and within `within_s`."""
+        patience_s = max(0.0, min(self._timeout_s, within_s))
+        deadline = time.monotonic() + patience_s
+        self._unsent += b"\n"  # the end
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                select.select([self._socket], [self._socket] if self._unsent else [], [], left)
+                if not self._exchange():
+                    self._require_clean_end()
+                    return
+            raise SinkFailed(f"it did not end within {patience_s:.0f} s")
+        finally:
+            self._kill()
+
+    def _require_clean_end(self) -> None:
+        if status := self._kill():
+            raise SinkFailed(f"its process died (wait status {status})")
+
+    def _send(self, method: str, argument: dict[str, Any]) -> None:
+        self._unsent += json.dumps([method, argument]).encode() + b"\n"
+        if not self._exchange():
+            self._require_clean_end()
+            raise SinkFailed("its process has ended")
+        if len(self._unsent) > _MOST_BYTES:
+            self._kill()
+            raise SinkFailed(f"it takes nothing: {len(self._unsent) >> 20} MiB wait for it")
+
+    def _exchange(self) -> bool:
+        """Send and receive what can be without waiting. Returns whether the process is still there."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+            pass  # whether it has ended, and why, is what is received
+        is_there = False
+        try:
+            while block := self._socket.recv(1 << 16):
+                self._received += block
+        except BlockingIOError:
+            is_there = True
+        except ConnectionResetError:  # it has ended without having read everything
+            pass
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            level, text = json.loads(line)
+            if level == _FAILED:
+                self._kill()
+                raise SinkFailed(text)
+            LOGGER.log(level, "%s", text)
+        return is_there
+
+    def _kill(self) -> int:
+        """End the process, if it has not ended; safe to call again. Returns what `waitpid` says of it."""
+        if self._pid == 0:
+            return 0
+        os.kill(self._pid, signal.SIGKILL)
+        _, status = os.waitpid(self._pid, 0)
+        self._socket.close()
+        self._pid = 0
+        return status
+
+
+_FAILED = -1  # beside the levels of the log
+
+
+class _Relay(logging.Handler):
+    """Sends the log to the process that has the console."""
+
+    def __init__(self, socket: socket.socket) -> None:
+        super().__init__()
+        self._socket = socket
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.tell(record.levelno, record.getMessage())
+
+    def tell(self, level: int, text: str) -> None:
+        self._socket.sendall(json.dumps([level, text]).encode() + b"\n")
+
+
+def _serve(socket: socket.socket, make: Callable[[], Sink]) -> NoReturn:
+    """Be the process of a sink: until the end is sent, or whoever sends is gone."""
+    try:
+        die_with_parent()
+        os.setpgid(0, 0)  # what a terminal or a scheduler sends to the run's processes is not for this one
+        PREEMPTION.ignore()
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        relay = _Relay(socket)
+        LOGGER.handlers[:] = [relay]
+        try:
+            _take_calls(socket, make())
+        except BaseException as error:  # a sink is somebody else's library: anything can come out of it
+            relay.tell(_FAILED, " ".join(str(error).split())[:300] or type(error).__name__)
+    finally:
+        os._exit(0)
+
+
+def _take_calls(socket: socket.socket, sink: Sink) -> None:
+    with socket.makefile("rb") as lines:
+        for line in lines:
+            if line == b"\n":
+                return
+            method, argument = json.loads(line)
+            if method == "open":
+                sink.open(_run_info(argument))
+            elif method == "log":
+                sink.log(argument)
+            else:
+                sink.close(argument)
+
+
+def _run_info(argument: dict[str, Any]) -> RunInfo:
+    samples = argument["samples"]
+    of_their_kinds = {"directory": Path(argument["directory"]), "samples": samples and Samples(**samples)}
+    return RunInfo(**argument | of_their_kinds)

@@ -1,0 +1,58 @@
+"""Getting over a step that is not finite: it is left out, or the run goes back to an earlier checkpoint."""
+
+from typing import TYPE_CHECKING
+
+from framework.checkpoint.canonical import restore
+from framework.engine import Step
+from framework.log import LOGGER
+from framework.outcome import Diverged
+
+if TYPE_CHECKING:
+    from framework.trainer import Trainer
+
+
+def recover(trainer: "Trainer", error: Diverged, *, step: Step) -> bool:
+    """Get over a step that is not finite, as the policy says; raise `error` where it says that the run ends. Collective.
+
+    Returns whether the run stands at an earlier step now.
+    """
+    policy, count = trainer.divergence, trainer.progress.num_divergences + 1
+    if not policy.is_watched:
+        raise error
+    if count > policy.limit:
+        raise Diverged(f"{error.what} (it has been got over {policy.limit} times, which is trainer.divergence.limit)")
+    if policy.rolls_back:
+        roll_back(trainer, past=step)
+    else:
+        leave_out(trainer, step)
+    trainer.progress.num_divergences = count
+    if trainer.world.rank == 0:
+        done = f"back to step {trainer.progress.step}, leaving out the batches since" if policy.rolls_back else "left out"
+        LOGGER.warning("%s: %s (%d of %d times)", error.what, done, count, policy.limit)
+    return policy.rolls_back
+
+
+def leave_out(trainer: "Trainer", step: Step) -> None:
+    """Count a step as taken whose forward pass has changed nothing but the buffers."""
+    for buffer, before in zip(trainer.buffers, trainer.before):
+        buffer.copy_(before)
+    trainer.progress.step += 1
+    trainer.progress.samples_seen += step.num_samples
+
+
+def roll_back(trainer: "Trainer", *, past: Step) -> None:
+    """Load an earlier checkpoint, and have the samples continue behind the step `past`. Collective."""
+    trainer.saver.settle()
+    found = trainer.store.newest_valid(back=trainer.divergence.back - 1)
+    if found is None:  # the disk has refused even the first, of step 0
+        raise Diverged(f"step {trainer.progress.step + 1} is not finite, and there is no checkpoint to go back to")
+    path, state = found
+    samples_seen = trainer.progress.samples_seen + past.num_samples
+    trainer.tick()
+    wall_s = trainer.progress.wall_s
+    restore(path, module=trainer.engine.module, optimizer=trainer.optimizer, average=trainer.average, world=trainer.world)
+    trainer.load_state_dict(state)
+    trainer.progress.samples_seen, trainer.progress.wall_s = samples_seen, wall_s
+    trainer.loss_watch.zero_()
+    trainer.store.drop_after(trainer.progress.step)  # a restart must not take them for this run's newest
+    trainer.recorder.rewind(trainer.progress.step)

@@ -1,0 +1,101 @@
+"""How fast a run is: where a step's time goes, samples and tokens a second, memory. What each number means: docs/metrics.md."""
+
+import resource
+import time
+from collections import deque
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch
+
+Phase = Literal["start", "data", "forward_backward", "optimizer", "checkpoint", "evaluation", "loop", "end"]
+PARTS: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "checkpoint")  # of a step's time; "loop" is the rest
+_STEPPING: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "loop")
+_MOST_EVENTS = 4000  # that are kept between two rows: the last thousand steps
+
+
+class Speed:
+    """A stop-watch that the loop tells which phase it enters, and the numbers that follow. Each rank has its own.
+
+    Entering is reading a clock. On CUDA it is also recording an event, for which nothing waits: a row is made when the
+    device has done what came before it. `peak_flops` is that of all devices of the run.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        tokens_per_sample: int | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        self._tokens_per_sample = tokens_per_sample
+        self._flops_per_sample = flops_per_sample
+        self._peak_flops = peak_flops
+        self._events: deque[tuple[Phase, torch.cuda.Event]] | None = None
+        if device.type == "cuda":
+            self._events = deque(maxlen=_MOST_EVENTS)
+        self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
+        self._phase: Phase = "start"
+        self._since = time.perf_counter()
+        self._at_tick = self._seconds.copy()
+        self.begin(step=0, samples_seen=0)
+
+    def enter(self, phase: Phase) -> None:
+        """Count the time from now on for `phase`."""
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+        if self._events is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((phase, event))
+
+    def begin(self, *, step: int, samples_seen: int) -> None:
+        """Have the next row tell of what comes after now."""
+        self.enter(self._phase)
+        self._at_row = step, samples_seen, self._seconds.copy()
+
+    def row(self, *, step: int, samples_seen: int) -> dict[str, float]:
+        """Return this part of a training row: of the steps since the last one, as this rank has seen them."""
+        last_step, last_samples, before = self._at_row
+        self.begin(step=step, samples_seen=samples_seen)
+        spent = self._since_then(before)
+        total_s = sum(spent[phase] for phase in (*PARTS, "loop"))
+        num_steps, rate = step - last_step, (samples_seen - last_samples) / max(total_s, 1e-9)
+        parts = self._of_device() if self._events is not None else {phase: spent[phase] / num_steps for phase in PARTS}
+        row = {"samples_per_s": rate, "step_s": total_s / num_steps, **{f"{phase}_s": parts[phase] for phase in PARTS}}
+        if self._tokens_per_sample is not None:
+            row["tokens_per_s"] = rate * self._tokens_per_sample
+        if self._flops_per_sample is not None and self._peak_flops is not None:
+            row["mfu"] = rate * self._flops_per_sample / self._peak_flops
+        return row
+
+    def _of_device(self) -> dict[Phase, float]:
+        """Return the seconds of a step that the device was in each phase: in `data`, those that it had to wait."""
+        assert self._events is not None
+        spent = dict.fromkeys(self._seconds, 0.0)
+        num_steps = 0
+        for (phase, begun), (_, ended) in pairwise(self._events):
+            spent[phase] += begun.elapsed_time(ended) / 1000
+            num_steps += phase == "optimizer"
+        last = self._events[-1]
+        self._events.clear()
+        self._events.append(last)
+        return {phase: spent[phase] / max(num_steps, 1) for phase in PARTS}
+
+    def tick(self) -> tuple[float, float]:
+        """Return the seconds since the last call, and how many of them went into steps."""
+        self.enter(self._phase)
+        spent, self._at_tick = self._since_then(self._at_tick), self._seconds.copy()
+        return sum(spent.values()), sum(spent[phase] for phase in _STEPPING)
+
+    def _since_then(self, before: dict[Phase, float]) -> dict[Phase, float]:
+        return {phase: seconds - before[phase] for phase, seconds in self._seconds.items()}
+
+
+def peak_memory_gib(devices: list[torch.device]) -> float:
+    """Return the most memory this process has had: allocated on its CUDA devices together, or resident on a CPU."""
+    if devices[0].type == "cuda":
+        return sum(torch.cuda.max_memory_allocated(device) for device in devices) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB

@@ -1,0 +1,419 @@
+"""Sweeps as jobs of a real Slurm: arrays, each kind of job with what it needs, taken up again; and mode=status."""
+
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from framework.frozen import recall
+from framework.launch.start import check, start
+from framework.launch.sweep import sweep
+from framework.multirun import read
+from tests.harness import Ended, assert_close, begin, command, end, files_below, finished, wait_for
+from tests.launch.paced import ROOT
+from tests.launch.test_elastic import RUN
+from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
+
+ARRAY = [*RUN, "launch=slurm"]
+SEEDS = [*ARRAY, "seed=0,1,2"]
+SEARCH = [*RUN, "trainer.max_steps=10", "trainer.eval_every=null", "optimizer.lr=tag(log, interval(1e-4, 1e-1))", "hydra/sweeper=optuna",
+          "hydra/launcher=submitit_slurm"]  # fmt: skip
+
+
+def multirun(line: list[str]) -> int:
+    return sweep(line, [])
+
+
+class Sweep:
+    """A sweep that is submitted. Its jobs' steps are written down, and take 0.3 s each until `hurry`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root = folder / "runs"
+        (folder / "slow").touch()
+
+    def plant(self) -> None:
+        from framework.launch import slurm
+
+        pace = f"from pathlib import Path; from tests.launch.paced import pace; pace(Path({str(self.folder)!r}))(); "
+        slurm.NODE = slurm.NODE.replace("from framework", pace + "from framework")
+
+    def submit(self, *line: str, code: int = 0) -> Ended:
+        told = command(*line, root=self.root, run=multirun, before=self.plant)
+        assert told.code == code, told.output
+        return told
+
+    def hurry(self) -> None:
+        (self.folder / "slow").unlink()
+
+    def run(self, seed: int = 0) -> Ended:
+        """The run of one seed, as if it had been a command of its own."""
+        (path,) = [path for path in self.directories if recall_any(path)["seed"] == seed]
+        return Ended(0, self.log, path)
+
+    @property
+    def directories(self) -> list[Path]:
+        return [path.parent.parent for path in self.root.glob("default/*/slurm/frozen.yaml")]
+
+    @property
+    def log(self) -> str:
+        return "\n".join(f"--- {path}\n{path.read_text()}" for path in files_below(self.root, "*.out"))
+
+    @property
+    def table(self) -> list[dict[str, str]]:
+        (path,) = self.root.glob("sweeps/*/sweep.csv")
+        with open(path) as file:
+            return list(csv.DictReader(file))
+
+    def wait(self, condition: Callable[[], bool], *, what: str, timeout_s: float = 150) -> None:
+        try:
+            wait_for(condition, timeout_s=timeout_s, what=what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{ask('squeue')}\n{self.log[-6000:]}") from None
+
+    def wait_for_rows(self, *seeds: int) -> None:
+        self.wait(lambda: all((self.run(seed).root / "metrics.jsonl").exists() for seed in seeds), what=f"rows of {seeds}")
+
+    def wait_for_end(self) -> None:
+        self.wait(lambda: not ask("squeue", "--noheader"), what="an empty queue")
+
+
+def recall_any(path: Path) -> dict[str, Any]:
+    """Return the configuration of a run that may not have begun."""
+    import yaml
+
+    return yaml.safe_load((path / "slurm" / "frozen.yaml").read_text())
+
+
+def ids(told: Ended) -> list[str]:
+    return re.findall(r"job (\S+) is submitted", told.output)
+
+
+@pytest.fixture
+def submitted(cluster: Path, tmp_path: Path) -> Iterator[Sweep]:  # noqa: F811
+    yield Sweep(tmp_path)
+    ask("scancel", f"--user={psutil.Process().username()}")
+    wait_for(lambda: not ask("squeue", "-h"), timeout_s=60, what="an empty queue")
+
+
+@pytest.fixture
+def held(cluster: Path) -> Iterator[None]:  # noqa: F811
+    """Jobs wait."""
+    ask("scontrol", "update", "PartitionName=main", "State=DOWN")
+    yield
+    ask("scontrol", "update", "PartitionName=main", "State=UP")
+
+
+def status(*line: str, run: Callable[[list[str]], int] = start, root: Path) -> dict[str, dict[str, str]]:
+    """Give mode=status, and return its table: each line by its first cell, by the names of the columns."""
+    told = command("mode=status", *line, root=root, run=run)
+    assert told.code == 0, told.output
+    lines = told.output.splitlines()
+    (rule,) = [number for number, text in enumerate(lines) if "──" in text]
+    names = lines[rule - 1]
+    starts = [match.start() for match in re.finditer(r"\S+", names)]
+    columns = list(zip(names.split(), starts, [*starts[1:], None]))
+    rows = [{name: text[first:last].strip() for name, first, last in columns} for text in lines[rule + 1 :] if text.strip()]
+    return {row["run"]: row for row in rows[:-1]}  # the last counts them
+
+
+# --- one array
+
+
+def test_a_sweep_is_an_array_that_ends_as_on_one_machine(one: Ended, submitted: Sweep) -> None:  # noqa: F811
+    told = submitted.submit(*SEEDS)
+    jobs = ids(told)
+    assert len(jobs) == 3 and {job.partition("_")[2] for job in jobs} == {"0", "1", "2"}
+    assert len({job.partition("_")[0] for job in jobs}) == 1, "one array"
+    assert {row["state"] for row in submitted.table} <= {"queued", "running"}
+    submitted.wait_for_rows(0, 1, 2)
+    ask("scontrol", "requeue", jobs[0])  # one job of it, to which the others are nothing
+    submitted.wait(lambda: submitted.run(0).summary.get("restarts") == 1, what="the requeued job's second start")
+    submitted.hurry()
+    submitted.wait_for_end()
+    assert_close(submitted.run(0), one)
+    assert [submitted.run(seed).summary["restarts"] for seed in (0, 1, 2)] == [1, 0, 0]
+    (folder,) = submitted.root.glob("sweeps/*")
+    assert {recall(path)["run"]["group"] for path in submitted.directories} == {f"sweep-{folder.name}"}
+
+    again = submitted.submit(*SEEDS)
+    assert not ids(again) and "3 jobs: 3 finished" in again.output and "best val/loss" in again.output
+    assert {row["state"] for row in submitted.table} == {"finished"} and (folder / "sweep.png").exists()
+
+
+def test_the_same_command_submits_only_what_is_missing(
+    held: None, submitted: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SQUEUE_STATES", "all")  # what the user likes to see is not what waits or runs
+    jobs = ids(submitted.submit(*SEEDS))
+    assert len(jobs) == 3
+    ask("scancel", jobs[1])
+    again = submitted.submit(*SEEDS)
+    assert len(ids(again)) == 1
+    for job in (jobs[0], jobs[2]):
+        assert f"job {job} is PENDING already" in again.output
+    more = submitted.submit(*ARRAY, "seed=0,1,2,3")  # another sweep, which shares three of its runs with the first
+    assert len(ids(more)) == 1 and more.output.count("is PENDING already") == 3
+    assert len(ask("squeue", "--noheader", "--array", "--states=PENDING").splitlines()) == 4
+    planned = command("mode=plan", *SEEDS, root=submitted.root, run=multirun)
+    assert planned.output.count("queued") == 3, planned.output
+
+
+@pytest.mark.slow
+def test_the_end_of_the_shell_that_submitted_changes_nothing(one: Ended, submitted: Sweep) -> None:  # noqa: F811
+    line = " ".join([sys.executable, str(ROOT / "train.py"), "-m", *SEEDS, f"run.root={submitted.root}"])
+    shell = subprocess.Popen(["sh", "-c", f"{line}; echo submitted; sleep 1000"], start_new_session=True, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+    assert shell.stdout is not None
+    for told in shell.stdout:
+        if told == "submitted\n":
+            break
+    os.killpg(shell.pid, signal.SIGKILL)
+    shell.wait()
+    shell.stdout.close()
+    submitted.wait_for_end()
+    assert [submitted.run(seed).summary["status"] for seed in (0, 1, 2)] == ["finished"] * 3
+    assert_close(submitted.run(0), one)
+
+
+def sbatch_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put an `sbatch` first on PATH. `$real` is Slurm's own."""
+    real = shutil.which("sbatch")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "sbatch").write_text(f"#!/bin/bash\nreal={real}\n{does}\n")
+    (folder / "bin" / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("line", [["-m", "seed=0,1"], ["seed=0"]], ids=["sweep", "run"])
+def test_a_signal_while_jobs_are_submitted_loses_none_of_them(
+    line: list[str], held: None, submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has the jobs, and nobody has written down their ids: a Ctrl-C, and the end of the terminal."""
+    sbatch_that('"$real" "$@"; [ "$1" = --test-only ] || kill -INT $PPID; [ "$1" = --test-only ] || kill -HUP $PPID', tmp_path, monkeypatch)
+    words = [sys.executable, str(ROOT / "train.py"), *line, *ARRAY, f"run.root={submitted.root}"]
+    subprocess.run(words, timeout=120, stderr=subprocess.DEVNULL)
+    (tmp_path / "bin" / "sbatch").unlink()
+    again = submitted.submit(*ARRAY, "seed=0,1") if "-m" in line else command(*ARRAY, "seed=0", root=submitted.root)
+    num_jobs = 2 if "-m" in line else 1
+    assert not ids(again) and again.output.count("is PENDING already") == num_jobs
+    assert len(ask("squeue", "--noheader", "--array", "--states=PENDING").splitlines()) == num_jobs
+
+
+def test_a_full_quota_is_waited_for_or_told(held: None, submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch_that('[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }', tmp_path, monkeypatch)
+    told = submitted.submit(*SEEDS, code=75)
+    assert "not submitted: " in told.output and "QOSMaxSubmitJobPerUserLimit" in told.output
+    assert "the same command tries again" in told.output and "failed" not in told.output
+    assert {row["state"] for row in submitted.table} == {"missing"}
+
+
+@pytest.mark.slow
+def test_a_search_waits_for_room_in_the_queue(submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = '[ -n "$(squeue --noheader)" ]'
+    sbatch_that(f'[ "$1" != --test-only ] && {full} && {{ echo "sbatch: error: no room" >&2; exit 1; }}; exec "$real" "$@"', tmp_path, monkeypatch)
+    submitted.hurry()
+    told = submitted.submit(*SEARCH, "hydra.sweeper.n_trials=3")
+    assert "3 jobs: 3 finished" in told.output and "no room" in told.output
+    assert all(row["objective"] for row in submitted.table)
+
+
+# --- each kind of job with what it needs
+
+
+def asked(job: str) -> tuple[str, str, str]:
+    """Return a waiting job's nodes, CPUs of a task, and memory of a node."""
+    nodes, cpus, memory = ask("squeue", "--noheader", "--array", f"--jobs={job}", "--Format=NumNodes,cpus-per-task,MinMemory").split()
+    return nodes, cpus, memory
+
+
+@pytest.mark.slow
+def test_a_strategy_has_the_resources_that_its_file_says(held: None, submitted: Sweep, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    for name in ("conf", "framework", "models"):
+        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", project)
+    (project / "conf" / "resources").mkdir()
+    (project / "conf" / "resources" / "ddp.yaml").write_text("# @package launch\nnproc_per_node: 2\n")
+    (project / "conf" / "resources" / "fsdp.yaml").write_text("# @package launch\nnproc_per_node: 2\nnnodes: 2\nslurm:\n  mem_gb: 1\n")
+    line = [sys.executable, "train.py", "-m", *ARRAY, "parallel=single,ddp,fsdp", f"run.root={submitted.root}"]
+    told = subprocess.run(line, cwd=project, text=True, stderr=subprocess.PIPE, timeout=120)
+    assert told.returncode == 0, told.stderr
+    jobs = ids(Ended(0, told.stderr, submitted.root))
+    assert len(jobs) == 3 and not any("_" in job for job in jobs)
+    assert sorted(map(asked, jobs)) == [("1", "1", "100M"), ("1", "2", "100M"), ("2", "2", "1G")]
+
+
+def test_single_has_one_process_where_others_have_more(held: None, submitted: Sweep) -> None:
+    jobs = ids(submitted.submit(*ARRAY, "parallel=single,ddp,fsdp", "launch.nproc_per_node=2"))
+    assert [asked(job)[1] for job in jobs] == ["1", "2", "2"]
+    assert [("_" in job) for job in jobs] == [False, True, True], "the two that agree are an array"
+
+
+def test_an_account_and_a_quality_of_service_are_asked_for(held: None, submitted: Sweep) -> None:
+    user = psutil.Process().username()
+    for what in (["account", "physics"], ["user", user, "account=physics"], ["qos", "patient"]):
+        subprocess.run(["sacctmgr", "--immediate", "add", *what], stdout=subprocess.DEVNULL, timeout=60)  # 1 if it is there
+    ask("sacctmgr", "--immediate", "modify", "user", user, "set", "qos=normal,patient")
+    told = command(*ARRAY, "launch.slurm.account=physics", "launch.slurm.qos=patient", root=submitted.root)
+    asked_for = facts(*ids(told))
+    assert (asked_for["Account"], asked_for["QOS"]) == ("physics", "patient")
+
+
+def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submitted: Sweep) -> None:
+    told = submitted.submit(*ARRAY, "parallel=single,ddp", "launch.nproc_per_node=99", code=78)  # single alone could go
+    assert told.output.startswith("launch.nproc_per_node: 99 CPUs, but partition main has no more than 4")
+    assert not ask("squeue", "--noheader") and not list(submitted.root.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["launch=local,slurm"], "launch: is local and slurm in one sweep (the same for all jobs)"),
+        (["launch=slurm", "seed=0,1", "hydra/launcher=joblib"],
+         "hydra/launcher: runs jobs on this machine, but launch=slurm on others (one of the two)"),
+        (["launch=slurm", "seed=0,1", "hydra/sweeper=optuna"],
+         "launch: slurm, which returns at once, but a search draws from results (hydra/launcher=submitit_slurm, which waits for them)"),
+        (["launch=local", "seed=0,1", "hydra/launcher=submitit_slurm"],
+         "launch: is not slurm, but hydra/launcher=submitit_slurm is (one of the two)"),
+        (["seed=0,1", "hydra/launcher=submitit_slrum"],
+         "hydra/launcher: no option 'submitit_slrum' (one of basic, joblib, submitit_local, submitit_slurm; did you mean submitit_slurm?)"),
+        (["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.partitoin=main"],
+         "hydra.launcher.partitoin: unknown key (did you mean hydra.launcher.partition?)"),
+        (["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.nodes=two"], "hydra.launcher.nodes: 'two' is not valid (an integer)"),
+    ],
+    ids=lambda value: "",
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(line: list[str], problem: str, submitted: Sweep) -> None:
+    assert submitted.submit(*RUN, *line, code=78).output == problem + "\n"
+
+
+# --- mode=status
+
+
+def test_status_tells_of_each_run_where_it_is_and_why(submitted: Sweep) -> None:
+    first = ids(submitted.submit(*ARRAY, "seed=0,1"))
+    submitted.submit(*ARRAY, "seed=5,6", "optimizer.lr=1e30")  # these diverge
+    submitted.wait_for_rows(0, 1)
+    submitted.wait(lambda: submitted.run(5).summary.get("status") == "failed", what="the diverged run's end")
+    ask("scontrol", "update", "PartitionName=main", "State=DOWN")
+    try:
+        later = ids(submitted.submit(*ARRAY, "seed=3,4"))
+        alone = ids(command(*ARRAY, "seed=7", root=submitted.root))
+        ask("scancel", later[1], *alone)
+        submitted.wait(lambda: not {later[1], *alone} & set(ask("squeue", "--noheader", "--array", "--format=%i").split()), what="the cancelled jobs' end")
+        found = status(root=submitted.root)
+        by_line = status(*ARRAY, "seed=0,3,9", run=multirun, root=submitted.root)
+    finally:
+        ask("scontrol", "update", "PartitionName=main", "State=UP")
+
+    def row(seed: int) -> dict[str, str]:
+        return found[str(submitted.run(seed).root.relative_to(submitted.root))]
+
+    assert len(found) == 7
+    running = row(0)
+    assert (running["state"], running["job"]) == ("running", first[0]) and running["node"].startswith("node")
+    assert re.fullmatch(r"\d+/200", running["step"]) and re.fullmatch(r"\d:\d\d:\d\d", running["ETA"])
+    assert re.fullmatch(r"(train|val)/loss \S+", running["metric"])
+    queued = row(3)
+    assert (queued["state"], queued["job"], queued["why"]) == ("queued", later[0], "PartitionDown")
+    assert (row(4)["state"], row(4)["why"]) == ("killed", "it left the queue before it began")
+    assert row(7)["state"] == "killed" and row(7)["why"].startswith("CANCELLED")
+    failed = row(5)
+    assert failed["state"] == "failed" and "is not finite" in failed["why"]
+
+    (folder,) = [path for path in submitted.root.glob("sweeps/*") if "seed=0,1" in (path / "sweep.yaml").read_text()]
+    of_sweep = command("mode=status", root=folder)
+    assert "seed=0" in of_sweep.output and "2 runs: 2 running" in of_sweep.output and "seed=3" not in of_sweep.output
+    assert {seed: row["state"] for seed, row in by_line.items()} == {"seed=0": "running", "seed=3": "queued", "seed=9": "missing"}
+
+
+def test_status_without_slurm_tells_what_the_directories_do(held: None, submitted: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted.submit(*ARRAY, "seed=0,1")
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = status(root=submitted.root)
+    assert {row["state"] for row in found.values()} == {"queued"}
+    assert all("Slurm does not answer" in row["why"] for row in found.values())
+
+
+@pytest.mark.parametrize("damage", ["a fifo", "a directory", "abc", "id,directory,state,objective\n1,a\0b,finished,0", "id,directory\n1,2", "x" * 200_000])
+def test_status_of_a_damaged_sweep_says_so(damage: str, tmp_path: Path) -> None:
+    table = tmp_path / "runs" / "sweep.csv"
+    table.parent.mkdir()
+    if damage == "a fifo":
+        os.mkfifo(table)
+    elif damage == "a directory":
+        table.mkdir()
+    else:
+        table.write_text(f"id,directory,state,objective\n{damage}\n" if "," not in damage else damage)
+    told = command("mode=status", root=tmp_path / "runs", timeout_s=20)
+    assert told.code == 78 and told.output.startswith(f"run.root: {table} cannot be read ("), told.output
+    assert len(told.output.splitlines()) == 1
+
+
+def test_status_of_numbers_that_are_none(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "default" / "odd"
+    directory.mkdir(parents=True)
+    (directory / "summary.json").write_text('{"status": "running", "step": 1e999, "total_steps": NaN, "job_id": ["7"]}')
+    (directory / "metrics.jsonl").write_text(f'{{"step": {"9" * 400}, "split": "train", "step_s": 1e300, "loss": 0.5}}\n')
+    (odd,) = status(root=tmp_path / "runs").values()
+    assert (odd["state"], odd["metric"]) == ("killed", "train/loss 0.5") and "ETA" not in odd
+
+
+# --- for those who are used to them
+
+
+def test_submitit_slurm_waits_for_its_jobs(one: Ended, submitted: Sweep) -> None:  # noqa: F811
+    submitted.hurry()
+    line = [*RUN, "seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=main", "hydra.launcher.mem_gb=1",
+            "hydra.launcher.array_parallelism=1", "hydra.launcher.setup=['echo prepared']"]  # fmt: skip
+    told = submitted.submit(*line)
+    assert "2 jobs: 2 finished" in told.output
+    assert_close(submitted.run(0), one)
+    asked_for = recall(submitted.run(0).root)["launch"]
+    assert (asked_for["slurm"]["partition"], asked_for["slurm"]["mem_gb"]) == ("main", 1)
+    assert submitted.log.count("prepared") == 2
+    began = [submitted.run(seed).summary["began"] for seed in (0, 1)]
+    assert began[1] > began[0] + submitted.run(0).summary["wall_s"], "one at a time"
+
+
+@pytest.mark.slow
+def test_submitit_slurm_leaves_its_jobs_when_it_is_stopped_and_takes_them_up_again(submitted: Sweep) -> None:
+    line = [*RUN, "seed=0,1", "hydra/launcher=submitit_slurm"]
+    waiting = begin(*line, root=submitted.root, run=multirun, before=submitted.plant)
+    submitted.wait(lambda: len(submitted.directories) == 2, what="two jobs")
+    submitted.wait_for_rows(0, 1)
+    os.kill(waiting.pid, signal.SIGINT)
+    told = end(waiting, root=submitted.root)
+    assert told.code == 75 and "stopped; the same command continues" in told.output
+    assert len(ask("squeue", "--noheader", "--states=RUNNING").splitlines()) == 2
+    submitted.hurry()
+    again = submitted.submit(*line)
+    assert "2 jobs: 2 finished" in again.output and not ids(again)
+    assert [submitted.run(seed).summary["restarts"] for seed in (0, 1)] == [0, 0]
+
+
+def test_submitit_local_runs_as_many_jobs_as_there_are_cpus_for(tmp_path: Path) -> None:
+    line = ["parallel=ddp", "seed=0,1", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
+    sweep_line, problems = read([*line, f"hydra.launcher.cpus_per_task={len(os.sched_getaffinity(0))}"])
+    assert not problems and sweep_line.launcher.num_at_a_time == 1
+    assert check(sweep_line.line({"seed": "0"}), world_size=None)[0]["launch"]["nproc_per_node"] == 2
+    assert read([*line[:-1], "hydra.launcher.cpus_per_task=1"])[0].launcher.num_at_a_time == len(os.sched_getaffinity(0))
+    told = finished(*RUN, "trainer.max_steps=5", *line, root=tmp_path / "runs", run=multirun)
+    assert "2 jobs: 2 finished" in told.output and "2 x cpu" in told.output
+
+
+def test_what_the_line_says_itself_goes_before_the_launcher() -> None:
+    line = ["launch.nnodes=2", "seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.nodes=4", "hydra.launcher.account=us"]
+    asks = read(line)[0].line({"seed": "0"})
+    assert "launch=slurm" in asks and "launch.nnodes=2" in asks and 'launch.slurm.account="us"' in asks
+    assert not any("nnodes=4" in text for text in asks)

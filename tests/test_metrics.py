@@ -1,0 +1,311 @@
+"""What is measured is what docs/metrics.md says it is."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import framework.run
+from framework import build, flops
+from framework.data.loader import Loader
+from framework.launch.start import check
+from framework.metrics import MACHINE
+from framework.speed import PARTS, Speed
+from framework.tasks.classification import Classification
+from framework.tasks.language_modeling import LanguageModeling
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_close, command, finished
+from tests.test_loop import GPT, TINY, rows_of
+from tests.test_resume import after_step, crash
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# --- metrics of a task
+
+
+def test_top5_is_the_share_of_targets_among_the_five_largest() -> None:
+    logits_BC = torch.arange(8.0).repeat(8, 1)  # the five largest are classes 3 to 7
+    measured = Classification(label_smoothing=0.0).metrics(logits_BC, torch.arange(8))
+    assert (measured["top5"].item(), measured["accuracy"].item()) == (5, 1)
+
+
+def test_top5_of_three_classes_is_one() -> None:
+    measured = Classification(label_smoothing=0.0).metrics(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    assert measured["top5"].item() == 4
+
+
+@pytest.mark.parametrize("bytes_per_token", [None, 4.0])
+def test_perplexity_and_bits_follow_from_the_loss(bytes_per_token: float | None) -> None:
+    task = LanguageModeling(bytes_per_token=bytes_per_token)
+    logits_BTV, targets_BT = torch.zeros(3, 5, 16), torch.zeros(3, 5, dtype=torch.long)  # uniform over 16 tokens
+    means = {"loss": task.loss(logits_BTV, targets_BT).item() / 3}
+    means |= {name: value.item() / 3 for name, value in task.metrics(logits_BTV, targets_BT).items()}
+    expected = {"perplexity": 16.0} | ({} if bytes_per_token is None else {"bits_per_byte": 1.0})
+    assert means["bits_per_token"] == pytest.approx(4.0, abs=1e-5)
+    assert task.derived(means) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_perplexity_beyond_all_numbers_is_a_number() -> None:
+    assert math.isfinite(LanguageModeling(bytes_per_token=None).derived({"loss": 1e6})["perplexity"])
+
+
+LINES = {
+    "classification": [*TINY, "trainer.max_epochs=2", "checkpoint.every=null", "precision=fp64"],
+    "language modeling": [*GPT, "model.dropout=0", "precision=fp64", "task.bytes_per_token=3.5"],
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_the_rows_are_those_of_one_process_whatever_their_number(line: list[str], tmp_path: Path) -> None:
+    alone = finished(*line, root=tmp_path / "alone")
+    assert alone.rows[-1].keys() & {"top5", "bits_per_byte"}
+    for count in (2, 3):
+        together = ["parallel=ddp", f"launch.nproc_per_node={count}"]
+        assert_close(finished(*line, *together, root=tmp_path / str(count)), alone)
+
+
+def test_text_knows_that_a_token_is_a_byte(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.py").write_text("print('to be or not to be')\n" * 60)
+    line = ["dataset=text", f"dataset.root={tmp_path}/text", "dataset.seq_len=8", "model=gpt", "model.dim=8",
+            "model.num_layers=1", "model.num_heads=1", "trainer.max_steps=2", "trainer.log_every=1"]  # fmt: skip
+    run = finished(*line, root=tmp_path / "runs")
+    for row in run.rows:
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+        assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("key", ["checkpoint.monitor", "trainer.early_stopping.monitor"])
+def test_a_monitor_that_is_not_measured_for_these_data_ends_the_run_with_a_word(key: str, tmp_path: Path) -> None:
+    run = command(*GPT, f"{key}=val/bits_per_byte", "trainer.early_stopping.patience=2", root=tmp_path / "runs")
+    assert run.code == 78
+    assert f"{key}: val/bits_per_byte is not measured here (there are loss, accuracy, bits_per_token, perplexity)" in run.output
+    assert "Traceback" not in run.output
+
+
+# --- speed
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    yield clock
+
+
+def spend(speed: Speed, clock: Clock, **seconds: float) -> None:
+    for phase, spent in seconds.items():
+        speed.enter(phase)  # type: ignore[arg-type]
+        clock.now += spent
+
+
+STEP = {"data": 1.0, "forward_backward": 2.0, "optimizer": 0.5, "loop": 0.25}
+
+
+def test_a_row_splits_the_time_of_its_steps(clock: Clock) -> None:
+    speed = Speed(torch.device("cpu"), tokens_per_sample=7, flops_per_sample=30.0, peak_flops=120.0)
+    spend(speed, clock, start=50.0)
+    speed.begin(step=4, samples_seen=40)
+    spend(speed, clock, **STEP)
+    spend(speed, clock, evaluation=60.0, checkpoint=0.5, **STEP)
+    row = speed.row(step=6, samples_seen=56)
+    assert row == {
+        "step_s": 4.0, "data_s": 1.0, "forward_backward_s": 2.0, "optimizer_s": 0.5, "checkpoint_s": 0.25,
+        "samples_per_s": 2.0, "tokens_per_s": 14.0, "mfu": 0.5,
+    }  # fmt: skip
+    spend(speed, clock, **STEP)
+    assert speed.row(step=7, samples_seen=66)["step_s"] == 3.75  # of what came since
+
+
+def test_a_tick_tells_the_time_and_the_part_of_it_in_steps(clock: Clock) -> None:
+    speed = Speed(torch.device("cpu"))
+    spend(speed, clock, start=5.0, evaluation=6.0, checkpoint=7.0, **STEP)
+    assert speed.tick() == (21.75, 3.75)
+    assert speed.tick() == (0.0, 0.0)
+
+
+def test_without_tokens_or_a_known_peak_there_is_no_such_number() -> None:
+    speed = Speed(torch.device("cpu"), flops_per_sample=30.0)
+    assert speed.row(step=1, samples_seen=1).keys() == {"samples_per_s", "step_s", *(f"{part}_s" for part in PARTS)}
+
+
+def slow(part: str, *, seconds: float) -> Callable[[], None]:
+    """Return what makes a part of every step slow."""
+
+    def after(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(seconds)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    def plant() -> None:
+        places = {
+            "data": (Loader, "_train_step"), "forward_backward": (Classification, "loss"), "optimizer": (torch.optim.AdamW, "step"),
+            "checkpoint": (Trainer, "commit"),
+        }  # fmt: skip
+        after(*places[part])
+
+    return plant
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_slow_shows_in_its_part_of_the_step(part: str, tmp_path: Path) -> None:
+    line = [*TINY, "trainer.max_steps=4", "trainer.eval_every=null", "checkpoint.every=1"]
+    run = finished(*line, root=tmp_path / "runs", before=slow(part, seconds=0.1))
+    for row in rows_of(run, "train")[1:]:
+        assert row[f"{part}_s"] >= 0.1
+        assert sum(row[f"{name}_s"] for name in PARTS) <= row["step_s"] * (1 + 1e-9)
+        assert row["samples_per_s"] * row["step_s"] == pytest.approx(8 if row["step"] == 3 else 16)
+
+
+def test_goodput_counts_what_a_kill_has_cost(tmp_path: Path) -> None:
+    line = [*TINY, "trainer.max_steps=9", "trainer.eval_every=null", "checkpoint.every=4"]
+
+    def plant() -> None:
+        slow("optimizer", seconds=0.1)()
+        after_step(7, crash)()
+
+    killed = command(*line, root=tmp_path / "runs", before=plant)
+    assert killed.code != 0
+    began = killed.summary["began"]
+    ended = finished(*line, root=tmp_path / "runs", before=slow("optimizer", seconds=0.1))
+    summary = ended.summary
+    assert summary["began"] == began
+    assert summary["train_s"] >= 0.9  # nine steps count ...
+    assert summary["goodput"] <= summary["train_s"] / (summary["train_s"] + 0.3)  # ... and three were lost
+    assert 0 < rows_of(ended, "train")[-1]["goodput"] <= 1
+
+
+def test_a_run_killed_before_its_first_checkpoint_still_knows_when_it_began(tmp_path: Path) -> None:
+    line = [*TINY, "trainer.max_steps=3", "checkpoint.every=null"]
+    killed = command(*line, "launch.max_restarts=0", root=tmp_path / "runs", before=after_step(2, crash))
+    began = killed.summary["began"]
+    assert finished(*line, "launch.max_restarts=0", root=tmp_path / "runs").summary["began"] == began
+
+
+def test_the_memory_of_each_rank_is_in_the_summary_and_the_most_in_the_rows(tmp_path: Path) -> None:
+    def plant() -> None:
+        original = Trainer.fit
+
+        def fit(self: Trainer) -> bool:
+            if self.world.rank == 1:
+                bytearray(300 << 20)  # written, so resident
+            return original(self)
+
+        Trainer.fit = fit  # type: ignore[method-assign]
+
+    line = [*TINY, "trainer.max_steps=2", "parallel=ddp", "launch.nproc_per_node=2"]
+    run = finished(*line, root=tmp_path / "runs", before=plant)
+    first, second = run.summary["memory_gib"]
+    assert second - first > 0.2
+    assert rows_of(run, "train")[-1]["memory_gib"] == pytest.approx(second, abs=0.05)
+
+
+# --- floating-point operations
+
+
+def test_a_linear_layer_needs_two_operations_a_weight_and_pass() -> None:
+    with torch.device("meta"):
+        model, batch = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5)), torch.empty(2, 10)
+    first, second = 2 * 10 * 20, 2 * 20 * 5
+    assert flops.flops_per_sample(model, batch) == 2 * first + 3 * second  # no gradient of the data
+
+
+def test_a_gpt_needs_six_operations_a_weight_and_token_and_its_attention() -> None:
+    config, problems = check([*GPT, "model.dropout=0", "dataset.seq_len=32", "model.dim=64"], world_size=None)
+    assert not problems
+    with torch.device("meta"):
+        model = build.model(config)
+    batch = build.example(build.dataset(config).info)
+    assert batch is not None
+    dim, seq_len, num_layers = 64, 32, config["model"]["num_layers"]
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    head = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    matrices -= sum(weight.numel() for weight in embeddings if id(weight) not in head)
+    expected = 6 * matrices * seq_len + 12 * num_layers * dim * seq_len**2
+    assert flops.flops_per_sample(model, batch) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_model_that_asks_for_numbers_has_no_count() -> None:
+    class Asks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    with torch.device("meta"):
+        assert flops.flops_per_sample(Asks(3, 3), torch.empty(2, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA H200", "bf16", 989), ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156), ("Tesla V100-SXM2-32GB", "bf16", None), ("NVIDIA GeForce GT 710", "fp32", None),
+    ],
+)  # fmt: skip
+def test_the_peak_is_the_data_sheets_where_it_is_known(name: str, precision: str, tflops: float | None) -> None:
+    assert flops.peak_of(name, precision=precision) == (tflops and tflops * 1e12)
+
+
+def test_mfu_is_the_share_of_the_peak_of_all_devices(tmp_path: Path) -> None:
+    def plant() -> None:
+        flops.peak_flops = lambda device, *, precision: 1e9
+
+    line = [*TINY, "trainer.max_steps=2", "parallel=ddp", "launch.nproc_per_node=2"]
+    run = finished(*line, root=tmp_path / "runs", before=plant)
+    config, _ = check(line, world_size=None)
+    with torch.device("meta"):
+        needed = flops.flops_per_sample(build.model(config), build.example(build.dataset(config).info))  # type: ignore[arg-type]
+    assert needed
+    for row in rows_of(run, "train"):
+        assert row["mfu"] == pytest.approx(row["samples_per_s"] * needed / 2e9)
+
+
+# --- the page
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+
+
+def test_every_number_of_a_row_is_in_the_documentation(tmp_path: Path) -> None:
+    run: Ended = finished(*LINES["language modeling"], root=tmp_path / "runs")
+    names = {name for row in run.rows for name in row} | set(MACHINE) | {"top5", "mae"}
+    assert names - documented() == {"split"}
+    assert json.loads((run.directory / "summary.json").read_text())["memory_gib"]
+
+
+def test_what_comes_after_the_last_step_is_no_useful_time(tmp_path: Path) -> None:
+    def plant() -> None:
+        original = framework.run._leave_results
+
+        def leave_results(*args: Any, **kwargs: Any) -> None:
+            time.sleep(1)
+            original(*args, **kwargs)
+
+        framework.run._leave_results = leave_results
+
+    run = finished(*TINY, root=tmp_path / "runs", before=plant)
+    (path,) = sorted(run.directory.glob("checkpoints/*/state.json"))[-1:]
+    saved = json.loads(path.read_text())["progress"]
+    assert run.summary["wall_s"] > saved["wall_s"] + 1
+    assert run.summary["train_s"] < saved["train_s"] + 0.5

@@ -1,0 +1,90 @@
+"""trainer.profile: a trace that can be read, and a run that is the same with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.config import compose
+from tests.harness import Ended, assert_same_bits, command, finished
+from tests.test_conformance import SMALL
+from tests.test_resume import after_step, preempt
+
+LINE = [*SMALL, "model=cnn", "model.channels=[4,8,8]", "global_batch_size=14", "micro_batch_size=7", "trainer.max_epochs=null",
+        "trainer.max_steps=9", "trainer.log_every=1", "trainer.eval_every=null", "checkpoint.every=null"]  # fmt: skip
+PROFILE = "trainer.profile=true"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*LINE, root=tmp_path_factory.mktemp("plain") / "runs")
+
+
+def traces(ended: Ended) -> list[str]:
+    return sorted(path.name for path in ended.directory.glob("profile/*"))
+
+
+def operations(ended: Ended, name: str) -> list[str]:
+    events: list[dict[str, Any]] = json.loads((ended.directory / "profile" / name).read_text())["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "cpu_op"]
+
+
+def test_the_trace_of_three_steps_has_the_models_operations(plain: Ended, tmp_path: Path) -> None:
+    run = finished(*LINE, PROFILE, root=tmp_path / "runs")
+    assert traces(run) == ["step_00000004_rank_0.json"]
+    names = operations(run, "step_00000004_rank_0.json")
+    assert {"aten::conv2d", "aten::linear", "aten::convolution_backward", "aten::_fused_adamw_"} <= set(names)
+    assert names.count("aten::linear") == 3 * 2  # steps of two micro-batches; the fifth step, which ends the epoch, has two too
+    assert run.directory.name == plain.directory.name  # it is the same run
+    assert_same_bits(run, plain)
+
+
+def test_the_five_most_expensive_operations_are_told(tmp_path: Path) -> None:
+    lines = finished(*LINE, PROFILE, root=tmp_path / "runs").output.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if "the 5 most expensive operations" in line]
+    told = [line.split() for line in lines[at + 1 : at + 6]]
+    assert all(words[1] == "ms" and words[2].endswith("%") for words in told)
+    times = [float(words[0]) for words in told]
+    assert times == sorted(times, reverse=True) and times[-1] > 0
+    assert "aten::" in lines[at + 1] and "%" not in lines[at + 6]
+    assert "USDT" not in "".join(lines)
+
+
+@pytest.mark.parametrize(("value", "ranks"), [("true", [0]), ("all", [0, 1])])
+def test_rank_0_records_or_all_do(value: str, ranks: list[int], tmp_path: Path) -> None:
+    parallel = ["parallel=ddp", "launch.nproc_per_node=2"]
+    run = finished(*LINE, *parallel, f"trainer.profile={value}", root=tmp_path / "runs")
+    assert traces(run) == [f"step_00000004_rank_{rank}.json" for rank in ranks]
+    assert all("aten::conv2d" in operations(run, name) for name in traces(run))
+    assert run.output.count("the 5 most expensive operations") == 1
+
+
+def test_a_run_that_is_continued_is_recorded_again(plain: Ended, tmp_path: Path) -> None:
+    stopped = command(*LINE, PROFILE, root=tmp_path / "runs", before=after_step(3, preempt))
+    assert stopped.code == 75 and traces(stopped) == []
+    assert "trainer.profile: nothing is recorded, which begins with the 4th step that is taken" in stopped.output
+    run = finished(*LINE, PROFILE, root=tmp_path / "runs")
+    assert traces(run) == ["step_00000007_rank_0.json"]
+    assert_same_bits(run, plain)
+
+
+def test_a_run_that_ends_while_it_is_recorded_writes_what_there_is(tmp_path: Path) -> None:
+    run = finished(*LINE, PROFILE, "trainer.max_steps=5", root=tmp_path / "runs")
+    assert operations(run, "step_00000004_rank_0.json").count("aten::_fused_adamw_") == 2 * 2  # two steps, two groups
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    stopped = command(*LINE, root=tmp_path / "runs", before=after_step(1, preempt))
+    (stopped.directory / "profile").write_text("in the way")
+    run = finished(*LINE, PROFILE, root=tmp_path / "runs")
+    assert run.output.count("could not be written") == 1
+
+
+def test_without_it_nothing_is_recorded(plain: Ended) -> None:
+    assert not (plain.directory / "profile").exists()
+
+
+def test_it_is_not_in_the_runs_id() -> None:
+    ids = {compose(line)[0]["run"]["id"] for line in ([], [PROFILE], ["trainer.profile=all"])}
+    assert len(ids) == 1

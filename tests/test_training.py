@@ -1,0 +1,324 @@
+"""Freezing, clipping by value and gradient noise: the right numbers, under every strategy, after a kill, bit by bit where promised."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from torch import nn
+
+from framework import build
+from framework.freezing import freeze
+from framework.gradients import ClipValues, Noise
+from framework.optim import adamw, hidden_matrices, muon, trainable
+from framework.trainer import Trainer
+from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
+from tests.test_bitwise import digest
+from tests.test_conformance import CASES, MODELS, RUN, SMALL, name
+from tests.test_divergence import infinite_gradient
+from tests.test_resume import after_step, crash, preempt
+
+# a pipeline's whole first half is frozen
+FROZEN = ["embedding.*", "layers.0.*", "layers.1.*", "layers.3.*norm*"]
+TIED = [*MODELS["gpt, tied"], "dataset.seq_len=12"]
+GPT = [*TIED, "model.tie_embeddings=false"]
+NOISE, CLIP = "trainer.grad_noise.eta=0.001", "trainer.clip_grad_value=0.01"
+LINES = {
+    "half frozen": [*RUN, *GPT, f"trainer.freeze=[{','.join(FROZEN)}]"],
+    "noise": [*RUN, *TIED, NOISE],
+    "clipped": [*RUN, *TIED, CLIP],
+    "all": [*RUN, *GPT, f"trainer.freeze=[{','.join(FROZEN)}]", NOISE, CLIP, "trainer.ema_decay=0.8"],
+}
+QUICK = ["all"]  # one after the other is for `-m slow`
+STRATEGIES = [case for case in CASES if case[1] <= 2 or (case[0] == "pp+fsdp+tp" and case[1] == 4)]
+STRATEGIES += [("tensor", 2, ["parallel.sequence=true"]), ("fsdp+tp", 4, ["parallel.shard=2", "parallel.tensor=2", "parallel.sequence=true"]),
+               ("pipeline", 2, ["parallel.schedule=zero-bubble"]), ("fsdp", 3, []), ("zero", 3, []), ("hsdp", 4, ["parallel.replicate=2", "parallel.shard=2"])]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    done: dict[str, Ended] = {}
+
+    def run(line: str) -> Ended:
+        if line not in done:
+            done[line] = finished(*LINES[line], root=tmp_path_factory.mktemp("one") / "runs", before=without_gradients)
+        return done[line]
+
+    return run
+
+
+def without_gradients() -> None:
+    """Fail where a frozen parameter has a gradient after a step."""
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, *args: Any, **options: Any) -> Any:
+        result = original(self, *args, **options)
+        assert all(p.grad is None for p in self.engine.module.parameters() if not p.requires_grad)
+        return result
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("line", slow_but(QUICK, LINES))
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "mesh"),
+    [pytest.param(*case, id=name(*case), marks=[] if case in CASES and case[1] <= 2 else [pytest.mark.slow]) for case in STRATEGIES],
+)
+def test_ranks_compute_what_one_process_does(
+    strategy: str, ranks: int, mesh: list[str], line: str, one: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    parallel = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
+    run = finished(*LINES[line], *parallel, root=tmp_path / "runs", before=without_gradients)
+    assert_close(run, one(line))
+    if "frozen" in line:
+        assert_frozen(run)
+
+
+def assert_frozen(ended: Ended) -> None:
+    """The frozen parameters are in checkpoint and weights as they began, and have no optimizer state; the others do."""
+    model = build.model(yaml.safe_load((ended.directory / "config.yaml").read_text()))
+    begun = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    freeze(model, FROZEN)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    (last,) = (ended.directory / "checkpoints").iterdir()
+    stored = {key for file in last.glob("*.safetensors") for key in safe_open(file, framework="pt").keys()}
+    assert {key.removeprefix("model/") for key in stored if key.startswith("model/")} >= begun.keys()
+    assert {key.split("/")[1] for key in stored if key.startswith("optimizer/")} == begun.keys() - frozen
+    for parameter, tensor in ended.weights.items():
+        if parameter in begun:
+            assert torch.equal(tensor, begun[parameter]) == (parameter in frozen), parameter
+
+
+# --- after a kill, and to the last bit
+
+
+@pytest.mark.parametrize("parallel", [[], ["parallel=fsdp", "launch.nproc_per_node=2"]], ids=["single", "fsdp 2"])
+def test_killed_it_ends_with_the_same_bits(parallel: list[str], tmp_path: Path) -> None:
+    line = [*LINES["all"], *parallel, "checkpoint.every=3"]
+    whole = finished(*line, root=tmp_path / "whole")
+    assert command(*line, root=tmp_path / "cut", before=after_step(8, crash)).code < 0
+    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+
+
+def test_it_continues_under_other_strategies(one: Callable[[str], Ended], tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    begun = command(*LINES["all"], "parallel=pipeline", "launch.nproc_per_node=2", root=root, before=after_step(3, preempt))
+    assert begun.code == 75, begun.output
+    line = [*LINES["all"], f"run.resume={begun.directory}", "parallel=fsdp", "launch.nproc_per_node=3"]
+    assert_close(finished(*line, root=tmp_path / "second"), one("all"))
+
+
+BITWISE = ["invariance=bitwise", *RUN, *SMALL, "precision=fp32", "model=cnn", "model.channels=[4,8,8]", "model.norm=batch",
+           "trainer.freeze=[layers.0.*]", NOISE, CLIP]  # fmt: skip
+
+
+def test_the_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    alone = finished(*BITWISE, root=tmp_path / "alone")
+    for strategy, ranks in (("ddp", 3), ("zero", 2)):
+        run = finished(*BITWISE, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", root=tmp_path / strategy)
+        assert digest(run) == digest(alone)
+        assert exact_rows(run) == exact_rows(alone)
+
+
+# --- the numbers
+
+
+def a_parameter(values: list[float]) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(len(values)))
+    parameter.grad = torch.tensor(values)
+    return parameter
+
+
+def test_values_are_clipped_and_an_infinite_one_is_not_hidden() -> None:
+    module = nn.Module()
+    module.weight = a_parameter([0.5, -3.0, 2.0, math.inf, -math.inf])
+    module.unused = nn.Parameter(torch.zeros(2))
+    ClipValues(trainable(module, hidden=[]), max_value=2.0)(0)
+    assert module.weight.grad.tolist()[:3] == [0.5, -2.0, 2.0]
+    assert module.weight.grad[3:].isnan().all() and module.unused.grad is None
+
+
+def test_an_infinite_gradient_ends_a_clipped_run(tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["mlp"], CLIP, "trainer.clip_grad_norm=null", "trainer.max_steps=13", "trainer.log_every=13"]
+    failed = command(*line, root=tmp_path / "runs", before=infinite_gradient)
+    assert failed.code == 70, failed.output
+
+
+ASYNC = ["parallel=parameter-server", "parallel.mode=async", "launch.nproc_per_node=2"]  # each rank takes three steps
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [([], 0.003), (["parallel=local-sgd", "launch.nproc_per_node=2"], 0.003), (ASYNC, 0.006)],
+    ids=["single", "local-sgd", "async"],
+)
+def test_a_clipped_step_is_no_longer_than_its_rate(parallel: list[str], expected: float, tmp_path: Path) -> None:
+    line = [*SMALL, "model=mlp", "model.dim=8", "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "scheduler=constant",
+            "precision=fp64", "trainer.max_epochs=null", "trainer.max_steps=3", "trainer.clip_grad_value=0.001", "trainer.eval_every=null", "checkpoint.every=null"]  # fmt: skip
+    run = finished(*line, *parallel, root=tmp_path / "runs")
+    begun = dict(build.model(yaml.safe_load((run.directory / "config.yaml").read_text())).named_parameters())
+    farthest = max((run.weights[name] - begun[name].double()).abs().max().item() for name in begun)
+    assert farthest == pytest.approx(expected, abs=1e-12)
+
+
+def noise_of(module: nn.Module, *, step: int, gamma: float = 0.55, seed: int = 0) -> dict[str, torch.Tensor]:
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    Noise(trainable(module, hidden=[]), seed=seed, eta=0.25, gamma=gamma)(step)
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def test_noise_is_gaussian_of_the_variance_that_the_formula_says() -> None:
+    module = nn.Linear(300, 300)
+    for step in (0, 1, 99):
+        noise = noise_of(module, step=step)["weight"]
+        std = math.sqrt(0.25 / (1 + step) ** 0.55)
+        assert noise.std().item() == pytest.approx(std, rel=0.01) and abs(noise.mean().item()) < 0.01 * std
+        assert (noise.abs() < std).double().mean().item() == pytest.approx(0.6827, abs=0.005)
+    assert noise_of(module, step=99, gamma=0.0)["weight"].std().item() == pytest.approx(0.5, rel=0.01)
+
+
+def test_noise_is_a_function_of_seed_step_and_name() -> None:
+    one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    noise = noise_of(one, step=3)
+    assert all(torch.equal(noise[name], value) for name, value in noise_of(other, step=3).items())
+    drawn = [noise["0.weight"], noise["1.weight"], noise_of(other, step=4)["0.weight"], noise_of(one, step=3, seed=1)["0.weight"]]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+# --- parameter groups
+
+
+class Normed(nn.Module):
+    """A norm whose weights are a matrix, and a bias that is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.norm = nn.LayerNorm([3, 2])
+        self.bias = nn.Parameter(torch.zeros(3, 2))
+        self.hidden = nn.Linear(6, 6)
+
+
+def test_norms_and_biases_of_any_shape_are_not_decayed_nor_orthogonalised() -> None:
+    model = Normed()
+    trained = trainable(model, hidden=["norm.weight", *hidden_matrices(model)])
+    names = {id(item.parameter): item.name for item in trained}
+    made = adamw(trained, lr=0.1, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.3)
+    decayed = [names[id(p)] for group in made.param_groups if group["weight_decay"] for p in group["params"]]
+    assert decayed == ["first.weight", "last.weight", "hidden.weight"]
+    made = muon(trained, lr=0.1, momentum=0.9, weight_decay=0.3, adamw_lr=0.1, adamw_betas=[0.9, 0.99], adamw_eps=1e-8)
+    assert not {"norm.weight", "bias"} & {names[id(p)] for p in made.param_groups[0]["params"]}
+
+
+def test_a_frozen_first_layer_leaves_the_hidden_matrices_as_they_are() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    hidden = hidden_matrices(model)
+    freeze(model, ["0.*"])
+    assert hidden_matrices(model) == hidden == ["1.weight", "2.weight"]
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["trainer.freeze=[head]"], "trainer.freeze: 'head' matches no parameter of the model (did you mean head.*?)"),
+        (["trainer.freeze=[layer.0.*]"], "trainer.freeze: 'layer.0.*' matches no parameter of the model (did you mean layers.0.*?)"),
+        (["trainer.freeze=[head.wieght]"], "trainer.freeze: 'head.wieght' matches no parameter of the model (did you mean head.weight?)"),
+        (["trainer.freeze=[head.*,zzz]"], "trainer.freeze: 'zzz' matches no parameter of the model (there are layers.*, layers.0.*, "),
+        (["trainer.freeze=['*']"], "trainer.freeze: *: every parameter is frozen, and nothing is left to train"),
+        (["trainer.freeze=stem.*"], "trainer.freeze: 'stem.*' is not valid (a list of texts, as in [a, b])"),
+        (["trainer.clip_grad_value=0"], "trainer.clip_grad_value: 0 is out of range (above 0)"),
+        (["trainer.grad_noise.eta=0"], "trainer.grad_noise.eta: 0 is out of range (above 0)"),
+        (["trainer.grad_noise=0.1"], "trainer.grad_noise: 0.1 is not valid (a section, whose keys are set as in trainer.grad_noise.KEY=VALUE)"),
+        (["trainer.profile=everyone"], "trainer.profile: 'everyone' is not valid (true or false, or all"),
+        (["parallel=parameter-server", "parallel.mode=async", "launch.nproc_per_node=2", NOISE],
+         "trainer.grad_noise.eta: 0.001, but under parallel.mode=async each process is at a point of its own (parallel.mode=sync"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_the_start(line: list[str], problem: str, tmp_path: Path) -> None:
+    refused = command(*SMALL, "model=mlp", *line, root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.startswith(problem) and refused.output.count("\n") == 1
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_tied_weight_is_frozen_by_either_name() -> None:
+    for pattern in ("0.*", "2.*"):
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+        model[2].weight = model[0].weight
+        freeze(model, [pattern])
+        assert [item.name for item in trainable(model, hidden=[])] == ["1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize(("first", "second"), [("head.*", ""), ("", "head.*")])
+def test_a_run_may_freeze_other_parameters_than_the_one_it_begins_from(first: str, second: str, tmp_path: Path) -> None:
+    line = [*SMALL, "model=mlp", "trainer.max_epochs=null"]
+    begun = finished(*line, "trainer.max_steps=3", f"trainer.freeze=[{first}]", root=tmp_path / "first")
+    line += ["trainer.max_steps=6", f"run.resume={begun.directory}", f"trainer.freeze=[{second}]"]
+    ended = finished(*line, root=tmp_path / "second")
+    assert "continuing from" in ended.output
+    for parameter, tensor in ended.weights.items():
+        assert torch.equal(tensor, begun.weights[parameter]) == (second != "" and parameter.startswith("head."))
+
+
+def test_how_many_parameters_are_trained_is_said(tmp_path: Path) -> None:
+    line = [*SMALL, "model=mlp", "model.dim=8", "model.num_layers=1", "trainer.max_epochs=1"]
+    run = finished(*line, "trainer.freeze=[head.*]", root=tmp_path / "runs")
+    frozen = sum(tensor.numel() for name, tensor in run.weights.items() if name.startswith("head."))
+    total = run.summary["parameters"]
+    assert f"training {total - frozen:,} of {total:,} parameters for" in run.output
+
+
+# --- what was there, and had no test
+
+
+def planted_losses(losses: dict[int, float]) -> Callable[[], None]:
+    """Return what makes the evaluations of "val" report these losses, by step."""
+
+    def plant() -> None:
+        original = Trainer.record
+
+        def record(self: Trainer, row: dict[str, Any]) -> None:
+            original(self, row | {"loss": losses[row["step"]]} if row["split"] == "val" else row)
+
+        Trainer.record = record  # type: ignore[method-assign]
+
+    return plant
+
+
+LOSSES = {2: 2.0, 4: 1.0, 6: 1.5, 8: 1.6, 10: 1.2, 12: 1.3, 14: 1.4}
+STOPPING = [*SMALL, "model=mlp", "trainer.max_epochs=null", "trainer.max_steps=40", "trainer.eval_every=2",
+            "checkpoint.keep_last=1", "checkpoint.keep_best=2", "checkpoint.every=null"]  # fmt: skip
+
+
+def test_the_best_are_kept_over_a_resume(tmp_path: Path) -> None:
+    line = [*STOPPING, "trainer.max_steps=14"]
+
+    def cut() -> None:
+        planted_losses(LOSSES)()
+        after_step(7, preempt)()
+
+    stopped = command(*line, root=tmp_path / "runs", before=cut)
+    assert stopped.code == 75 and kept(stopped) == [4, 6, 7]
+    assert kept(finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))) == [4, 10, 14]
+
+
+def kept(ended: Ended) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in (ended.directory / "checkpoints").iterdir())
+
+
+def test_all_ranks_stop_early_at_the_same_step(tmp_path: Path) -> None:
+    line = [*STOPPING, "trainer.early_stopping.patience=4", "parallel=ddp", "launch.nproc_per_node=3"]
+    run = finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))
+    assert (run.summary["step"], run.summary["status"]) == (12, "finished")
+    assert run.summary["metrics"]["test"]["last"]["step"] == 12
+    state = json.loads((run.directory / "checkpoints" / "step_00000012" / "state.json").read_text())
+    assert state["patience"] == {"best": 1.0, "num_bad": 4}
