@@ -34,9 +34,10 @@ class Preemption:
         return grace_s - (time.monotonic() - self._since) if self.requested else math.inf
 
     def watch(self) -> None:
-        """Install the handlers. Main thread only."""
+        """Install the handlers, and let in what was blocked until now. Main thread only."""
         for signum in SIGNALS:
             signal.signal(signum, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     @contextmanager
     def heard_at_once(self) -> Iterator[None]:

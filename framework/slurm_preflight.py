@@ -141,9 +141,11 @@ def _check_partition(config: Config, kinds: list[_NodeKind]) -> list[Problem]:
     ]
     found = [Problem(key, f"{needed:g} {unit}, but {where} has no more than {max(has):g}", f"at most {max(has):g}")
              for key, needed, unit, has in needs if needed > max(has)]  # fmt: skip
-    if asked["time_min"] is not None and asked["signal_s"] >= asked["time_min"] * 60:
-        what = f"{asked['signal_s']}, but the whole job has launch.slurm.time_min={asked['time_min']}"
-        found.append(Problem("launch.slurm.signal_s", what, f"below {asked['time_min'] * 60}"))
+    shortest = asked["signal_s"] // 60 + 2  # else each attempt may end before its first step
+    if asked["time_min"] is not None and asked["time_min"] < shortest:
+        when = f"launch.slurm.signal_s={asked['signal_s']} before the end, or up to a minute earlier"
+        what = f"{asked['time_min']} minutes, but Slurm has the job stop {when}"
+        found.append(Problem("launch.slurm.time_min", what, f"at least {shortest}"))
     if found:
         return found
     fit = [all(needed <= has[place] for _, needed, _, has in needs) for place in range(len(kinds))]

@@ -99,7 +99,6 @@ def _run(line: list[str], share: set[int], log: Path | None) -> None:
     die_with_parent()
     PREEMPTION.speaks = False
     PREEMPTION.watch()  # a signal that came just before the fork is in it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if log is not None:
         _take_share(share)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

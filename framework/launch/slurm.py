@@ -25,6 +25,11 @@ from framework.slurm_preflight import job_options
 Config = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# Python, with signals that wait until take_node listens: one may come while the interpreter starts, and would end it
+PATIENT = (
+    f"import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {[int(signum) for signum in SIGNALS]}); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
 # the first entry of the path would be the directory of the submission, which may hold a newer framework
 NODE = "import sys; sys.path[0] = sys.argv[1]; from framework.launch.slurm import take_node; sys.exit(take_node(*sys.argv[2:]))"
 
@@ -91,7 +96,7 @@ def _submit(configs: list[Config], *, folder: Path, name: str | None) -> None:
 
     asked, options = configs[0]["launch"]["slurm"], job_options(configs[0])
     make_directory(folder)
-    executor = submitit.SlurmExecutor(folder)
+    executor = submitit.SlurmExecutor(folder, python=shlex.join([sys.executable, "-I", "-S", "-c", PATIENT]))
     executor.update_parameters(
         **dict.fromkeys(("time", "wckey")),  # none of submitit's own
         setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *asked["setup"]],  # do we see it?

@@ -189,12 +189,30 @@ def test_scontrol_requeue(one: Ended, submitted: Callable[..., Run]) -> None:
 
 @pytest.mark.slow
 def test_the_time_limit(one: Ended, submitted: Callable[..., Run]) -> None:
-    run = submitted("launch.slurm.time_min=1", "launch.slurm.signal_s=40")
-    run.wait_for_restart()
+    run = submitted("launch.slurm.time_min=2", "launch.slurm.signal_s=30")  # which comes after 60 to 90 s
+    run.wait_for_restart(timeout_s=180)
     assert "SIGUSR1: stopping after this step" in run.log() and "requeues itself" in run.log()
     ended = run.finish()  # after another minute, maybe
     assert ended.summary["status"] == "finished" and ended.summary["restarts"] >= 1
     assert_close(ended, one)
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_job_starts(one: Ended, submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only warning may come before Python has got so far as to listen: here the nodes give it to themselves."""
+    plant = Run._plant
+
+    def plant_both(run: Run) -> None:
+        from framework.launch import slurm
+
+        plant(run)
+        warning = "'SLURM_RESTART_COUNT' in os.environ or os.kill(os.getpid(), signal.SIGUSR1)"
+        slurm.NODE = f"import os, signal; {warning}; {slurm.NODE}"
+
+    monkeypatch.setattr(Run, "_plant", plant_both)
+    run = submitted()
+    assert "requeues itself" in run.log() and facts(run.job)["Restarts"] == "1"
+    assert_ends_as(run, one, restarts=0)
 
 
 @pytest.mark.slow
@@ -379,8 +397,8 @@ def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Cal
         (["launch.slurm.mem_gb=8"], "launch.slurm.mem_gb: 8192 MB, but partition main has no more than 4000 (at most 4000)"),
         (["launch.slurm.gpus_per_node=3", "launch.nproc_per_node=1"], "launch.slurm.gpus_per_node: 3 GPUs, but partition main has no more than 2 (at most 2)"),
         (["launch.nproc_per_node=3", "launch.slurm.gpus_per_node=2"], "launch.nproc_per_node: 3, but there are 2 CUDA devices (at most 2, or backend=gloo for the CPU)"),
-        (["launch.slurm.partition=short", "launch.slurm.time_min=3"], "launch.slurm.time_min: 3 minutes, but partition short has no more than 2 (at most 2)"),
-        (["launch.slurm.time_min=2"], "launch.slurm.signal_s: 120, but the whole job has launch.slurm.time_min=2 (below 120)"),
+        (["launch.slurm.partition=short", "launch.slurm.time_min=3", "launch.slurm.signal_s=60"], "launch.slurm.time_min: 3 minutes, but partition short has no more than 2 (at most 2)"),
+        (["launch.slurm.time_min=2"], "launch.slurm.time_min: 2 minutes, but Slurm has the job stop launch.slurm.signal_s=120 before the end, or up to a minute earlier (at least 4)"),
         (["launch.slurm.constraint=gold"], "launch.slurm: Slurm refuses such a job: allocation failure: Invalid feature specification (what the site allows)"),
         (["name=a%j"], "run.dir: holds a %, which Slurm replaces in the names of its output (a path without)"),
         (["launch.slurm.partitoin=main"], "launch.slurm.partitoin: unknown key (did you mean launch.slurm.partition?)"),
