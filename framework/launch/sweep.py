@@ -265,7 +265,8 @@ def _end(source: Source, config: dict[str, Any], directory: Path) -> int:
     except OSError as error:
         LOGGER.warning("%s could not be written: %s", directory / "sweep.png", error.strerror)
     states = Counter(row.state for row in rows)
-    LOGGER.info("%s", f"{len(rows)} jobs: {', '.join(f'{n} {state}' for state, n in states.items())}; see {directory}")
+    told = ", ".join(f"{count} {state}" for state, count in states.items())
+    LOGGER.info("%s", f"{len(rows)} job{'s' * (len(rows) != 1)}: {told}; see {directory}")
     if (best := best_of(rows, mode=mode)) is not None:
         of = f": {best.assignment}" if best.assignment else ""
         LOGGER.info("%s", f"best {monitor} {best.objective:.4g}{of}, in {best.directory.path}")
