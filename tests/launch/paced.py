@@ -6,6 +6,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def pace(folder: Path) -> Callable[[], None]:
     """Return what makes every rank note its steps in `folder`/steps: the time, the step, its rank and the world size.
 
-    A step takes 0.3 s as long as there is a file `folder`/slow.
+    As long as there is a file `folder`/slow, a step takes the seconds that it holds, 0.3 if it is empty.
     """
 
     def plant() -> None:
@@ -27,8 +28,8 @@ def pace(folder: Path) -> Callable[[], None]:
             with open(folder / "steps", "a") as file:
                 world = trainer.world
                 file.write(f"{time.time()} {trainer.progress.step} {world.rank} {world.world_size}\n")
-            if (folder / "slow").exists():
-                time.sleep(0.3)
+            with suppress(FileNotFoundError):
+                time.sleep(float((folder / "slow").read_text() or 0.3))
             return result
 
         Trainer.train_step = train_step  # type: ignore[method-assign,assignment]

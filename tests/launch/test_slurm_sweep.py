@@ -34,12 +34,12 @@ def multirun(line: list[str]) -> int:
 
 
 class Sweep:
-    """A sweep that is submitted. Its jobs' steps are written down, and take 0.3 s each until `hurry`."""
+    """A sweep that is submitted. Its jobs' steps are written down, and take a second each until `hurry`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.root = folder / "runs"
-        (folder / "slow").touch()
+        (folder / "slow").write_text("1")
 
     def plant(self) -> None:
         from framework.launch import slurm
