@@ -73,7 +73,9 @@ def report() -> None:
             folder = Path(name)
             between = trainer_of(dim, is_async=False, folder=folder / "between")
             beside = trainer_of(dim, is_async=True, folder=folder / "beside")
-            times: dict[str, list[float]] = {key: [] for key in ("bare", "between", "stall", "commit", "step", "meanwhile")}
+            times: dict[str, list[float]] = {
+                key: [] for key in ("bare", "between", "stall", "commit", "step", "meanwhile")
+            }
             for number in range(NUM_ROUNDS + 1):
                 measured = {"bare": [bare_save_s(between, folder / "bare.pt")], "between": [seconds_of(between.commit)]}
                 measured["step"] = steps_s(beside, while_saving=False, at_most=5)

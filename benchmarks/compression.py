@@ -16,7 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HOOKS = [None, "fp16", "bf16", "int8", "top_k", "powersgd"]
 SEEDS = (0, 1, 2)
-LINE = ["parallel=ddp", "launch.nproc_per_node=2", "trainer.max_epochs=20", "trainer.eval_every=null", "checkpoint.every=null"]
+LINE = [
+    "parallel=ddp",
+    "launch.nproc_per_node=2",
+    "trainer.max_epochs=20",
+    "trainer.eval_every=null",
+    "checkpoint.every=null",
+]
 
 RUN = """
 import sys

@@ -34,7 +34,15 @@ def measure(overrides: list[str]) -> tuple[float, list[float], float]:
     from framework.launch.start import check
     from framework.loggers.sink import RunInfo
 
-    row = {"split": "train", "loss": 2.3, "accuracy": 0.1, "lr": 1e-3, "grad_norm": 1.0, "samples_per_s": 1e4, "epoch": 0}
+    row = {
+        "split": "train",
+        "loss": 2.3,
+        "accuracy": 0.1,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "samples_per_s": 1e4,
+        "epoch": 0,
+    }
     with tempfile.TemporaryDirectory() as folder:
         config, problems = check([*overrides, f"run.dir={folder}"], world_size=None)
         assert not problems, problems

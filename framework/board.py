@@ -56,7 +56,9 @@ class Place:
     rank: int
     pid: int
     state: State
-    since: float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has told an error
+    since: (
+        float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has told an error
+    )
     collectives: tuple[int, int]  # begun so far, if it has told its error; otherwise as of the latest beat
     beats: tuple[Beat, ...]  # the latest, oldest first
 

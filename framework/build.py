@@ -56,7 +56,9 @@ def complete_model(config: Config, info: dict[str, int]) -> tuple[Config, list[P
     node, problems = dict(config["model"]), []
     node |= {name: info[name] for name in arguments_of(str(node.get("_target_"))) or {}
              if node.get(name) is None and name in info}  # fmt: skip
-    fitting = ", ".join(f"model={name}" for name in options("model") if not _unfilled(option_node("model", name) | dict(info)))
+    fitting = ", ".join(
+        f"model={name}" for name in options("model") if not _unfilled(option_node("model", name) | dict(info))
+    )
     if node.get("init_from"):
         node["init_digest"] = content_of(node["init_from"])
     for name in _unfilled(node):

@@ -82,13 +82,22 @@ class SlurmTask:
     def read(cls) -> "SlurmTask":
         env = os.environ
         array = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}" if "SLURM_ARRAY_JOB_ID" in env else "{SLURM_JOB_ID}"
-        return cls(int(env["SLURM_JOB_ID"]), array.format_map(env), int(env.get("SLURM_RESTART_COUNT", "0")), int(env["SLURM_NODEID"]))
+        return cls(
+            int(env["SLURM_JOB_ID"]),
+            array.format_map(env),
+            int(env.get("SLURM_RESTART_COUNT", "0")),
+            int(env["SLURM_NODEID"]),
+        )
 
 
 @contextmanager
 def outside_of_jobs() -> Iterator[None]:
     """Hide what would change what Slurm's commands do: the job that this process is in, and the user's own defaults for listings."""
-    hidden = [name for name in os.environ if (name.startswith(_CHANGE_SLURM) and name not in _LEAD_TO_SLURM) or name == "SBATCH_WAIT"]
+    hidden = [
+        name
+        for name in os.environ
+        if (name.startswith(_CHANGE_SLURM) and name not in _LEAD_TO_SLURM) or name == "SBATCH_WAIT"
+    ]
     before = {name: os.environ.pop(name) for name in hidden}
     try:
         yield

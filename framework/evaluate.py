@@ -75,12 +75,17 @@ def _table(row: dict[str, Any]) -> str:
     """Return the row as two aligned lines: the names, and the values."""
     texts = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in row.items()}
     widths = {name: max(len(name), len(text)) for name, text in texts.items()}
-    lines = ["  ".join(name.ljust(widths[name]) for name in texts), "  ".join(text.ljust(widths[name]) for name, text in texts.items())]
+    lines = [
+        "  ".join(name.ljust(widths[name]) for name in texts),
+        "  ".join(text.ljust(widths[name]) for name, text in texts.items()),
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    plain = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
     with open(path, "ab", buffering=0) as file:
         file.write((json.dumps(plain) + "\n").encode())  # JSON has no infinity
         os.fsync(file.fileno())

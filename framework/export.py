@@ -81,9 +81,7 @@ def _samples(config: dict[str, Any]) -> Tree:
     return inputs
 
 
-def _made(
-    name: str, model: Restored, *, samples: Tree, config: dict[str, Any], world: World
-) -> tuple[bytes, str]:
+def _made(name: str, model: Restored, *, samples: Tree, config: dict[str, Any], world: World) -> tuple[bytes, str]:
     """Return the file's content, and what to say of its outputs. Unfit if the model cannot be exported, or comes out another."""
     if name == "safetensors":
         return _safetensors(model, config, world=world), ""

@@ -44,5 +44,3 @@ def flops_per_sample(model: nn.Module, batch: Tensor) -> float | None:
         except Exception:  # the user's own model: it asks for numbers, not only for shapes
             return None
     return counter.get_total_flops() / len(batch)
-
-

@@ -39,8 +39,10 @@ def thaw(frozen: Frozen) -> dict[str, Any]:
     stored = config.pop("hash", None)
     actual = digest_of(config)
     if not stored == actual == frozen.digest:
-        raise ValueError(f"{frozen.path} has changed since this run was started (hash {actual[:12]}, frozen as "
-                         f"{frozen.digest[:12]}); start the command again")
+        raise ValueError(
+            f"{frozen.path} has changed since this run was started (hash {actual[:12]}, frozen as "
+            f"{frozen.digest[:12]}); start the command again"
+        )
     return config
 
 

@@ -10,7 +10,9 @@ from framework.keys import key
 from framework.optim import Trainable
 from framework.shards import local, part_of
 
-ChangeGradients = Callable[[int], None]  # of this rank's parameters or shards, in the step of that number, from 0. Collective
+ChangeGradients = Callable[
+    [int], None
+]  # of this rank's parameters or shards, in the step of that number, from 0. Collective
 
 
 class ClipValues:
@@ -48,7 +50,9 @@ class Noise:
         std = (self.eta / (1 + step) ** self.gamma) ** 0.5
         for item in self._trained:
             if (gradient := _gradient_of(item.parameter)) is not None:
-                generator = torch.Generator(gradient.device).manual_seed(key(self.seed, "gradient noise", step, item.name))
+                generator = torch.Generator(gradient.device).manual_seed(
+                    key(self.seed, "gradient noise", step, item.name)
+                )
                 noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device)
                 local(gradient).add_(local(part_of(noise, like=gradient)), alpha=std)
 

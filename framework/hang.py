@@ -96,7 +96,9 @@ def _process(pid: int) -> _Process:
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     """Find out who hangs, log it and post it. Returns False if a rank has merely ended."""
     begun, busy_s = time.monotonic(), {place.local_rank: _process(place.pid).busy_s for place in board.others()}
-    _wait(lambda: _has_ended(board) or all(_has_told(p) or _is_stopped(p) for p in board.others()), at_most_s=_TO_TELL_S)
+    _wait(
+        lambda: _has_ended(board) or all(_has_told(p) or _is_stopped(p) for p in board.others()), at_most_s=_TO_TELL_S
+    )
     if _has_ended(board):
         return False
     silent = {place.local_rank: place for place in board.others() if not _has_told(place)}
@@ -117,7 +119,9 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
         seen.append(Seen(place, stack, manner))
     verdict = judge(seen, timeout_s=timeout_s, spans_nodes=spans_nodes)
     for one in seen:
-        log.to_files(f"rank {one.place.rank} {one.manner or 'waits for other ranks'}, {one}\n{one.stack or '(no stack)'}")
+        log.to_files(
+            f"rank {one.place.rank} {one.manner or 'waits for other ranks'}, {one}\n{one.stack or '(no stack)'}"
+        )
     board.post(verdict)
     return True
 

@@ -89,7 +89,9 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 def require_metric(name: str, row: Row, *, key: str) -> None:
     """Raise Unfit if a row lacks the metric that `key` names: whether a task measures it may depend on the data."""
     if name not in row:
-        measured = ", ".join(other for other in row if other not in ("step", "split", "lr", "grad_norm", "epoch", *MACHINE))
+        measured = ", ".join(
+            other for other in row if other not in ("step", "split", "lr", "grad_norm", "epoch", *MACHINE)
+        )
         raise Unfit(f"{key}: {row['split']}/{name} is not measured here (there are {measured})")
 
 

@@ -87,10 +87,16 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
             fixed.append(text)
     is_search = hydras.get("hydra/sweeper") == "optuna"
     launcher, sweeper, problems = read_settings(hydras)
-    problems += [Problem(key, "cannot be swept", "one value for all jobs") for key in swept if is_hydras(key) or key == "mode"]
+    problems += [
+        Problem(key, "cannot be swept", "one value for all jobs") for key in swept if is_hydras(key) or key == "mode"
+    ]
     if "mode=report" in fixed:
-        problems.append(Problem("mode", "report is about all runs of a root, and -m about jobs", "without -m, with run.root alone"))
-    if isinstance(launcher, SubmititSlurm) and any(text.startswith("launch=") and text != "launch=slurm" for text in fixed):
+        problems.append(
+            Problem("mode", "report is about all runs of a root, and -m about jobs", "without -m, with run.root alone")
+        )
+    if isinstance(launcher, SubmititSlurm) and any(
+        text.startswith("launch=") and text != "launch=slurm" for text in fixed
+    ):
         problems.append(Problem("launch", "is not slurm, but hydra/launcher=submitit_slurm is", "one of the two"))
         launcher = Launcher()
     if is_search and not swept:

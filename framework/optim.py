@@ -27,7 +27,9 @@ MakeOptimizer = Callable[[BuildOptimizer, list[Trainable]], torch.optim.Optimize
 
 def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
     """Return the parameters that want a gradient, in the model's order. `hidden` names those that are hidden."""
-    of_norms = {id(p) for layer in module.modules() if isinstance(layer, _NORMS) for p in layer.parameters(recurse=False)}
+    of_norms = {
+        id(p) for layer in module.modules() if isinstance(layer, _NORMS) for p in layer.parameters(recurse=False)
+    }
     trained = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

@@ -112,7 +112,9 @@ def _check_batch(config: Config) -> list[Problem]:
         what = "null, as is trainer.max_epochs: the run would never end"
         problems.append(Problem("trainer.max_steps", what, "a number for one of them"))
     problems += _check_sync(config) + _check_async(config) + _check_bitwise(config) + _check_divergence(config)
-    if trainer.get("sync_batchnorm") is True and (axes := {"tensor", "pipeline", "context"} & config["parallel"].keys()):
+    if trainer.get("sync_batchnorm") is True and (
+        axes := {"tensor", "pipeline", "context"} & config["parallel"].keys()
+    ):
         what = f"true, but processes along the {sorted(axes)[0]} axis have no samples of their own"
         problems.append(Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp"))
     stopping = trainer.get("early_stopping", {})
@@ -134,7 +136,10 @@ def _check_sync(config: Config) -> list[Problem]:
     sync_every = config["parallel"].get("sync_every")
     if not isinstance(sync_every, int) or sync_every < 1:
         return []
-    periods = {"trainer.eval_every": config["trainer"].get("eval_every"), "checkpoint.every": config["checkpoint"].get("every")}
+    periods = {
+        "trainer.eval_every": config["trainer"].get("eval_every"),
+        "checkpoint.every": config["checkpoint"].get("every"),
+    }
     return [Problem(key, f"{every} is not a multiple of parallel.sync_every={sync_every}", "the processes agree only then")
             for key, every in periods.items() if isinstance(every, int) and every % sync_every]  # fmt: skip
 
@@ -149,10 +154,14 @@ def _check_bitwise(config: Config) -> list[Problem]:
         problems.append(Problem("micro_batch_size", what, "a number; any world size up to global_batch_size / "
                                 "micro_batch_size then gives the same bits"))  # fmt: skip
     if config["trainer"].get("sync_batchnorm") is True:
-        what = "true, but invariance=bitwise takes statistics over a micro-batch: others depend on who runs what beside it"
+        what = (
+            "true, but invariance=bitwise takes statistics over a micro-batch: others depend on who runs what beside it"
+        )
         problems.append(Problem("trainer.sync_batchnorm", what, "false"))
     if config["parallel"].get("compression") is not None:
-        what = f"{config['parallel']['compression']}, which depends on how many processes there are (invariance=bitwise)"
+        what = (
+            f"{config['parallel']['compression']}, which depends on how many processes there are (invariance=bitwise)"
+        )
         problems.append(Problem("parallel.compression", what, "null"))
     return problems
 
@@ -166,7 +175,8 @@ def _check_async(config: Config) -> list[Problem]:
         "trainer.ema_decay": trainer.get("ema_decay"),
         "trainer.grad_noise.eta": isinstance(noise := trainer.get("grad_noise"), dict) and noise.get("eta"),
         "trainer.sync_batchnorm": trainer.get("sync_batchnorm"),
-        "precision": config["precision"].get("name") == "fp16" and "fp16, whose loss scale follows every step's global norm",
+        "precision": config["precision"].get("name") == "fp16"
+        and "fp16, whose loss scale follows every step's global norm",
     }
     return [Problem(key, f"{str(value).lower() if value is True else value}, but under parallel.mode=async "
                     "each process is at a point of its own", expected) for key, value in at_odds.items() if value]  # fmt: skip
@@ -233,7 +243,11 @@ def _check_init(init_from: Any, *, resume: str) -> list[Problem]:
     if not isinstance(init_from, str):
         return []
     if resume not in ("auto", "never", "must"):
-        return [Problem("model.init_from", "is given, and so is run.resume: each says where the weights are from", "one of them")]
+        return [
+            Problem(
+                "model.init_from", "is given, and so is run.resume: each says where the weights are from", "one of them"
+            )
+        ]
     try:
         read_header(Path(init_from))
     except (Invalid, ValueError) as error:
@@ -259,7 +273,13 @@ def _check_writable(path: Path) -> list[Problem]:
 def _check_contents(directory: RunDirectory) -> list[Problem]:
     """Refuse a directory with files that are no run's: a run would mix its own with them."""
     if odd := directory.odd_files():
-        return [Problem("run.dir", f"{directory.path / odd[0]} is not a plain file", "a run writes to none that is a link or a pipe")]
+        return [
+            Problem(
+                "run.dir",
+                f"{directory.path / odd[0]} is not a plain file",
+                "a run writes to none that is a link or a pipe",
+            )
+        ]
     strangers = directory.strangers()
     if not strangers:
         return []

@@ -35,7 +35,9 @@ def check_processes(config: Config, *, world_size: int | None) -> tuple[Config, 
     axes = {name: parallel[name] for name in MESH_AXES if name in parallel}
     problems = []
     if world_size is not None and launch["kind"] == "slurm":
-        problems.append(Problem("launch", f"slurm, but {source} already", "launch=local, or this command without a launcher"))
+        problems.append(
+            Problem("launch", f"slurm, but {source} already", "launch=local, or this command without a launcher")
+        )
     if asked is not None and asked != world_size and world_size is not None and asked > world_size:
         problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
     if not isinstance(count, int) or any(not isinstance(size, (int, type(None))) for size in axes.values()):

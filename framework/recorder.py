@@ -37,7 +37,10 @@ class Recorder:
         # the summary knows it of a run that was killed before its first checkpoint
         self.record_id = self.record_id or _known_id(before) or f"{run.run_id}-{secrets.token_hex(4)}"
         restarts = before.get("restarts", -1) + 1
-        facts = facts | {"record_id": self.record_id, "continued_at": [*before.get("continued_at", []), run.step] if restarts else []}
+        facts = facts | {
+            "record_id": self.record_id,
+            "continued_at": [*before.get("continued_at", []), run.step] if restarts else [],
+        }
         self.directory.update_summary(status="running", restarts=restarts, error=None, **facts)
         self._metrics = MetricsFile(self.directory.metrics, step=run.step)
 

@@ -27,7 +27,9 @@ def recover(trainer: "Trainer", error: Diverged, *, step: Step) -> bool:
         leave_out(trainer, step)
     trainer.progress.num_divergences = count
     if trainer.world.rank == 0:
-        done = f"back to step {trainer.progress.step}, leaving out the batches since" if policy.rolls_back else "left out"
+        done = (
+            f"back to step {trainer.progress.step}, leaving out the batches since" if policy.rolls_back else "left out"
+        )
         LOGGER.warning("%s: %s (%d of %d times)", error.what, done, count, policy.limit)
     return policy.rolls_back
 
@@ -50,7 +52,9 @@ def roll_back(trainer: "Trainer", *, past: Step) -> None:
     samples_seen = trainer.progress.samples_seen + past.num_samples
     trainer.tick()
     wall_s = trainer.progress.wall_s
-    restore(path, module=trainer.engine.module, optimizer=trainer.optimizer, average=trainer.average, world=trainer.world)
+    restore(
+        path, module=trainer.engine.module, optimizer=trainer.optimizer, average=trainer.average, world=trainer.world
+    )
     trainer.load_state_dict(state)
     trainer.progress.samples_seen, trainer.progress.wall_s = samples_seen, wall_s
     trainer.loss_watch.zero_()

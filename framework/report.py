@@ -137,7 +137,11 @@ def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 def _written(value: Any) -> str:
     if isinstance(value, list):
-        return "[" + ", ".join(_written(item) if not isinstance(item, (list, dict)) else "..." for item in value[:20]) + "]"
+        return (
+            "["
+            + ", ".join(_written(item) if not isinstance(item, (list, dict)) else "..." for item in value[:20])
+            + "]"
+        )
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return printable(str(value))
@@ -153,7 +157,9 @@ def _read_rows(path: Path) -> list[Row]:
     return rows_in(b"\n".join([*reversed(train[::-every]), *(line for line in lines if _TRAIN not in line)]))
 
 
-def _metrics(rows: list[Row], *, monitor: str, mode: str) -> tuple[dict[str, float], dict[str, float], dict[str, Curve]]:
+def _metrics(
+    rows: list[Row], *, monitor: str, mode: str
+) -> tuple[dict[str, float], dict[str, float], dict[str, Curve]]:
     """Return the last and best of each SPLIT/METRIC, and its curve."""
     found: dict[tuple[str, str], Curve] = {}
     for row in rows:
@@ -182,4 +188,6 @@ def number(value: Any) -> float:
 def told(runs: list[ReportedRun]) -> str:
     """Return how many runs there are, and in which states."""
     counts = Counter(run.state for run in runs)
-    return f"{len(runs)} run{'s' * (len(runs) != 1)}: " + ", ".join(f"{count} {state}" for state, count in counts.most_common())
+    return f"{len(runs)} run{'s' * (len(runs) != 1)}: " + ", ".join(
+        f"{count} {state}" for state, count in counts.most_common()
+    )

@@ -37,7 +37,8 @@ _FIRST_COLORS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #17becf
 _CHARACTER = 7.4  # pixels, of the table's font
 _MOST_PANELS = 8
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-_TABLE_STYLE = InlineStyleSheet(css=f"""
+_TABLE_STYLE = InlineStyleSheet(
+    css=f"""
     .slick-header-column {{ font: 600 12px {_FONT}; color: #37474f; background: #f5f7f9; }}
     .slick-cell {{ font: 12.5px {_FONT}; font-variant-numeric: tabular-nums; border-color: #eceff1 !important; }}
     .slick-row:hover {{ background: #eef4fb; cursor: pointer; }}
@@ -47,7 +48,8 @@ _TABLE_STYLE = InlineStyleSheet(css=f"""
     .state {{ padding: 1px 8px; border-radius: 9px; background: #eceff1; }}
     .finished {{ background: #d7f0dc; }} .running {{ background: #d8e8fc; }}
     .failed, .killed {{ background: #fbdcdc; }} .preempted {{ background: #fdf0d0; }}
-""")
+"""
+)
 _PAGE = """
 {% block preamble %}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
@@ -83,14 +85,28 @@ def _layout(runs: list[ReportedRun]) -> Any:
     log.visible = False
     table = _table(runs, source, view)
     scale = RadioButtonGroup(labels=["linear", "log"], active=0, width=120, name="scale")
-    scale.js_on_change("active", CustomJS(args={"linear": linear, "log": log}, code="""
-        linear.visible = this.active == 0; log.visible = !linear.visible"""))
+    scale.js_on_change(
+        "active",
+        CustomJS(
+            args={"linear": linear, "log": log},
+            code="""
+        linear.visible = this.active == 0; log.visible = !linear.visible""",
+        ),
+    )
     shown = TextInput(placeholder="only runs with these words in them", width=320, name="filter")
-    words = [" ".join([run.label, run.state, run.note, *(f"{k}={v}" for k, v in run.config.items())]).lower() for run in runs]
-    shown.js_on_change("value_input", CustomJS(args={"view": view, "words": words, "some": BooleanFilter()}, code="""
+    words = [
+        " ".join([run.label, run.state, run.note, *(f"{k}={v}" for k, v in run.config.items())]).lower() for run in runs
+    ]
+    shown.js_on_change(
+        "value_input",
+        CustomJS(
+            args={"view": view, "words": words, "some": BooleanFilter()},
+            code="""
         const asked = this.value_input.toLowerCase().split(/\\s+/)
         some.booleans = words.map((text) => asked.every((word) => text.includes(word)))
-        view.filter = some"""))
+        view.filter = some""",
+        ),
+    )
     everything = Button(label="all runs", width=90, name="all")
     everything.js_on_click(CustomJS(args={"source": source}, code="source.selected.indices = []"))
     return column(row(scale, everything, shown), table, linear, log, sizing_mode="stretch_width")

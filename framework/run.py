@@ -91,7 +91,9 @@ def _continue(trainer: Trainer, config: dict[str, Any], *, directory: RunDirecto
     try:
         restore(path, module=trainer.engine.module, optimizer=trainer.optimizer, average=trainer.average, world=world)
     except ValueError as error:
-        raise NoValidCheckpoint(f"{path} does not fit this run: {error}; model.init_from=FILE begins with weights alone") from None
+        raise NoValidCheckpoint(
+            f"{path} does not fit this run: {error}; model.init_from=FILE begins with weights alone"
+        ) from None
     trainer.load_state_dict(state)
     if trainer.is_over and path.parent != directory.checkpoints:
         raise NoValidCheckpoint(f"{path} leaves nothing to train: it has taken {trainer.progress.step} steps, and this run "
@@ -116,7 +118,9 @@ def _from_elsewhere(path: Path, config: dict[str, Any], *, world: World) -> tupl
     if fault := world.from_rank_0(_fault(rows)):
         raise NoValidCheckpoint(f"{path}: {fault}")
     # what the other run has made of its rows follows from its own settings, and its clock and its end are its own
-    metrics, patience = world.from_rank_0(_judged(rows, config, step=found[1]["progress"]["step"]) if world.rank == 0 else None)
+    metrics, patience = world.from_rank_0(
+        _judged(rows, config, step=found[1]["progress"]["step"]) if world.rank == 0 else None
+    )
     began = {"wall_s": 0.0, "train_s": 0.0, "began": Progress().began}
     found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
     return found
@@ -163,7 +167,9 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
     if isinstance(before, (int, float)):  # a run that was killed before its first checkpoint
         trainer.progress.began = min(trainer.progress.began, before)
     sizes: dict[str, tuple[int, bool]] = {}
-    for part in world.gather({name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}):
+    for part in world.gather(
+        {name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}
+    ):
         sizes |= part  # a stage of a pipeline has a part of them
     num_parameters = sum(size for size, _ in sizes.values())
     num_trained = sum(size for size, is_trained in sizes.values() if is_trained)
@@ -223,7 +229,14 @@ def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDi
         _write_weights(weights, directory)
         restarts = directory.read_summary().get("continued_at", [])
         title, saving = f"{config['name']}/{config['run']['id']}", config["checkpoint"]
-        draw_curves(directory.metrics, directory.curves, title=title, restarts=restarts, monitor=saving["monitor"], mode=saving["mode"])
+        draw_curves(
+            directory.metrics,
+            directory.curves,
+            title=title,
+            restarts=restarts,
+            monitor=saving["monitor"],
+            mode=saving["mode"],
+        )
 
     trainer.world.together(write, what="the results not written", rank_0_only=True)
 

@@ -20,7 +20,16 @@ _NAMES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints",
           "curves.png", "evaluations.jsonl", "export", "tensorboard", "wandb", "slurm", "profile")  # fmt: skip
 
 
-_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "train.log", "curves.png", "evaluations.jsonl")
+_FILES = (
+    "lock",
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "model.safetensors",
+    "train.log",
+    "curves.png",
+    "evaluations.jsonl",
+)
 
 
 class Busy(RunEnded):

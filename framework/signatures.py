@@ -118,7 +118,9 @@ def metrics_of(target: str) -> list[str] | None:
     if not isinstance(node, ast.ClassDef):
         return None
     measured, derived = (_method(node, name, module=target.rpartition(".")[0]) for name in ("metrics", "derived"))
-    returned = [n.value for method in (measured, derived) if method for n in ast.walk(method) if isinstance(n, ast.Return)]
+    returned = [
+        n.value for method in (measured, derived) if method for n in ast.walk(method) if isinstance(n, ast.Return)
+    ]
     if measured is None or not all(isinstance(value, ast.Dict) for value in returned):
         return None
     keys = [key for value in returned if isinstance(value, ast.Dict) for key in value.keys]

@@ -122,7 +122,9 @@ def _check_partition(config: Config, kinds: list[_NodeKind]) -> list[Problem]:
     """Compare what the job asks for with the nodes of its partition."""
     launch, asked = config["launch"], config["launch"]["slurm"]
     there = list(dict.fromkeys(kind.partition for kind in kinds))
-    chosen = (asked["partition"] or "").split(",") if asked["partition"] else [k.partition for k in kinds if k.is_default]
+    chosen = (
+        (asked["partition"] or "").split(",") if asked["partition"] else [k.partition for k in kinds if k.is_default]
+    )
     if not chosen:
         return [Problem("launch.slurm.partition", "null, but there is no default", "one of " + ", ".join(there))]
     for name in chosen:
@@ -149,7 +151,10 @@ def _check_partition(config: Config, kinds: list[_NodeKind]) -> list[Problem]:
     if found:
         return found
     fit = [all(needed <= has[place] for _, needed, _, has in needs) for place in range(len(kinds))]
-    num_nodes, least = sum(kind.num_nodes for kind, fits in zip(kinds, fit) if fits), (node_counts(launch["nnodes"]) or [1])[0]
+    num_nodes, least = (
+        sum(kind.num_nodes for kind, fits in zip(kinds, fit) if fits),
+        (node_counts(launch["nnodes"]) or [1])[0],
+    )
     if least > num_nodes:
         what = f"{launch['nnodes']}, but {where} has {num_nodes} such nodes"
         return [Problem("launch.nnodes", what, f"at most {num_nodes}" if num_nodes else "less of each")]
@@ -162,7 +167,9 @@ def _check_limits(config: Config) -> list[Problem]:
     try:
         slurm.ask("sbatch", "--test-only", *flags, "--wrap=true")
     except SlurmFailed as error:
-        if "node configuration is not available" in str(error):  # or only for now: sbatch lets a job wait for nodes that are down
+        if "node configuration is not available" in str(
+            error
+        ):  # or only for now: sbatch lets a job wait for nodes that are down
             return []
         return [Problem("launch.slurm", f"Slurm refuses such a job: {error}", "what the site allows")]
     return []
@@ -178,7 +185,11 @@ def _check_visible(config: Config) -> list[Problem]:
     problem = Problem("run.dir", f"{nearest} is of this machine alone: the nodes do not see it",
                       "a directory on a file system that they share")  # fmt: skip
     options = job_options(config)
-    flags = [f"--{name}={options[name]}" for name in ("partition", "account", "qos", "constraint", "exclude") if name in options]
+    flags = [
+        f"--{name}={options[name]}"
+        for name in ("partition", "account", "qos", "constraint", "exclude")
+        if name in options
+    ]
     with tempfile.NamedTemporaryFile(dir=nearest, prefix=".seen_by_nodes_") as file:
         test = 'test -e "$0" && echo seen || echo unseen'
         try:

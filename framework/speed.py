@@ -9,7 +9,12 @@ from typing import Literal, get_args
 import torch
 
 Phase = Literal["start", "data", "forward_backward", "optimizer", "checkpoint", "evaluation", "loop", "end"]
-PARTS: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "checkpoint")  # of a step's time; "loop" is the rest
+PARTS: tuple[Phase, ...] = (
+    "data",
+    "forward_backward",
+    "optimizer",
+    "checkpoint",
+)  # of a step's time; "loop" is the rest
 _STEPPING: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "loop")
 _MOST_EVENTS = 4000  # that are kept between two rows: the last thousand steps
 

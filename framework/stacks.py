@@ -19,7 +19,9 @@ class Frame(NamedTuple):
 def frames(text: str) -> list[Frame]:
     """Return the frames of the main thread, or of the one thread that a traceback is about, innermost first."""
     threads = re.split(r"^(?:Current t|T)hread 0x", text, flags=re.MULTILINE)
-    found = re.findall(r'File "(.+)", line (\d+),? in (.+)', threads[-1])  # the main thread, being the oldest, comes last
+    found = re.findall(
+        r'File "(.+)", line (\d+),? in (.+)', threads[-1]
+    )  # the main thread, being the oldest, comes last
     in_order = [Frame(file, int(line), function) for file, line, function in found]
     return in_order if len(threads) > 1 else in_order[::-1]
 

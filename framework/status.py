@@ -87,7 +87,9 @@ def _read(directory: RunDirectory, job: Queued | None, silence: str) -> Status:
     summary = directory.read_summary()
     state = directory.state if silence else _state(directory, job)
     rows = _last_rows(directory.metrics)
-    step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
+    step = max(
+        [number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step)
+    )
     total_steps = number(summary.get("total_steps"))
     pace = next((number(row.get("step_s")) for row in reversed(rows) if row["split"] == "train"), math.nan)
     reasons = {"failed": summary.get("error"), "killed": summary.get("error"), "queued": job.reason if job else silence}
@@ -138,7 +140,9 @@ def tell(statuses: list[Status], labels: list[str]) -> None:
     shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     table = Table(*shown, box=SIMPLE_HEAD, pad_edge=False)
     for status, row in zip(statuses, rows):
-        table.add_row(*(Text(row[name], style=_STYLES.get(status.state, "") if name == "state" else "") for name in shown))
+        table.add_row(
+            *(Text(row[name], style=_STYLES.get(status.state, "") if name == "state" else "") for name in shown)
+        )
     is_terminal = sys.stdout.isatty()
     console = Console(file=sys.stdout, width=None if is_terminal else _WIDE, highlight=False)
     console.print(table)
@@ -148,7 +152,14 @@ def tell(statuses: list[Status], labels: list[str]) -> None:
 
 _LONGEST_S = 1e9
 _WIDE = 1000  # columns, of a file: it folds no line
-_STYLES = {"finished": "green", "failed": "red", "killed": "red", "running": "cyan", "queued": "yellow", "preempted": "yellow"}
+_STYLES = {
+    "finished": "green",
+    "failed": "red",
+    "killed": "red",
+    "running": "cyan",
+    "queued": "yellow",
+    "preempted": "yellow",
+}
 
 
 def _cells(status: Status, label: str) -> dict[str, str]:

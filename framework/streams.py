@@ -68,4 +68,3 @@ def _open_all() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is this one
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
-

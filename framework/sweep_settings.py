@@ -106,7 +106,9 @@ def read_settings(hydras: dict[str, Any]) -> tuple[Launcher, Sweeper | None, lis
     for key, value in hydras.items():
         section, _, name = key.removeprefix("hydra.").partition(".")
         if section not in _OPTIONS or not name:
-            problems.append(Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go"))
+            problems.append(
+                Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go")
+            )
         elif chosen[section] == "basic":
             others = [option for option in _OPTIONS[section] if option != "basic"]
             problems.append(Problem(key, "unknown key", f"only with hydra/{section}={' or '.join(others)}"))

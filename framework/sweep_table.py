@@ -43,7 +43,9 @@ class TableRow:
         objective = summary.get("metrics", {}).get(split, {}).get("best", {}).get(metric)
         state = "failed" if code not in (None, Exit.FINISHED, Exit.PREEMPTED) else state or directory.state
         error = summary.get("error") or ("" if code is None else f"exit {code}, without a word")
-        return cls(config["run"]["id"], directory, values, state, objective, str(error) if state == "failed" else "", code)
+        return cls(
+            config["run"]["id"], directory, values, state, objective, str(error) if state == "failed" else "", code
+        )
 
     @property
     def assignment(self) -> str:

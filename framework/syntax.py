@@ -14,10 +14,14 @@ _SHORT = {"-h": "--help", "-c": "--cfg", "-m": "--multirun", "-sc": "--shell-com
 _CHOICES = {
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-    "--shell-completion": tuple(f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")),
+    "--shell-completion": tuple(
+        f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")
+    ),
 }
 # Hydra's flags that would change what a run is made of, or where: what to do instead.
-_ONE_CONF = "the configuration is conf/config.yaml; a recipe of your own is conf/experiment/NAME.yaml, and experiment=NAME"
+_ONE_CONF = (
+    "the configuration is conf/config.yaml; a recipe of your own is conf/experiment/NAME.yaml, and experiment=NAME"
+)
 _REFUSED = {
     **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"), _ONE_CONF),
     **dict.fromkeys(("--package", "-p"), "--cfg job prints the whole"),
@@ -27,7 +31,9 @@ _REFUSED = {
 _PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # what every optimizer has, besides the keys that are always there
 
 
-def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple[dict[str, str], list[str], list[Problem]]:
+def split_flags(
+    arguments: Sequence[str], *, is_launched: bool = False
+) -> tuple[dict[str, str], list[str], list[Problem]]:
     """Split a command line into its flags, with their values if they have one, its overrides, and what is no flag.
 
     `is_launched`: torchrun, mpirun or the like has started this process as one of several.
@@ -55,11 +61,18 @@ def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple
     overrides, torn = _rejoined(overrides)
     problems += torn
     if "--multirun" in flags and is_launched:
-        problems.append(Problem("-m", "a sweep cannot run under torchrun or mpirun",
-                                "python train.py -m ..., with launch.nproc_per_node for the processes of each run"))
+        problems.append(
+            Problem(
+                "-m",
+                "a sweep cannot run under torchrun or mpirun",
+                "python train.py -m ..., with launch.nproc_per_node for the processes of each run",
+            )
+        )
     if "--multirun" in flags and len(flags) > 1:
         other = next(flag for flag in flags if flag != "--multirun")
-        problems.append(Problem(other, "is about one run, and -m about several", "without -m; mode=plan -m lists the jobs"))
+        problems.append(
+            Problem(other, "is about one run, and -m about several", "without -m; mode=plan -m lists the jobs")
+        )
     if "--resolve" in flags and "--cfg" not in flags:
         problems.append(Problem("--resolve", "resolves what --cfg prints, and there is none", "--cfg job --resolve"))
     return flags, overrides, problems

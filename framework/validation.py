@@ -55,7 +55,9 @@ def _component_problems(group: str, node: dict[str, Any], *, known: list[str]) -
     fields: dict[str, Any] = {n: (a.annotation, ... if a.required else None) for n, a in arguments.items()}
     values = {key: value for key, value in node.items() if key != "_target_"}
     if group == "model":  # null means "from the data", which `build.complete_model` judges
-        fields = {name: (annotation, None) for name, (annotation, _) in fields.items()} | {"init_from": (str | None, None)}
+        fields = {name: (annotation, None) for name, (annotation, _) in fields.items()} | {
+            "init_from": (str | None, None)
+        }
         values = {key: value for key, value in values.items() if value is not None or key not in fields}
     model = create_model(group, __config__=ConfigDict(extra="forbid", strict=True, protected_namespaces=()), **fields)
     return _problems(model, values, prefix=f"{group}.", known=known)

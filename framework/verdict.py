@@ -80,7 +80,9 @@ def _odd_in(seen: Sequence[Seen], *, group: int) -> _Odd | None:
         for beat, after in zip(beats, beats[1:]):
             done.setdefault(beat.number, {})[one.place.rank] = after.collectives[group] - beat.collectives[group]
         for beat in beats[-1:]:
-            under_way.setdefault(beat.number, {})[one.place.rank] = one.place.collectives[group] - beat.collectives[group]
+            under_way.setdefault(beat.number, {})[one.place.rank] = (
+                one.place.collectives[group] - beat.collectives[group]
+            )
         at |= {beat.number: beat for beat in beats}
     whole = [number for number, by_rank in done.items() if len(by_rank) == len(seen)]
     alike = [number for number in whole if len(set(done[number].values())) == 1]

@@ -147,7 +147,10 @@ class World:
         if self.control is None or self.backend != "gloo":
             return 0, 0
         assert dist.group.WORLD is not None
-        groups: tuple[Any, Any] = dist.group.WORLD, self.control  # torch declares their counters no more than its own use of them
+        groups: tuple[Any, Any] = (
+            dist.group.WORLD,
+            self.control,
+        )  # torch declares their counters no more than its own use of them
         return groups[0]._get_sequence_number_for_group(), groups[1]._get_sequence_number_for_group()
 
     def leave(self) -> None:

@@ -34,7 +34,9 @@ class ViT(nn.Module):
                 f"dim={dim} is not a multiple of num_heads={num_heads}: every head gets an equal share; "
                 f"set dim to a multiple of {num_heads}"
             )
-        self.patches = Patches(in_channels=in_channels, dim=dim, size=patch_size, num_patches=(image_size // patch_size) ** 2)
+        self.patches = Patches(
+            in_channels=in_channels, dim=dim, size=patch_size, num_patches=(image_size // patch_size) ** 2
+        )
         self.dropout = nn.Dropout(dropout)
         self.num_heads = num_heads
         self.layers = nn.ModuleList(Block(dim=dim, num_heads=num_heads, dropout=dropout) for _ in range(num_layers))
@@ -61,7 +63,11 @@ class ViT(nn.Module):
     def tensor_plan(self) -> dict[str, str]:
         """Say how to cut the linear layers: attention by heads, the MLP by its hidden units."""
         plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
-        return plan | {"layers.*.attention.out": "rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+        return plan | {
+            "layers.*.attention.out": "rowwise",
+            "layers.*.mlp.up": "colwise",
+            "layers.*.mlp.down": "rowwise",
+        }
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, shape (B, K)."""

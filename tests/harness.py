@@ -42,7 +42,9 @@ class Ended:
     @property
     def directory(self) -> Path:
         """The one run directory under the root."""
-        found = [path.parent for path in files_below(self.root, "config.yaml") if "wandb" not in path.parts]  # it has one too
+        found = [
+            path.parent for path in files_below(self.root, "config.yaml") if "wandb" not in path.parts
+        ]  # it has one too
         assert len(found) == 1, f"{len(found)} run directories in {self.root}: {found}\n{self.output}"
         return found[0]
 
@@ -91,7 +93,9 @@ def begin(
     """
     root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # so that a child's collector does not touch (and so copy) what it inherits
-    process = _FORK.Process(target=_child, args=([*overrides, f"run.root={root}"], _output(root), before, leave, with_curves, run))
+    process = _FORK.Process(
+        target=_child, args=([*overrides, f"run.root={root}"], _output(root), before, leave, with_curves, run)
+    )
     process.start()
     return process
 

@@ -51,7 +51,9 @@ class Woven(Plain):
     def make_layers(self, dim: int) -> None:
         shared = nn.Linear(dim, dim)
         self.first = nn.Sequential(shared, nn.Tanh())
-        self.blocks_of_mine = nn.ModuleList([nn.Sequential(nn.Linear(dim, dim), shared), nn.Linear(dim, dim), nn.Linear(dim, dim)])
+        self.blocks_of_mine = nn.ModuleList(
+            [nn.Sequential(nn.Linear(dim, dim), shared), nn.Linear(dim, dim), nn.Linear(dim, dim)]
+        )
         self.again = self.first
         self.blocks_of_mine[2].weight = self.blocks_of_mine[1].weight
         self.frozen = Counted(dim).requires_grad_(False)

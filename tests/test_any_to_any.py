@@ -33,7 +33,9 @@ STRATEGIES = [name for name in options("parallel") if name not in NOT_EQUAL]
 
 def line(strategy: str, ranks: int | None = None) -> list[str]:
     """Return the overrides of a strategy, on the fewest ranks that it is tested on, or on so many."""
-    count, mesh = next(layout for layout in layouts(strategy) if ranks in (None, layout[0])) if strategy != "single" else (1, [])
+    count, mesh = (
+        next(layout for layout in layouts(strategy) if ranks in (None, layout[0])) if strategy != "single" else (1, [])
+    )
     return [f"parallel={strategy}", f"launch.nproc_per_node={count}", *mesh]
 
 
@@ -49,7 +51,9 @@ def note_state(path: Path) -> Callable[[], None]:
     """Return what makes a command write down the hash of each whole tensor of its state, whenever it saves or restores."""
 
     def write(tensors: dict[str, torch.Tensor], world: World) -> None:
-        mine = {name: hashlib.sha256(whole(tensor).cpu().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+        mine = {
+            name: hashlib.sha256(whole(tensor).cpu().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()
+        }
         merged: dict[str, str] = {}
         for theirs in world.gather(mine):
             assert all(merged.setdefault(name, value) == value for name, value in theirs.items()), "ranks differ"
@@ -88,7 +92,9 @@ def uninterrupted(own_option: Callable[[], None], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def begun(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ended, str]]:
+def begun(
+    own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Ended, str]]:
     """Return a function: a strategy -> its run, stopped after step 5, and the hashes of its state."""
     done: dict[str, tuple[Ended, str]] = {}
 
@@ -136,7 +142,14 @@ CHAINS = [
     [("ddp", 2), ("fsdp", 3), ("tensor", 2), ("single", None), ("hsdp", 4), ("ddp", 4)],
     [("zero", 3), ("context", 4), ("fsdp+tp", 4), ("zero", 2), ("dp", None), ("fsdp", 2)],
     [("ddp", 2), ("fsdp", 3), ("pipeline", 2), ("tensor", 2), ("single", None), ("hsdp", 4), ("ddp", 4)],
-    [("parameter-server", 3), ("pp+fsdp+tp", 4), ("ddp+pp", 4), ("model-parallel", None), ("auto", 2), ("pp+fsdp+tp", 2)],
+    [
+        ("parameter-server", 3),
+        ("pp+fsdp+tp", 4),
+        ("ddp+pp", 4),
+        ("model-parallel", None),
+        ("auto", 2),
+        ("pp+fsdp+tp", 2),
+    ],
 ]
 
 

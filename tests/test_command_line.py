@@ -21,8 +21,10 @@ TINY = "trainer.max_epochs=null trainer.max_steps=2 model.channels=[4]"
 
 def shell(line: str, *, directory: Path, **env: str) -> "subprocess.CompletedProcess[str]":
     """Run a line of bash, `train` being the command."""
-    line = f"set -o pipefail; train() {{ {TRAIN} \"$@\"; }}; {line}"
-    return subprocess.run(["bash", "-c", line], cwd=directory, env=os.environ | env, text=True, capture_output=True, timeout=120)
+    line = f'set -o pipefail; train() {{ {TRAIN} "$@"; }}; {line}'
+    return subprocess.run(
+        ["bash", "-c", line], cwd=directory, env=os.environ | env, text=True, capture_output=True, timeout=120
+    )
 
 
 def test_version_says_what_it_runs_with(tmp_path: Path) -> None:
@@ -62,7 +64,9 @@ def test_a_run_does_not_need_its_streams(streams: str, tmp_path: Path) -> None:
     (log,) = tmp_path.glob("runs/*/*/train.log")
     assert "Traceback" not in log.read_text()
     for path in log.parent.glob("checkpoints/*/*"):
-        assert b"step 2/2" not in path.read_bytes(), "what was printed has gone into a file that has the number of a stream"
+        assert b"step 2/2" not in path.read_bytes(), (
+            "what was printed has gone into a file that has the number of a stream"
+        )
 
 
 @pytest.mark.parametrize("package", ["hydra", "torch"])
@@ -75,9 +79,15 @@ class Hidden:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden())
 sys.argv = ["train.py"]
-runpy.run_path({str(REPOSITORY / 'train.py')!r}, run_name="__main__")
+runpy.run_path({str(REPOSITORY / "train.py")!r}, run_name="__main__")
 """
-    done = subprocess.run([sys.executable, "-c", hide], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", hide],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        text=True,
+        capture_output=True,
+    )
     what = "pip install -r requirements.txt, or activate the environment that has it"
     assert done.stderr == f"No module named '{package}' in {sys.executable} ({what})\n"
     assert done.returncode == 1
@@ -99,7 +109,9 @@ def on_a_terminal(line: str, *, directory: Path, columns: int = 100, **env: str)
     """Return what a terminal gets of a line of bash."""
     run = f"unset COLUMNS; stty cols {columns}; {TRAIN} {line}"
     leader, follower = pty.openpty()
-    with subprocess.Popen(["bash", "-c", run], cwd=directory, env=os.environ | env, stdin=follower, stdout=follower, stderr=follower):
+    with subprocess.Popen(
+        ["bash", "-c", run], cwd=directory, env=os.environ | env, stdin=follower, stdout=follower, stderr=follower
+    ):
         os.close(follower)
         printed = b""
         while chunk := _read(leader):
@@ -179,12 +191,20 @@ def test_a_completion_is_quick_and_does_without_torch(tmp_path: Path) -> None:
     durations = []
     for _ in range(5):  # the machine is shared: the best of five, in the processor's time
         begun = os.times()
-        done = subprocess.run([*TRAIN.split(), "-sc", "query=bash"], cwd=tmp_path, env=env, text=True, capture_output=True)
+        done = subprocess.run(
+            [*TRAIN.split(), "-sc", "query=bash"], cwd=tmp_path, env=env, text=True, capture_output=True
+        )
         ended = os.times()
         assert "model.patch_size=" in done.stdout.split()
         durations.append(ended.children_user + ended.children_system - begun.children_user - begun.children_system)
     assert min(durations) < 1.5
-    done = subprocess.run([sys.executable, "-X", "importtime", *TRAIN.split()[1:], "-sc", "query=bash"], cwd=tmp_path, env=env, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *TRAIN.split()[1:], "-sc", "query=bash"],
+        cwd=tmp_path,
+        env=env,
+        text=True,
+        capture_output=True,
+    )
     assert re.search(r"\| +omegaconf$", done.stderr, re.MULTILINE)
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
 

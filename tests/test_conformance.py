@@ -27,12 +27,26 @@ MODELS = {
     "mlp": [*SMALL, "model=mlp", "model.dim=24", "model.num_layers=4", "model.dropout=0.1"],
     "cnn with BatchNorm": [*SMALL, "model=cnn", "model.channels=[4,8,8]", "model.norm=batch", "model.dropout=0.1"],
     "vit": [*SMALL, "model=vit", "model.dim=16", "model.num_layers=4", "model.num_heads=4"],
-    "gpt, tied": [*TOKENS, "model=gpt", "model.dim=16", "model.num_layers=4", "model.num_heads=4",
-                  "model.tie_embeddings=true"],  # fmt: skip
+    "gpt, tied": [
+        *TOKENS,
+        "model=gpt",
+        "model.dim=16",
+        "model.num_layers=4",
+        "model.num_heads=4",
+        "model.tie_embeddings=true",
+    ],  # fmt: skip
     "two inputs": ["dataset=pairs", "model=two_inputs"],
     # at its end an image of 32 x 32 is one pixel: over fewer than 7 samples BatchNorm would make noise of rounding
-    RESNET18: ["dataset=synthetic", "dataset.num_train=33", "dataset.num_val=7", "dataset.num_test=7",
-               "model=torchvision", "model.name=resnet18", "micro_batch_size=7", "scheduler.warmup_steps=100"],  # fmt: skip
+    RESNET18: [
+        "dataset=synthetic",
+        "dataset.num_train=33",
+        "dataset.num_val=7",
+        "dataset.num_test=7",
+        "model=torchvision",
+        "model.name=resnet18",
+        "micro_batch_size=7",
+        "scheduler.warmup_steps=100",
+    ],  # fmt: skip
 }
 # what the two files of a user's own model and dataset say
 OWN_OPTIONS = {
@@ -43,7 +57,13 @@ OWN_OPTIONS = {
 OPTIMIZERS = {
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.1"],
     # the average of the weights is what is evaluated, and kept
-    "sgd": ["optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9", "trainer.ema_decay=0.8", "trainer.eval_every=2"],
+    "sgd": [
+        "optimizer=sgd",
+        "optimizer.lr=0.05",
+        "optimizer.momentum=0.9",
+        "trainer.ema_decay=0.8",
+        "trainer.eval_every=2",
+    ],
 }
 
 
@@ -62,7 +82,12 @@ def layouts(strategy: str) -> list[tuple[int, list[str]]]:
 
 # and says so; it has a test of its own, as has the asynchronous mode of the parameter server, which is synchronous by default
 NOT_EQUAL = ["local-sgd"]
-CASES = [(strategy, *layout) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL) for layout in layouts(strategy)]
+CASES = [
+    (strategy, *layout)
+    for strategy in options("parallel")
+    if strategy not in ("single", *NOT_EQUAL)
+    for layout in layouts(strategy)
+]
 VARIANTS = [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.static_graph=true"]),
           ("ddp", 2, ["parallel.gradient_as_bucket_view=false", "parallel.bucket_cap_mb=1"]),
           ("ddp", 2, ["parallel.find_unused_parameters=true"]),
@@ -107,20 +132,40 @@ def one_process(own_options: Callable[[], None], tmp_path_factory: pytest.TempPa
 
 # what cannot be, and the line that says so
 REFUSED = {
-    ("tensor", 3, "vit"): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a divisor, or ",
-    ("tensor", 3, "gpt, tied"): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a ",
-    ("tensor", 3, "cnn with BatchNorm"): "parallel.tensor: 3: divides the features of no linear layer of CNN; let the model answer",
-    ("tensor", 4, "cnn with BatchNorm"): "parallel.tensor: 4: divides the features of no linear layer of CNN; let the model answer",
+    (
+        "tensor",
+        3,
+        "vit",
+    ): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a divisor, or ",
+    (
+        "tensor",
+        3,
+        "gpt, tied",
+    ): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a ",
+    (
+        "tensor",
+        3,
+        "cnn with BatchNorm",
+    ): "parallel.tensor: 3: divides the features of no linear layer of CNN; let the model answer",
+    (
+        "tensor",
+        4,
+        "cnn with BatchNorm",
+    ): "parallel.tensor: 4: divides the features of no linear layer of CNN; let the model answer",
 }
 ANSWERS_NOT = "parallel: {} does not answer mixers(), which lists the modules in which tokens meet; ddp, zero, fsdp "
 REFUSED |= {("context", ranks, model): ANSWERS_NOT.format(kind) for ranks in (2, 3, 4) for model, kind in [
     ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
-NO_CHAIN = "parallel: {} does not answer chain(), which lists the modules that, one after the other, are its forward; ddp, "
+NO_CHAIN = (
+    "parallel: {} does not answer chain(), which lists the modules that, one after the other, are its forward; ddp, "
+)
 REFUSED |= {("pipeline", ranks, model): NO_CHAIN.format(kind) for ranks in (2, 3, 4) for model, kind in [
     (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
 REFUSED |= {(strategy, *key[1:]): line for key, line in REFUSED.items() if key[0] == "pipeline"
             for strategy in ("ddp+pp", "pp+fsdp+tp")}  # fmt: skip
-REFUSED["context", 3, "gpt, tied"] = "parallel.context: 3: does not divide the 4 heads of the model; take a divisor, or another"
+REFUSED["context", 3, "gpt, tied"] = (
+    "parallel.context: 3: does not divide the 4 heads of the model; take a divisor, or another"
+)
 REFUSED |= {("fsdp+tp", 3, model): REFUSED["tensor", 3, model] for model in ("vit", "gpt, tied", "cnn with BatchNorm")}
 
 

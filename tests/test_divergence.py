@@ -22,7 +22,12 @@ from tests.test_conformance import MODELS, layouts
 from tests.test_conformance import RUN as CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 
-LINE = [*RUN, "micro_batch_size=4", "precision=fp64", "trainer.clip_grad_norm=1.0"]  # 21 steps; checkpoints at 4, 8, ...
+LINE = [
+    *RUN,
+    "micro_batch_size=4",
+    "precision=fp64",
+    "trainer.clip_grad_norm=1.0",
+]  # 21 steps; checkpoints at 4, 8, ...
 BAD = 148  # samples seen before step 11 (7 steps an epoch of 100 samples)
 SKIP, ROLLBACK = "trainer.divergence.action=skip", "trainer.divergence.action=rollback"
 ALL = ["single", "ddp 2", "ddp 3", "fsdp 2"]
@@ -102,7 +107,9 @@ def left_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return {name: finished(*LINE, *STRATEGIES[name], root=root / name, before=without_step_11) for name in ALL}
 
 
-@pytest.mark.parametrize("fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"])
+@pytest.mark.parametrize(
+    "fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"]
+)
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], ["single", "ddp 2", "fsdp 2"]))
 def test_a_skipped_step_leaves_no_trace(
     strategy: str, fault: Callable[[], None], left_out: dict[str, Ended], tmp_path: Path
@@ -226,7 +233,9 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(action: str, tmp_path: Pa
 
 
 IMAGES = [*CONFORMANCE, *MODELS["vit"], "checkpoint.every=4"]  # steps 1 to 5 see 66 samples
-TWO_RANKS = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", "context")]
+TWO_RANKS = [
+    (strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", "context")
+]
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,11 @@ def test_a_command_for_slurm_runs_and_so_does_its_job(command: Command, tmp_path
     assert states and set(states.values()) == {"finished"}, f"{states}\n{logs}"
 
 
-@pytest.mark.parametrize("command", [command for command in ALONE if re.search(r"train\.py (?!.*mode=|-)|train\.py -m (?!.*mode=)", command.line)], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [command for command in ALONE if re.search(r"train\.py (?!.*mode=|-)|train\.py -m (?!.*mode=)", command.line)],
+    ids=str,
+)
 def test_nothing_is_wrong_with_a_command_that_takes_long(command: Command, tmp_path: Path) -> None:
     folder = prepared(command, tmp_path / "project")
     words = shlex.split(shorter(command.line).partition("train.py ")[2])
@@ -152,7 +156,9 @@ def give(command: Command, folder: Path, *more: str) -> Ended:
         line = shorter(line, *more)
     times = 1 if uses_slurm(command) else next((times for word, times in NODES.items() if word in line), 1)
     if times == 1 and re.fullmatch(r"python train\.py[^;&|()$]*", line):
-        ended = typed(*shlex.split(line)[2:], directory=folder, before=without_slurm if command.code and "slurm" in line else None)
+        ended = typed(
+            *shlex.split(line)[2:], directory=folder, before=without_slurm if command.code and "slurm" in line else None
+        )
     else:
         ended = in_bash(line, folder, times=times)
     told = f"{command}\n{ended.output}"
@@ -179,7 +185,9 @@ def with_ids(line: str, folder: Path) -> str:
 
 def shorter(line: str, *more: str) -> str:
     """Return the line, if it trains, with what makes it short."""
-    if re.search(r"train\.(py|sbatch)", line) is None or re.search(r" --(help|version|cfg|shell)|mode=(eval|export|report)|mode=status( run|$)", line):
+    if re.search(r"train\.(py|sbatch)", line) is None or re.search(
+        r" --(help|version|cfg|shell)|mode=(eval|export|report)|mode=status( run|$)", line
+    ):
         return line
     for words, others in INSTEAD.items():
         line = line.replace(words, others)
@@ -216,7 +224,9 @@ def test_no_command_hides_in_a_block_of_another_kind() -> None:
     for page in PAGES:
         for language, text in blocks(page):
             assert language in ("bash", "console", "python", "yaml", ""), f"{page}: {language}"
-            assert language in ("bash", "console") or not [line for line in text.splitlines() if line.startswith(programs)], f"{page}: {text}"
+            assert language in ("bash", "console") or not [
+                line for line in text.splitlines() if line.startswith(programs)
+            ], f"{page}: {text}"
 
 
 def test_ci_gives_the_commands_that_are_not_run_here() -> None:
@@ -239,7 +249,9 @@ def test_what_a_page_points_to_is_there(page: str) -> None:
         found = (folder / path).resolve() if path else ROOT / page
         assert found.exists(), target
         headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], target
+        assert not anchor or anchor in [
+            re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings
+        ], target
     shown = files(page)
     for name in re.findall(r"`(?:python )?((?:benchmarks|docs|framework|models|tests)/[\w/.+-]+)`", PAGES[page]):
         assert (ROOT / name).exists() or name in shown, name
@@ -262,7 +274,12 @@ def fixed(message: str) -> list[str]:
 def texts(folder: Path) -> list[str]:
     """Return every text that stands in the sources of a folder, with `%s` and what an f-string fills in left out."""
     trees = [ast.parse(path.read_text()) for path in folder.rglob("*.py")]
-    constants = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    constants = [
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     return [part for text in constants for part in re.split(r"%[.\d]*[a-z]", text)]
 
 
@@ -273,7 +290,9 @@ def test_a_message_of_the_page_is_one_of_the_program_and_has_been_seen(row: list
     assert pieces and all(row), row
     for piece in pieces:
         assert any(piece in text for text in said), f"{piece!r} is said nowhere"
-    assert any(piece in text or (len(text) > 12 and text in piece) for piece in pieces for text in seen), f"{row[0]}: no test has seen it"
+    assert any(piece in text or (len(text) > 12 and text in piece) for piece in pieces for text in seen), (
+        f"{row[0]}: no test has seen it"
+    )
 
 
 # How to have others say their messages: {port} is one that is taken.

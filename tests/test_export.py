@@ -112,7 +112,12 @@ def test_the_file_of_weights_says_what_it_is(run: Run, tmp_path: Path) -> None:
     exported(trained, "export.formats=[safetensors]", root=tmp_path / "none")
     config = yaml.safe_load((trained.directory / "config.yaml").read_text())
     with safe_open(trained.directory / "export" / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "run_id": config["run"]["id"], "config_hash": config["hash"], "step": "2"}
+        assert file.metadata() == {
+            "format": "pt",
+            "run_id": config["run"]["id"],
+            "config_hash": config["hash"],
+            "step": "2",
+        }
 
 
 def test_no_pickle_is_written_and_nothing_is_unpickled(run: Run, tmp_path: Path) -> None:
@@ -122,7 +127,10 @@ def test_no_pickle_is_written_and_nothing_is_unpickled(run: Run, tmp_path: Path)
     with zipfile.ZipFile(trained.directory / "export" / "model.pt2") as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}
     assert contents.pop("archive/data/sample_inputs/model.pt") == b""
-    configs = [json.loads(contents[f"archive/data/{kind}/model_{kind}_config.json"])["config"] for kind in ("weights", "constants")]
+    configs = [
+        json.loads(contents[f"archive/data/{kind}/model_{kind}_config.json"])["config"]
+        for kind in ("weights", "constants")
+    ]
     entries = [entry for config in configs for entry in config.values()]
     assert entries and not any(entry["use_pickle"] for entry in entries)
     raw = {f"archive/data/weights/{entry['path_name']}" for entry in entries}
@@ -176,7 +184,10 @@ def test_without_onnx_there_are_the_others_and_a_line(run: Run, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("parallel=ddp", "parallel: is not to be given to mode=export: it takes the run as it is (only run.dir, run.root, "),
+        (
+            "parallel=ddp",
+            "parallel: is not to be given to mode=export: it takes the run as it is (only run.dir, run.root, ",
+        ),
         ("export.formats=[pt3]", "export.formats: ['pt3'] is not valid"),
         ("eval.split=val", "eval.split: is not to be given to mode=export"),
     ],

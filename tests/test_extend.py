@@ -22,7 +22,13 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_files_of_each_kind() -> None:
     assert sorted(files(PAGE)) == sorted(
-        ["models/linear.py", "framework/data/rings.py", "framework/tasks/focal.py", "framework/parallel/zero2.py", "framework/loggers/csv_file.py"]
+        [
+            "models/linear.py",
+            "framework/data/rings.py",
+            "framework/tasks/focal.py",
+            "framework/parallel/zero2.py",
+            "framework/loggers/csv_file.py",
+        ]
         + [f"conf/{kind}/{name}.yaml" for kind, name in zip(KINDS, ("linear", "rings", "focal", "zero2", "csv_file"))]
     )
     used = {word.partition("=")[0] for command in commands(PAGE) for word in command.line.split()}
@@ -34,7 +40,12 @@ def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) 
     line = f"{command.line} trainer.max_steps=3 trainer.log_every=1 run.root={tmp_path}"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", line], cwd=extended, env=os.environ | {"PATH": path}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ["bash", "-c", line],
+        cwd=extended,
+        env=os.environ | {"PATH": path},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert done.returncode == 0, done.stdout
     assert "test  loss" in done.stdout
@@ -42,4 +53,6 @@ def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) 
     if "csv_file" in line:
         rows = [json.loads(row) for row in metrics.read_text().splitlines()]
         with open(metrics.with_name("losses.csv")) as file:
-            assert list(csv.reader(file, delimiter="|")) == [[str(row[name]) for name in ("step", "split", "loss")] for row in rows]
+            assert list(csv.reader(file, delimiter="|")) == [
+                [str(row[name]) for name in ("step", "split", "loss")] for row in rows
+            ]

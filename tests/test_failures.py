@@ -182,7 +182,9 @@ def test_a_disk_without_room_for_anything_ends_the_run_quietly(
     assert failed.code == 74, told
     assert "Traceback" not in told and "Logging error" not in told
     assert "restart" not in told
-    assert re.search(r"\n\[rank 0\] ERROR: (metrics|checkpoint of step 4) not written: rank 0: \[Errno \d+\] (File|No)", told), told
+    assert re.search(
+        r"\n\[rank 0\] ERROR: (metrics|checkpoint of step 4) not written: rank 0: \[Errno \d+\] (File|No)", told
+    ), told
     assert re.search(r"\n\[rank 0\] WARNING: .*/summary.json could not be written: (File|No) ", told), told
     assert not list(failed.directory.glob(".*")) and not list(failed.directory.glob("checkpoints/*"))
     assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)

@@ -315,8 +315,15 @@ def test_a_rank_that_leaves_out_a_collective_is_named_and_the_same_command_conti
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_continues(rank: int, tmp_path: Path) -> None:
-    line = [*RUN, "parallel=ddp", "trainer.max_epochs=15", f"launch.timeout_s={2 * TIMEOUT_S}"]  # nothing is imported yet
+def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_continues(
+    rank: int, tmp_path: Path
+) -> None:
+    line = [
+        *RUN,
+        "parallel=ddp",
+        "trainer.max_epochs=15",
+        f"launch.timeout_s={2 * TIMEOUT_S}",
+    ]  # nothing is imported yet
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "train.py", *line]
     output = tmp_path / "output"
     with open(output, "w") as file:
@@ -334,7 +341,9 @@ def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_con
         agent.kill()
     assert_gone(list(workers.values()), timeout_s=5.0)
     # torchrun itself has but one code, and tells those of its processes
-    check(Ended(71, output.read_text(), tmp_path / "runs"), elapsed_s - TIMEOUT_S, rank=rank, stacks={0: "fit", 1: "fit"})
+    check(
+        Ended(71, output.read_text(), tmp_path / "runs"), elapsed_s - TIMEOUT_S, rank=rank, stacks={0: "fit", 1: "fit"}
+    )
     assert re.search(r"exitcode *: 71 ", output.read_text()), output.read_text()
     again = finished(*line, "launch.nproc_per_node=2", root=tmp_path / "runs")
     assert_same_bits(again, finished(*line, "launch.nproc_per_node=2", root=tmp_path / "whole"))

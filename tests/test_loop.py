@@ -137,7 +137,13 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
 
 
 def test_the_best_by_a_training_metric_are_kept(tmp_path: Path) -> None:
-    line = [*TINY, "checkpoint.monitor=train/loss", "checkpoint.keep_best=2", "checkpoint.every=null", "trainer.log_every=1"]
+    line = [
+        *TINY,
+        "checkpoint.monitor=train/loss",
+        "checkpoint.keep_best=2",
+        "checkpoint.every=null",
+        "trainer.log_every=1",
+    ]
     run = finished(*line, root=tmp_path / "runs")
     losses = {row["loss"]: row["step"] for row in rows_of(run, "train")}
     best = {losses[loss] for loss in sorted(losses)[:2]}
@@ -367,7 +373,9 @@ def test_the_star_is_where_the_configuration_says_the_best_is(base: Ended, monke
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
     losses = [row["loss"] for row in rows_of(base, "val")]
     for mode, best in (("min", min(losses)), ("max", max(losses))):
-        draw_curves(base.directory / "metrics.jsonl", Path("x.png"), title="t", restarts=[], monitor="val/loss", mode=mode)
+        draw_curves(
+            base.directory / "metrics.jsonl", Path("x.png"), title="t", restarts=[], monitor="val/loss", mode=mode
+        )
         labels = [line.get_label() for line in drawn[-1].axes[0].lines]
         assert any(label.startswith(f"best {best:.4g} at") for label in labels), labels
 
@@ -379,7 +387,14 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, mon
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    draw_curves(base.directory / "metrics.jsonl", Path("/nonexistent/curves.png"), title="title", restarts=[4, 9], monitor="val/loss", mode="min")
+    draw_curves(
+        base.directory / "metrics.jsonl",
+        Path("/nonexistent/curves.png"),
+        title="title",
+        restarts=[4, 9],
+        monitor="val/loss",
+        mode="min",
+    )
     panels = {axes.get_title(): {line.get_label(): line for line in axes.lines} for axes in drawn[0].axes}
     assert panels.keys() == {"loss", "accuracy", "top5"}
     for name, lines in panels.items():
@@ -388,7 +403,9 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, mon
             assert list(lines[split].get_xdata()) == [row["step"] for row in rows]
             assert list(lines[split].get_ydata()) == [row[name] for row in rows]
         (best,) = (line for label, line in lines.items() if label.startswith("best "))
-        step, value = (min if name == "loss" else max)(((row["step"], row[name]) for row in rows_of(base, "val")), key=lambda p: p[1])
+        step, value = (min if name == "loss" else max)(
+            ((row["step"], row[name]) for row in rows_of(base, "val")), key=lambda p: p[1]
+        )
         assert (list(best.get_xdata()), list(best.get_ydata())) == ([step], [value])
     for axes in drawn[0].axes:
         assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [4, 9]

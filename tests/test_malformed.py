@@ -242,7 +242,9 @@ def test_every_problem_of_a_command_is_in_one_report(tmp_path: Path) -> None:
 
 def test_resume_must_needs_a_checkpoint(tmp_path: Path) -> None:
     ended = command("run.resume=must", "run.dir=" + str(tmp_path / "there"), root=tmp_path / "runs")
-    assert lines(ended.output) == [f"run.resume: must, but {tmp_path}/there has no checkpoint (auto, or the path of a run)"]
+    assert lines(ended.output) == [
+        f"run.resume: must, but {tmp_path}/there has no checkpoint (auto, or the path of a run)"
+    ]
     ended = command(f"run.resume={tmp_path}", root=tmp_path / "runs")
     assert lines(ended.output) == [f"run.resume: '{tmp_path}' has no checkpoint (the path of a run or of a checkpoint)"]
 
@@ -279,7 +281,9 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def python(*arguments: str, directory: Path) -> "subprocess.CompletedProcess[str]":
     path = {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run([sys.executable, *arguments], cwd=directory, capture_output=True, text=True, env=os.environ | path)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=directory, capture_output=True, text=True, env=os.environ | path
+    )
 
 
 def test_a_malformed_command_ends_in_three_seconds(tmp_path: Path) -> None:
@@ -302,8 +306,12 @@ def test_what_can_be_checked_without_torch_is() -> None:
     assert (ended.stdout, ended.stderr) == ("False\n", "")
 
 
-ONE_CONF = "the configuration is conf/config.yaml; a recipe of your own is conf/experiment/NAME.yaml, and experiment=NAME"
-SHELLS = "one of " + ", ".join(f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query"))
+ONE_CONF = (
+    "the configuration is conf/config.yaml; a recipe of your own is conf/experiment/NAME.yaml, and experiment=NAME"
+)
+SHELLS = "one of " + ", ".join(
+    f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")
+)
 FLAGS = {
     "--lr 0.1": ["--lr: unknown flag (did you mean optimizer.lr=0.1?)"],
     "--batch-size=4": ["--batch-size: unknown flag (did you mean global_batch_size=4?)"],
@@ -332,11 +340,16 @@ FLAGS = {
     "seed model=cnn": ["seed: is not key=value (did you mean seed=VALUE?)"],
     "seed==1": ["seed: two = signs (did you mean seed=1?)"],
     # Hydra's flags
-    **{f"{flag} x": [f"{flag}: is Hydra's, and not taken here ({ONE_CONF})"] for flag in ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")},
+    **{
+        f"{flag} x": [f"{flag}: is Hydra's, and not taken here ({ONE_CONF})"]
+        for flag in ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
+    },
     "--config-name=x": [f"--config-name: is Hydra's, and not taken here ({ONE_CONF})"],
     "--package x": ["--package: is Hydra's, and not taken here (--cfg job prints the whole)"],
     "--run": ["--run: is Hydra's, and not taken here (a run is what there is without it)"],
-    "--experimental-rerun x": ["--experimental-rerun: is Hydra's, and not taken here (the same command continues a run)"],
+    "--experimental-rerun x": [
+        "--experimental-rerun: is Hydra's, and not taken here (the same command continues a run)"
+    ],
     "--info": ["--info: '' is not valid (one of all, config, defaults, defaults-tree, plugins, searchpath)"],
     "-sc": [f"--shell-completion: '' is not valid ({SHELLS})"],
     "-sc install=ksh": [f"--shell-completion: 'install=ksh' is not valid ({SHELLS})"],
@@ -344,7 +357,10 @@ FLAGS = {
     "--resolve": ["--resolve: resolves what --cfg prints, and there is none (--cfg job --resolve)"],
     "--cfg job lr=1": ["lr: unknown key (did you mean optimizer.lr?)"],
     "--cfg job nonsense": ["nonsense: is not key=value (key=value, or group=option)"],
-    "-m seed=1,2,x model=cnn,cnnn": ["seed: 'x' is not valid (an integer)", f"model: no option 'cnnn' ({one_of('model')}; did you mean cnn?)"],
+    "-m seed=1,2,x model=cnn,cnnn": [
+        "seed: 'x' is not valid (an integer)",
+        f"model: no option 'cnnn' ({one_of('model')}; did you mean cnn?)",
+    ],
     "-m lr=1,2": ["lr: unknown key (did you mean optimizer.lr?)"],
     "lr=1,2 -m seed=1": ["lr: unknown key (did you mean optimizer.lr?)"],
 }

@@ -87,7 +87,10 @@ def test_text_knows_that_a_token_is_a_byte(tmp_path: Path) -> None:
 def test_a_monitor_that_is_not_measured_for_these_data_ends_the_run_with_a_word(key: str, tmp_path: Path) -> None:
     run = command(*GPT, f"{key}=val/bits_per_byte", "trainer.early_stopping.patience=2", root=tmp_path / "runs")
     assert run.code == 78
-    assert f"{key}: val/bits_per_byte is not measured here (there are loss, accuracy, bits_per_token, perplexity)" in run.output
+    assert (
+        f"{key}: val/bits_per_byte is not measured here (there are loss, accuracy, bits_per_token, perplexity)"
+        in run.output
+    )
     assert "Traceback" not in run.output
 
 

@@ -19,7 +19,11 @@ from framework.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished
 from tests.test_resume import RUN, STRATEGIES
 
-LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
+LINE = [
+    *RUN,
+    "micro_batch_size=3",
+    "checkpoint.every=4",
+]  # 21 steps of six micro-batches; an evaluation after every fifth
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
 STEP = 5
 

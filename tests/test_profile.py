@@ -35,7 +35,9 @@ def test_the_trace_of_three_steps_has_the_models_operations(plain: Ended, tmp_pa
     assert traces(run) == ["step_00000004_rank_0.json"]
     names = operations(run, "step_00000004_rank_0.json")
     assert {"aten::conv2d", "aten::linear", "aten::convolution_backward", "aten::_fused_adamw_"} <= set(names)
-    assert names.count("aten::linear") == 3 * 2  # steps of two micro-batches; the fifth step, which ends the epoch, has two too
+    assert (
+        names.count("aten::linear") == 3 * 2
+    )  # steps of two micro-batches; the fifth step, which ends the epoch, has two too
     assert run.directory.name == plain.directory.name  # it is the same run
     assert_same_bits(run, plain)
 

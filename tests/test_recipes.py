@@ -90,7 +90,11 @@ def test_without_its_data_it_says_where_to_get_it_and_nothing_else(name: str, tm
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("launch", [[], ["launch=slurm", "launch.nnodes=4", "launch.nproc_per_node=8", "parallel=ddp"]], ids=["here", "cluster"])
+@pytest.mark.parametrize(
+    "launch",
+    [[], ["launch=slurm", "launch.nnodes=4", "launch.nproc_per_node=8", "parallel=ddp"]],
+    ids=["here", "cluster"],
+)
 def test_at_full_size_nothing_is_wrong_with_it(name: str, launch: list[str], tmp_path: Path) -> None:
     RECIPES[name].write(tmp_path / "data")
     line = [f"experiment={name}", f"dataset.root={tmp_path / 'data'}", f"run.root={tmp_path / 'runs'}", *launch]

@@ -24,12 +24,16 @@ from tests.test_loop import TINY
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def write_run(path: Path, *, losses: list[float], config: dict[str, Any], summary: dict[str, Any] | None = None) -> None:
+def write_run(
+    path: Path, *, losses: list[float], config: dict[str, Any], summary: dict[str, Any] | None = None
+) -> None:
     """Write a run's files: a validation and a training row for each loss."""
     path.mkdir(parents=True)
     (path / "lock").touch()
     (path / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"monitor": "val/loss", "mode": "min"}, **config}))
-    rows = [{"step": 10 * i, "split": split, "loss": loss} for i, loss in enumerate(losses, 1) for split in ("train", "val")]
+    rows = [
+        {"step": 10 * i, "split": split, "loss": loss} for i, loss in enumerate(losses, 1) for split in ("train", "val")
+    ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = {"status": "preempted", "step": 10 * len(losses), "wall_s": 3723.4, "restarts": 0} | (summary or {})
     (path / "summary.json").write_text(json.dumps(summary))
@@ -104,7 +108,12 @@ def driver() -> Iterator[Any]:
         pytest.skip("no Chromium and its driver here: tests/install_debian.sh installs them")
     webdriver = pytest.importorskip("selenium.webdriver", reason="pip install -r requirements-dev.txt")
     options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--window-size=1500,1400", "--disable-dev-shm-usage", "--force-device-scale-factor=1"):
+    for argument in (
+        "--headless=new",
+        "--window-size=1500,1400",
+        "--disable-dev-shm-usage",
+        "--force-device-scale-factor=1",
+    ):
         options.add_argument(argument)
     if os.geteuid() == 0:
         options.add_argument("--no-sandbox")
@@ -154,7 +163,10 @@ def test_a_click_on_a_row_leaves_its_curve_alone_in_its_color(page: Page) -> Non
     page.wait(lambda: page.model("runs", "source.selected.indices") == [1])
     page.wait(lambda: page.pixels(other, "linear val/loss") == 0)
     assert page.pixels(mine, "linear val/loss") > 20 and page.pixels(mine, "linear train/loss") > 20
-    swatches = {swatch.value_of_css_property("background-color") for swatch in page.find(".slick-row.selected .swatch, .selected .swatch")}
+    swatches = {
+        swatch.value_of_css_property("background-color")
+        for swatch in page.find(".slick-row.selected .swatch, .selected .swatch")
+    }
     assert swatches == {"rgba({}, {}, {}, 1)".format(*bytes.fromhex(mine[1:]))}
     page.click("all runs")
     page.wait(lambda: page.pixels(other, "linear val/loss") > 20)
@@ -177,7 +189,9 @@ def test_a_click_on_a_curve_chooses_its_row(page: Page) -> None:
 
 def test_the_scale_of_the_curves_can_be_logarithmic(page: Page) -> None:
     assert page.model("linear val/loss", "y_scale.type") == "LinearScale"
-    assert not page.driver.execute_script("return Bokeh.index.find_one_by_id(Bokeh.documents[0].get_model_by_name('log val/loss').id)?.el.checkVisibility()")
+    assert not page.driver.execute_script(
+        "return Bokeh.index.find_one_by_id(Bokeh.documents[0].get_model_by_name('log val/loss').id)?.el.checkVisibility()"
+    )
     page.click("log")
     page.wait(lambda: page.driver.execute_script(
         "return Bokeh.index.find_one_by_id(Bokeh.documents[0].get_model_by_name('log val/loss').id)?.el.checkVisibility()"))  # fmt: skip
@@ -194,7 +208,9 @@ def test_words_narrow_the_table_and_the_curves(page: Page) -> None:
 
 
 def test_the_page_asks_for_nothing_else(page: Page) -> None:
-    assert page.driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
+    assert (
+        page.driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
+    )
     assert [line for line in page.driver.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
@@ -206,7 +222,12 @@ def test_what_names_and_values_hold_is_shown_and_never_run(driver: Any, tmp_path
     metrics = '{"step": 1, "split": "val", "loss": 1.0, "%s": 2.0}\n' % SCRIPT
     for number, name in enumerate((SCRIPT, IMAGE, "a", "b\u202ec")):  # the first becomes two directories
         config = {"model": {IMAGE: number, "kind": [SCRIPT, IMAGE, "<%= window.hacked = 1 %>", "{{7*7}}"][number]}}
-        write_run(root / name, losses=[1.0, 2.0], config=config, summary={"status": SCRIPT, "error": f"{SCRIPT}\ud800 {number}"})
+        write_run(
+            root / name,
+            losses=[1.0, 2.0],
+            config=config,
+            summary={"status": SCRIPT, "error": f"{SCRIPT}\ud800 {number}"},
+        )
         with open(root / name / "metrics.jsonl", "a") as file:
             file.write(metrics)
     report(root)
@@ -241,7 +262,17 @@ def test_real_runs_are_in_their_report(driver: Any, tmp_path: Path) -> None:
 
 def damaged(root: Path) -> dict[str, Path]:
     paths = {}
-    for name in ("whole", "half a summary", "no metrics", "torn metrics", "odd values", "no configuration", "itself", "bomb", "pipe"):
+    for name in (
+        "whole",
+        "half a summary",
+        "no metrics",
+        "torn metrics",
+        "odd values",
+        "no configuration",
+        "itself",
+        "bomb",
+        "pipe",
+    ):
         paths[name] = root / name
         write_run(paths[name], losses=[2.0, 1.0], config={"seed": 1})
     summary = (root / "whole" / "summary.json").read_text()
@@ -251,7 +282,9 @@ def damaged(root: Path) -> dict[str, Path]:
         file.write(b'\0\xff{"step": 30, "split": "tr')
     odd = {"status": ["x"], "step": {}, "wall_s": 10**400, "restarts": None, "goodput": "1", "metrics": 3, "error": [1]}
     (paths["odd values"] / "summary.json").write_text(json.dumps(odd))
-    (paths["odd values"] / "metrics.jsonl").write_text('{"step": 1, "split": "val", "loss": 1%s}\n[]\n{"step": 2, "split": "val", "loss": NaN}\n' % ("0" * 400))
+    (paths["odd values"] / "metrics.jsonl").write_text(
+        '{"step": 1, "split": "val", "loss": 1%s}\n[]\n{"step": 2, "split": "val", "loss": NaN}\n' % ("0" * 400)
+    )
     (paths["no configuration"] / "config.yaml").write_bytes(b"\xff\0: [")
     (paths["itself"] / "config.yaml").write_text("a: &a {b: *a}")
     levels = "".join(f"l{n}: &l{n} {{{', '.join(f'k{i}: *l{n - 1}' for i in range(9))}}}\n" for n in range(1, 9))

@@ -27,7 +27,9 @@ VARIABLES = {  # every value has the canary in it
     "WANDB_API_KEY": "canary" * 6 + "0123",
 }
 URL = "postgres://someone:canary-p4ss@host.example/db"
-STORY = f"cannot reach {URL} with {VARIABLES['SERVICE_API_KEY']}, {VARIABLES['DB_PASSWORD']}\nor {VARIABLES['SIGNING_KEY']}"
+STORY = (
+    f"cannot reach {URL} with {VARIABLES['SERVICE_API_KEY']}, {VARIABLES['DB_PASSWORD']}\nor {VARIABLES['SIGNING_KEY']}"
+)
 
 
 def assert_no_canary(ended: Ended) -> None:
@@ -102,10 +104,22 @@ def test_an_error_of_the_data_is_told_without_its_secrets(ranks: str, workers: i
 REFUSED = [
     ("name", ["name=run-canary-3141592653589793"], "the value of the environment variable SERVICE_API_KEY"),
     ("name", ["name=${oc.env:SERVICE_API_KEY}"], "the value of the environment variable SERVICE_API_KEY"),
-    ("logger.wandb.project", ["logger=wandb", "logger.wandb.project=x-${oc.env:WANDB_API_KEY}"], "variable WANDB_API_KEY"),
+    (
+        "logger.wandb.project",
+        ["logger=wandb", "logger.wandb.project=x-${oc.env:WANDB_API_KEY}"],
+        "variable WANDB_API_KEY",
+    ),
     ("dataset.root", ["dataset=text", f"dataset.root='{URL}'"], "a URL with a password"),
-    ("logger.wandb.project", ["logger=wandb", "logger.wandb.project='https://x.example/?a=1&api_key=canary1'"], "a URL with"),
-    ("logger.wandb.project", ["logger=wandb", "logger.wandb.project=ghp_canary" + "a1" * 16], "what looks like a token"),
+    (
+        "logger.wandb.project",
+        ["logger=wandb", "logger.wandb.project='https://x.example/?a=1&api_key=canary1'"],
+        "a URL with",
+    ),
+    (
+        "logger.wandb.project",
+        ["logger=wandb", "logger.wandb.project=ghp_canary" + "a1" * 16],
+        "what looks like a token",
+    ),
     ("logger.wandb.api_key", ["logger=wandb", "+logger.wandb.api_key=canary"], "has the name of a secret"),
     ("dataset.password", ["dataset.password=canary"], "has the name of a secret"),
     ("dataset.password", ["dataset.password=[canary"], "has the name of a secret"),
@@ -129,12 +143,42 @@ def test_every_option_of_ours_is_free_of_secrets() -> None:
             assert secrets_in(option_node(group, option)) == {}, (group, option)
 
 
-@pytest.mark.parametrize("key", ["key", "monitor", "max_tokens", "num_tokens", "pad_token", "cls_token", "vocab_size", "seed", "keep_last", "num_keys", "tokenizer"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "key",
+        "monitor",
+        "max_tokens",
+        "num_tokens",
+        "pad_token",
+        "cls_token",
+        "vocab_size",
+        "seed",
+        "keep_last",
+        "num_keys",
+        "tokenizer",
+    ],
+)
 def test_a_key_that_holds_no_secret_is_not_taken_for_one(key: str) -> None:
     assert not is_secret_key(f"dataset.{key}")
 
 
-@pytest.mark.parametrize("key", ["api_key", "apiKey", "password", "db_password", "secret", "client_secret", "hf_token", "token", "access_token", "aws_secret_access_key", "credentials"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "api_key",
+        "apiKey",
+        "password",
+        "db_password",
+        "secret",
+        "client_secret",
+        "hf_token",
+        "token",
+        "access_token",
+        "aws_secret_access_key",
+        "credentials",
+    ],
+)
 def test_a_key_that_holds_a_secret_is_known(key: str) -> None:
     assert is_secret_key(f"logger.x.{key}")
 

@@ -67,7 +67,10 @@ def without_gradients() -> None:
 @pytest.mark.parametrize("line", slow_but(QUICK, LINES))
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
-    [pytest.param(*case, id=name(*case), marks=[] if case in CASES and case[1] <= 2 else [pytest.mark.slow]) for case in STRATEGIES],
+    [
+        pytest.param(*case, id=name(*case), marks=[] if case in CASES and case[1] <= 2 else [pytest.mark.slow])
+        for case in STRATEGIES
+    ],
 )
 def test_ranks_compute_what_one_process_does(
     strategy: str, ranks: int, mesh: list[str], line: str, one: Callable[[str], Ended], tmp_path: Path
@@ -107,7 +110,9 @@ def test_killed_it_ends_with_the_same_bits(parallel: list[str], tmp_path: Path) 
 
 def test_it_continues_under_other_strategies(one: Callable[[str], Ended], tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    begun = command(*LINES["all"], "parallel=pipeline", "launch.nproc_per_node=2", root=root, before=after_step(3, preempt))
+    begun = command(
+        *LINES["all"], "parallel=pipeline", "launch.nproc_per_node=2", root=root, before=after_step(3, preempt)
+    )
     assert begun.code == 75, begun.output
     line = [*LINES["all"], f"run.resume={begun.directory}", "parallel=fsdp", "launch.nproc_per_node=3"]
     assert_close(finished(*line, root=tmp_path / "second"), one("all"))
@@ -187,7 +192,12 @@ def test_noise_is_a_function_of_seed_step_and_name() -> None:
     one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
     noise = noise_of(one, step=3)
     assert all(torch.equal(noise[name], value) for name, value in noise_of(other, step=3).items())
-    drawn = [noise["0.weight"], noise["1.weight"], noise_of(other, step=4)["0.weight"], noise_of(one, step=3, seed=1)["0.weight"]]
+    drawn = [
+        noise["0.weight"],
+        noise["1.weight"],
+        noise_of(other, step=4)["0.weight"],
+        noise_of(one, step=3, seed=1)["0.weight"],
+    ]
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
 

@@ -50,7 +50,9 @@ def _faults_of_call(node: ast.Call) -> list[str]:
     if called.split(".")[-1] == "load" and called.split(".")[0] in ("np", "numpy"):
         return [] if values.get("allow_pickle") == "False" else [called]  # it is the default, but let it be seen
     ours = ("dataset.load", "self.load", "self.dataset.load")  # a dataset's own
-    ours += ("torch.export.load",)  # of what framework/export.py has just saved to memory: see the test of what it unpickles
+    ours += (
+        "torch.export.load",
+    )  # of what framework/export.py has just saved to memory: see the test of what it unpickles
     return [] if called in ours else [called]
 
 
@@ -83,7 +85,11 @@ def note_unpickling(file: Path) -> Callable[[], None]:
     return lambda: sys.addaudithook(note)
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["trainer.compile=true"], marks=[NEEDS_COMPILER, pytest.mark.slow])], ids=["plain", "compiled"])
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param(["trainer.compile=true"], marks=[NEEDS_COMPILER, pytest.mark.slow])],
+    ids=["plain", "compiled"],
+)
 def test_a_run_and_its_continuation_unpickle_nothing(more: list[str], tmp_path: Path) -> None:
     line = [*RUN, *more, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
     assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75

@@ -48,14 +48,18 @@ def test_what_was_left_out_some_parts_ago_is_found() -> None:
 
 
 def test_ranks_of_a_pipeline_are_not_measured_by_each_other() -> None:
-    last_stage = seen(1, [*STEPS, "training"], begun=(2, 0), odd=dict.fromkeys(range(0, 8, 2), 2) | dict.fromkeys(range(1, 8, 2), 1))
+    last_stage = seen(
+        1, [*STEPS, "training"], begun=(2, 0), odd=dict.fromkeys(range(0, 8, 2), 2) | dict.fromkeys(range(1, 8, 2), 1)
+    )
     said = verdict(seen(0, [*STEPS, "training"], begun=(1, 0)), last_stage)
     assert "most likely" in said and "which of them is wrong cannot be told" in said
 
 
 def test_where_no_rank_of_the_node_hangs_another_nodes_are_said_to_be_missing() -> None:
     said = judge([seen(2, STEPS), seen(3, STEPS)], timeout_s=3.0, spans_nodes=True)
-    assert said.startswith("of this node no rank hangs, and all have waited launch.timeout_s=3 seconds for those of another: rank 2")
+    assert said.startswith(
+        "of this node no rank hangs, and all have waited launch.timeout_s=3 seconds for those of another: rank 2"
+    )
 
 
 def test_a_board_tells_the_latest_beats_of_the_others(tmp_path: Path) -> None:

@@ -145,7 +145,9 @@ def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
     """
     weights = {}
     for name, value in module.state_dict().items():
-        weights[name] = whole(value).detach().to("cpu", copy=True).contiguous()  # a copy: tied weights may not share memory
+        weights[name] = (
+            whole(value).detach().to("cpu", copy=True).contiguous()
+        )  # a copy: tied weights may not share memory
     held = world.gather({name: (value.shape, value.dtype) for name, value in weights.items()})
     senders: dict[str, int] = {}
     for rank, names in enumerate(held):

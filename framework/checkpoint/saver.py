@@ -49,7 +49,9 @@ class Saver:
         with self._tolerating():
             flush()
             if self._goes_beside(tensors):
-                self._copies = {name: copy_to_host(value, onto=self._copies.get(name)) for name, value in tensors.items()}
+                self._copies = {
+                    name: copy_to_host(value, onto=self._copies.get(name)) for name, value in tensors.items()
+                }
                 self._running = self._start_thread().submit(self._write, step, self._copies, copy.deepcopy(state))
             else:
                 self._note(self._write(step, tensors, state))

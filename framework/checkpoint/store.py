@@ -68,7 +68,9 @@ class CheckpointStore:
             save(tensors, storage_writer=writer, **self.world.among())
         except CheckpointException as error:
             for rank, (failure, _) in error.failures.items():
-                if not isinstance(failure, OSError):  # the disk's refusals are expected; this is our error, or the model's
+                if not isinstance(
+                    failure, OSError
+                ):  # the disk's refusals are expected; this is our error, or the model's
                     raise RuntimeError(f"checkpoint: rank {rank}: {failure}") from error
                 if rank == self.world.rank:
                     raise failure from error

@@ -142,7 +142,9 @@ def _problems(archive: _Archive, *, root: str, download: bool) -> list[str]:
     folder = Path(root) / archive.folder
     missing = [name for name in (*archive.train, archive.test) if not (folder / name).is_file()]
     if missing and not download and (python := Path(root) / archive.python_folder).is_dir():
-        return [f"dataset.root: {python} holds pickles, which are not read; the binary version is (dataset.download=true)"]
+        return [
+            f"dataset.root: {python} holds pickles, which are not read; the binary version is (dataset.download=true)"
+        ]
     if missing and not download:
         return [f"dataset.root: {', '.join(missing)} not in {folder} (dataset.download=true)"]
     if missing and importlib.util.find_spec("torchvision") is None:
@@ -169,7 +171,9 @@ def _read(path: Path, archive: _Archive) -> tuple[np.ndarray, np.ndarray]:
     record = archive.num_labels + NUM_PIXELS
     content = np.fromfile(path, dtype=np.uint8)
     if content.size == 0 or content.size % record:
-        raise ValueError(f"{path} is damaged: {content.size} bytes are not images of {record} (delete it and get it again)")
+        raise ValueError(
+            f"{path} is damaged: {content.size} bytes are not images of {record} (delete it and get it again)"
+        )
     content = content.reshape(-1, record)
     labels = content[:, archive.num_labels - 1].astype(np.int64)  # the fine one is the last
     if labels.max() >= archive.num_classes:

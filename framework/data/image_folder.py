@@ -67,7 +67,9 @@ class ImageFolder:
         root = Path(self.root)
         classes = _folders(root / "train")
         if not classes:
-            return [f"dataset.root: {root / 'train'} has no class folders (expected {root}/train/<class>/*.png{told(self.source)})"]
+            return [
+                f"dataset.root: {root / 'train'} has no class folders (expected {root}/train/<class>/*.png{told(self.source)})"
+            ]
         problems = []
         splits: tuple[Split, ...] = ("train", "val", "test")
         for split in splits:

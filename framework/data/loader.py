@@ -86,7 +86,9 @@ class Loader:
     def _cut(self, num_samples: int) -> tuple[list[Part], slice]:
         """Return this rank's parts of a global batch, and their span: without gaps, so that it is fetched at once."""
         if num_samples not in self._cuts:
-            mine = parts(num_samples, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
+            mine = parts(
+                num_samples, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size
+            )
             self._cuts[num_samples] = mine, slice(min(part.start for part in mine), max(part.stop for part in mine))
         return self._cuts[num_samples]
 

@@ -57,7 +57,9 @@ class Tokens:
             problems.append("dataset.vocab_size: is null (how many tokens the tokenizer has)")
         paths = sorted({self._part(split)[0] for split in SPLITS})
         if missing := [str(path) for path in paths if not path.is_file()]:
-            problems.append(f"dataset.root: {', '.join(missing)} not there (train.bin and val.bin, or one file{told(self.source)})")
+            problems.append(
+                f"dataset.root: {', '.join(missing)} not there (train.bin and val.bin, or one file{told(self.source)})"
+            )
             return problems
         for path in paths:
             problems += self._file_problems(path)

@@ -254,7 +254,9 @@ class _Agent(Agent):
         if result.state == WorkerState.HEALTHY:  # until we ended them
             return
         ranks = [worker.global_rank for worker in self._worker_group.workers]
-        recorded = [failure for failure in recorded_failures(self._meeting.folder, attempt=round) if failure.rank in ranks]
+        recorded = [
+            failure for failure in recorded_failures(self._meeting.folder, attempt=round) if failure.rank in ranks
+        ]
         failure = cause(recorded, result.failures, ranks=ranks)
         if failure.lost_peer or membership.code is not None:
             return

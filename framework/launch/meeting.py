@@ -31,7 +31,9 @@ class Meeting:
     A node lives as long as its file's time changes; no two machines' clocks are compared.
     """
 
-    def __init__(self, folder: Path, *, sizes: list[int], num_workers: int, max_restarts: int, attempt: list[int]) -> None:
+    def __init__(
+        self, folder: Path, *, sizes: list[int], num_workers: int, max_restarts: int, attempt: list[int]
+    ) -> None:
         self.folder = folder
         self.number = 0  # this node's
         self._file = folder / "membership.json"

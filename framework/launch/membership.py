@@ -120,4 +120,3 @@ class Membership:
 
     def _size_for(self, count: int) -> int:
         return max((size for size in self.sizes if size <= count), default=0)
-

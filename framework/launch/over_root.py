@@ -20,7 +20,9 @@ _USED = ("mode", "run.root")
 def over_root(config: dict[str, Any], overrides: list[str], problems: list[Problem]) -> Exit:
     """Do what `mode` says. `problems` are those of composing `config`. Returns the exit code."""
     given = [parsed.key_or_group for parsed in map(parse, overrides) if parsed is not None]
-    unused = [Problem(key, f"does nothing with mode={config['mode']}", "run.root alone") for key in given if key not in _USED]
+    unused = [
+        Problem(key, f"does nothing with mode={config['mode']}", "run.root alone") for key in given if key not in _USED
+    ]
     if problems := (problems + schema_problems(config)) or unused:
         return report(problems)
     root = Path(config["run"]["root"])
@@ -51,7 +53,15 @@ def _tell_status(root: Path) -> Exit:
     try:
         found = _of_sweep(root / "sweep.csv") or {path: str(path.relative_to(root)) for path in find_runs(root)}
     except (OSError, ValueError, csv.Error) as error:
-        return report([Problem("run.root", f"{printable(str(root))}/sweep.csv cannot be read ({error})", "the sweep's command writes it anew")])
+        return report(
+            [
+                Problem(
+                    "run.root",
+                    f"{printable(str(root))}/sweep.csv cannot be read ({error})",
+                    "the sweep's command writes it anew",
+                )
+            ]
+        )
     if not found:
         return _no_run(root)
     status.tell(status.read_all([RunDirectory(path) for path in found]), list(found.values()))

@@ -106,7 +106,9 @@ class Search:
         self._codes.append(job.code if job.code is not None else Exit.FAILED)
         objective = TableRow.read(job.config, job.values, code=job.code).objective
         if watched.is_hopeless():  # also one that had ended before it could be stopped: what is drawn next is to follow
-            self._study.tell(watched.trial, state=TrialState.PRUNED)  # from the results, and not from how fast they came
+            self._study.tell(
+                watched.trial, state=TrialState.PRUNED
+            )  # from the results, and not from how fast they came
             self._codes.pop()
             LOGGER.info("trial %d pruned, at step %d: %s", watched.trial.number, watched.step, job)
         elif job.code == Exit.FINISHED and objective is not None:

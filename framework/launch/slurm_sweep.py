@@ -16,7 +16,9 @@ from framework.problems import Problem
 from framework.slurm import SlurmFailed
 from framework.tryout import try_out
 
-_LARGEST_ARRAY = 500  # Slurm's own limit is 1001 unless the site has changed it; and each job's lock is a file held open
+_LARGEST_ARRAY = (
+    500  # Slurm's own limit is 1001 unless the site has changed it; and each job's lock is a file held open
+)
 
 
 def problems_of(jobs: list[Job]) -> list[Problem]:
@@ -126,4 +128,8 @@ class SlurmPool:
 
 
 _PAUSE_S = 2.0  # between two questions to the controller, which all users share
-_CODES = {"finished": Exit.FINISHED, "preempted": Exit.PREEMPTED, "queued": Exit.PREEMPTED}  # queued: cancelled before it began
+_CODES = {
+    "finished": Exit.FINISHED,
+    "preempted": Exit.PREEMPTED,
+    "queued": Exit.PREEMPTED,
+}  # queued: cancelled before it began

@@ -72,7 +72,10 @@ class Grid:
 
     def rows(self) -> list[TableRow]:
         states = states_of(job.directory for job in self._jobs) if self._on_slurm else {}
-        return [TableRow.read(job.config, job.values, state=states.get(job.directory.path), code=job.code) for job in self._jobs]
+        return [
+            TableRow.read(job.config, job.values, state=states.get(job.directory.path), code=job.code)
+            for job in self._jobs
+        ]
 
     @property
     def code(self) -> int:
@@ -201,7 +204,9 @@ def _plan(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
     rows = [] if is_new else _source(multirun, jobs, directory).rows()
     print(listing(rows), end="")
     if multirun.sweeper is not None:
-        print(f"{max(0, multirun.sweeper.n_trials - len(rows))} of {multirun.sweeper.n_trials} trials are still to be drawn")
+        print(
+            f"{max(0, multirun.sweeper.n_trials - len(rows))} of {multirun.sweeper.n_trials} trials are still to be drawn"
+        )
     return Exit.FINISHED
 
 

@@ -112,7 +112,9 @@ def _watched(
             verdict = hang.settle(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
             if not verdict:
                 raise
-            if board.leads and not environment.uses_mpi:  # mpirun kills what is left, and keeps the code of the first end
+            if (
+                board.leads and not environment.uses_mpi
+            ):  # mpirun kills what is left, and keeps the code of the first end
                 hang.kill_silent(board)
     if verdict:
         if scratch is None:  # our own launcher tells it otherwise
@@ -151,7 +153,9 @@ def _check_configuration(world: World, frozen: Frozen) -> None:
     digests = world.gather(frozen.digest)
     if len(set(digests)) > 1:
         odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
+        raise RuntimeError(
+            f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?"
+        )
 
 
 def record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:

@@ -46,7 +46,9 @@ class TensorBoard:
         if samples is not None and samples.images is not None:
             self._writer.add_images("samples", np.array(samples.images, dtype=np.uint8), global_step=0)
         elif samples is not None and samples.texts is not None:
-            texts = ["\n".join(f"    {line}" for line in text.splitlines()) for text in samples.texts]  # Markdown: as it is
+            texts = [
+                "\n".join(f"    {line}" for line in text.splitlines()) for text in samples.texts
+            ]  # Markdown: as it is
             self._writer.add_text("samples", "\n\n---\n\n".join(texts), global_step=0)
 
     def _compare(self, summary: dict[str, Any]) -> None:

@@ -36,7 +36,11 @@ class Wandb:
         set_default("WANDB_ERROR_REPORTING", "false")  # it would send errors, and what they hold, to its makers
         import wandb
 
-        mode = self.mode if self.mode != "auto" else _MODES.get(variable("WANDB_MODE")) or ("online" if _has_api_key() else "offline")
+        mode = (
+            self.mode
+            if self.mode != "auto"
+            else _MODES.get(variable("WANDB_MODE")) or ("online" if _has_api_key() else "offline")
+        )
         if mode == "online" and not _has_api_key():
             LOGGER.warning("wandb has no API key (WANDB_API_KEY, or `wandb login`), so this run is recorded offline")
             mode = "offline"

@@ -115,5 +115,3 @@ def cut(costs: Sequence[int], *, num_stages: int) -> list[range]:
         stages.append(range(start, end))
         end = start
     return stages[::-1]
-
-

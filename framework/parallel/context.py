@@ -45,7 +45,9 @@ def problems(model: nn.Module, *, context: int, **others: object) -> list[str]:
     """Say why this model's tokens cannot be cut over so many processes."""
     any_model = "ddp, zero, fsdp and hsdp take any model"
     if not callable(getattr(model, "mixers", None)):
-        return [f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {any_model}"]
+        return [
+            f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {any_model}"
+        ]
     if context > 1 and has_dropout(model):
         return ["the model has dropout, whose draws would depend on the number of processes; set model.dropout=0"]
     heads = getattr(model, "num_heads", context)

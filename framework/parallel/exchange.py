@@ -59,7 +59,9 @@ class Serving:
         try:
             taken = self._inboxes[rank].get(timeout=self._timeout_s)
         except queue.Empty:
-            raise TimeoutError(f"no gradient from rank {rank} within {self._timeout_s:g} s (launch.timeout_s)") from None
+            raise TimeoutError(
+                f"no gradient from rank {rank} within {self._timeout_s:g} s (launch.timeout_s)"
+            ) from None
         if isinstance(taken, Exception):
             raise taken
         return taken

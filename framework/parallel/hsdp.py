@@ -10,6 +10,7 @@ from framework.world import World
 
 __all__ = ["hsdp", "problems"]  # it is sharded as in `fsdp`
 
+
 def hsdp(
     model: nn.Module,
     *,

@@ -78,7 +78,9 @@ class InvariantEngine:
     def _flat_others(self, sums: Sums) -> Tensor:
         """Return the sums, and for each parameter whether it has a gradient."""
         used = [p.grad is not None for p in self._parameters]
-        return torch.cat([torch.stack([*sums.values()]).double(), torch.tensor(used, device=self._parameters[0].device).double()])
+        return torch.cat(
+            [torch.stack([*sums.values()]).double(), torch.tensor(used, device=self._parameters[0].device).double()]
+        )
 
     def _take(self, gradient: Tensor, others: Tensor, names: list[str]) -> Sums:
         """Set `.grad` on every rank; return the sums, on rank 0 alone: the loop adds them up."""

@@ -74,7 +74,9 @@ class LocalSGD:
     def sync_buffers(self) -> None:
         self._engine.sync_buffers()
         is_trained = self._optimizer is not None
-        if is_trained and not self.can_pause(self._index + 1):  # at the end of a run; elsewhere they agree, and rounding must not move them
+        if is_trained and not self.can_pause(
+            self._index + 1
+        ):  # at the end of a run; elsewhere they agree, and rounding must not move them
             self._average_all()
 
     def can_pause(self, step: int) -> bool:

@@ -63,7 +63,9 @@ def _move_own(model: nn.Module, units: Sequence[nn.Module], *, to: torch.device)
     inside = {id(module) for unit in units for module in unit.modules()}
     for module in model.modules():
         if id(module) not in inside:
-            module._apply(lambda tensor: tensor.to(to), recurse=False)  # what to() is made of: to() itself takes all below
+            module._apply(
+                lambda tensor: tensor.to(to), recurse=False
+            )  # what to() is made of: to() itself takes all below
 
 
 class _Move:

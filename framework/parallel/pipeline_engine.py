@@ -81,7 +81,9 @@ class PipelineEngine:
         if micro_batch is not None:
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch)
         first, *rest = stage.links
-        with torch.autocast(self._forward.device.type, dtype=self._forward.autocast, enabled=self._forward.autocast is not None):
+        with torch.autocast(
+            self._forward.device.type, dtype=self._forward.autocast, enabled=self._forward.autocast is not None
+        ):
             value = first(*arguments, **named)
             for link in rest:
                 value = link(value)

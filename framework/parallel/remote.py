@@ -45,9 +45,7 @@ def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) 
     with warnings.catch_warnings():
         # torch's own: about the group that init_rpc makes for itself
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
-        rpc.init_rpc(
-            name_of(world.rank), rank=world.rank, world_size=world.world_size, rpc_backend_options=options
-        )
+        rpc.init_rpc(name_of(world.rank), rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
     world.at_end(
         leave=functools.partial(_leave, timeout_s=world.timeout.total_seconds()),
         abandon=functools.partial(rpc.shutdown, graceful=False),

@@ -61,7 +61,9 @@ def simulated_waiting(order: dict[int, list[Any]]) -> float:
     `order` has each process's actions, as torch's schedules of several stages list them (what Schedule1F1B lists is not
     what it does: its last process begins with the second micro-batch).
     """
-    rows = {rank: [a for a in row if a is not None and a.computation_type.name in _TIMES] for rank, row in order.items()}
+    rows = {
+        rank: [a for a in row if a is not None and a.computation_type.name in _TIMES] for rank, row in order.items()
+    }
     last_stage = max(action.stage_index for row in rows.values() for action in row)
     ready: dict[tuple[str, int, int], int] = {}  # when an activation or a gradient is there
     clocks, busy = dict.fromkeys(rows, 0), 0

@@ -90,7 +90,9 @@ def test_steps_go_on_while_a_checkpoint_is_written(
         for key in expected:
             assert torch.equal(actual[key], expected[key]), f"{key} is not what it was after its own step"
     for path in sorted(theirs.glob("*/state.json")):
-        plain, expected = (json.loads(file.read_text()) for file in (ended.directory / "checkpoints" / path.relative_to(theirs), path))
+        plain, expected = (
+            json.loads(file.read_text()) for file in (ended.directory / "checkpoints" / path.relative_to(theirs), path)
+        )
         for state in (plain, expected):  # what a clock has measured
             del state["record_id"]  # of each record's own
             for name in ("wall_s", "train_s", "began"):
@@ -127,7 +129,14 @@ def test_an_error_surfaces_at_the_next_steps(strategy: str, tmp_path: Path) -> N
         if environment.rank == environment.world_size - 1:
             raise OSError(errno.EIO, "the planted fault")
 
-    line = [*RUN, *STRATEGIES[strategy], ASYNC, "checkpoint.every=9", "checkpoint.max_failures=0", "trainer.max_epochs=30"]
+    line = [
+        *RUN,
+        *STRATEGIES[strategy],
+        ASYNC,
+        "checkpoint.every=9",
+        "checkpoint.max_failures=0",
+        "trainer.max_epochs=30",
+    ]
 
     def plant() -> None:
         in_each_save(fail)()

@@ -167,7 +167,10 @@ def test_missing_or_damaged_cifar_is_a_problem(tmp_path: Path):
     with pytest.raises(ValueError, match="data_batch_1.bin, .* not in"):
         CIFAR10(root=str(tmp_path)).load("train")
     (tmp_path / "cifar-100-binary").mkdir()
-    for name, content, fault in (("train.bin", bytes(3075), "3075 bytes"), ("test.bin", bytes([0, 100]) + bytes(3072), "class 100")):
+    for name, content, fault in (
+        ("train.bin", bytes(3075), "3075 bytes"),
+        ("test.bin", bytes([0, 100]) + bytes(3072), "class 100"),
+    ):
         (tmp_path / "cifar-100-binary" / "train.bin").touch()
         (tmp_path / "cifar-100-binary" / name).write_bytes(content)
         (tmp_path / "cifar-100-binary" / "test.bin").touch()

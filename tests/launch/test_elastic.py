@@ -176,7 +176,9 @@ def test_a_node_lost_and_a_node_back(one: Ended, cluster: Callable[..., Cluster]
     assert late.code == 0 and "finished already" in late.output
 
 
-@pytest.mark.parametrize("whom", ["agent 1", *(pytest.param(whom, marks=pytest.mark.slow) for whom in ("agent 0", "worker of agent 0"))])
+@pytest.mark.parametrize(
+    "whom", ["agent 1", *(pytest.param(whom, marks=pytest.mark.slow) for whom in ("agent 0", "worker of agent 0"))]
+)
 def test_a_signal_to_any_process_stops_the_run_on_all_nodes(
     whom: str, one: Ended, cluster: Callable[..., Cluster]
 ) -> None:

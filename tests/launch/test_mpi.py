@@ -125,7 +125,14 @@ def test_every_operation_of_the_group_is_that_of_torch(tmp_path: Path) -> None:
     assert ended.output.count(" passed\n") == 8, ended.output
 
 
-LONG = [*MLP, "parallel=ddp", "trainer.max_steps=400", "trainer.eval_every=null", "trainer.log_every=100", "checkpoint.every=50"]
+LONG = [
+    *MLP,
+    "parallel=ddp",
+    "trainer.max_steps=400",
+    "trainer.eval_every=null",
+    "trainer.log_every=100",
+    "checkpoint.every=50",
+]
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,9 @@ class Sweep:
             raise AssertionError(f"{error}\n{ask('squeue')}\n{self.log[-6000:]}") from None
 
     def wait_for_rows(self, *seeds: int) -> None:
-        self.wait(lambda: all((self.run(seed).root / "metrics.jsonl").exists() for seed in seeds), what=f"rows of {seeds}")
+        self.wait(
+            lambda: all((self.run(seed).root / "metrics.jsonl").exists() for seed in seeds), what=f"rows of {seeds}"
+        )
 
     def wait_for_end(self) -> None:
         self.wait(lambda: not ask("squeue", "--noheader"), what="an empty queue")
@@ -122,7 +124,9 @@ def status(*line: str, run: Callable[[list[str]], int] = start, root: Path) -> d
     names = lines[rule - 1]
     starts = [match.start() for match in re.finditer(r"\S+", names)]
     columns = list(zip(names.split(), starts, [*starts[1:], None]))
-    rows = [{name: text[first:last].strip() for name, first, last in columns} for text in lines[rule + 1 :] if text.strip()]
+    rows = [
+        {name: text[first:last].strip() for name, first, last in columns} for text in lines[rule + 1 :] if text.strip()
+    ]
     return {row["run"]: row for row in rows[:-1]}  # the last counts them
 
 
@@ -199,7 +203,11 @@ def test_a_signal_while_jobs_are_submitted_loses_none_of_them(
     line: list[str], held: None, submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm has the jobs, and nobody has written down their ids: a Ctrl-C, and the end of the terminal."""
-    sbatch_that('"$real" "$@"; [ "$1" = --test-only ] || kill -INT $PPID; [ "$1" = --test-only ] || kill -HUP $PPID', tmp_path, monkeypatch)
+    sbatch_that(
+        '"$real" "$@"; [ "$1" = --test-only ] || kill -INT $PPID; [ "$1" = --test-only ] || kill -HUP $PPID',
+        tmp_path,
+        monkeypatch,
+    )
     words = [sys.executable, str(ROOT / "train.py"), *line, *ARRAY, f"run.root={submitted.root}"]
     subprocess.run(words, timeout=120, stderr=subprocess.DEVNULL)
     (tmp_path / "bin" / "sbatch").unlink()
@@ -209,8 +217,14 @@ def test_a_signal_while_jobs_are_submitted_loses_none_of_them(
     assert len(ask("squeue", "--noheader", "--array", "--states=PENDING").splitlines()) == num_jobs
 
 
-def test_a_full_quota_is_waited_for_or_told(held: None, submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sbatch_that('[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }', tmp_path, monkeypatch)
+def test_a_full_quota_is_waited_for_or_told(
+    held: None, submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch_that(
+        '[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }',
+        tmp_path,
+        monkeypatch,
+    )
     told = submitted.submit(*SEEDS, code=75)
     assert "not submitted: " in told.output and "QOSMaxSubmitJobPerUserLimit" in told.output
     assert "the same command tries again" in told.output and "failed" not in told.output
@@ -218,9 +232,15 @@ def test_a_full_quota_is_waited_for_or_told(held: None, submitted: Sweep, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_search_waits_for_room_in_the_queue(submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_waits_for_room_in_the_queue(
+    submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = '[ -n "$(squeue --noheader)" ]'
-    sbatch_that(f'[ "$1" != --test-only ] && {full} && {{ echo "sbatch: error: no room" >&2; exit 1; }}; exec "$real" "$@"', tmp_path, monkeypatch)
+    sbatch_that(
+        f'[ "$1" != --test-only ] && {full} && {{ echo "sbatch: error: no room" >&2; exit 1; }}; exec "$real" "$@"',
+        tmp_path,
+        monkeypatch,
+    )
     submitted.hurry()
     told = submitted.submit(*SEARCH, "hydra.sweeper.n_trials=3")
     assert "3 jobs: 3 finished" in told.output and "no room" in told.output
@@ -232,7 +252,9 @@ def test_a_search_waits_for_room_in_the_queue(submitted: Sweep, tmp_path: Path, 
 
 def asked(job: str) -> tuple[str, str, str]:
     """Return a waiting job's nodes, CPUs of a task, and memory of a node."""
-    nodes, cpus, memory = ask("squeue", "--noheader", "--array", f"--jobs={job}", "--Format=NumNodes,cpus-per-task,MinMemory").split()
+    nodes, cpus, memory = ask(
+        "squeue", "--noheader", "--array", f"--jobs={job}", "--Format=NumNodes,cpus-per-task,MinMemory"
+    ).split()
     return nodes, cpus, memory
 
 
@@ -244,7 +266,9 @@ def test_a_strategy_has_the_resources_that_its_file_says(held: None, submitted: 
     shutil.copy(ROOT / "train.py", project)
     (project / "conf" / "resources").mkdir()
     (project / "conf" / "resources" / "ddp.yaml").write_text("# @package launch\nnproc_per_node: 2\n")
-    (project / "conf" / "resources" / "fsdp.yaml").write_text("# @package launch\nnproc_per_node: 2\nnnodes: 2\nslurm:\n  mem_gb: 1\n")
+    (project / "conf" / "resources" / "fsdp.yaml").write_text(
+        "# @package launch\nnproc_per_node: 2\nnnodes: 2\nslurm:\n  mem_gb: 1\n"
+    )
     line = [sys.executable, "train.py", "-m", *ARRAY, "parallel=single,ddp,fsdp", f"run.root={submitted.root}"]
     told = subprocess.run(line, cwd=project, text=True, stderr=subprocess.PIPE, timeout=120)
     assert told.returncode == 0, told.stderr
@@ -262,7 +286,9 @@ def test_single_has_one_process_where_others_have_more(held: None, submitted: Sw
 def test_an_account_and_a_quality_of_service_are_asked_for(held: None, submitted: Sweep) -> None:
     user = psutil.Process().username()
     for what in (["account", "physics"], ["user", user, "account=physics"], ["qos", "patient"]):
-        subprocess.run(["sacctmgr", "--immediate", "add", *what], stdout=subprocess.DEVNULL, timeout=60)  # 1 if it is there
+        subprocess.run(
+            ["sacctmgr", "--immediate", "add", *what], stdout=subprocess.DEVNULL, timeout=60
+        )  # 1 if it is there
     ask("sacctmgr", "--immediate", "modify", "user", user, "set", "qos=normal,patient")
     told = command(*ARRAY, "launch.slurm.account=physics", "launch.slurm.qos=patient", root=submitted.root)
     asked_for = facts(*ids(told))
@@ -310,7 +336,10 @@ def test_status_tells_of_each_run_where_it_is_and_why(submitted: Sweep) -> None:
         later = ids(submitted.submit(*ARRAY, "seed=3,4"))
         alone = ids(command(*ARRAY, "seed=7", root=submitted.root))
         ask("scancel", later[1], *alone)
-        submitted.wait(lambda: not {later[1], *alone} & set(ask("squeue", "--noheader", "--array", "--format=%i").split()), what="the cancelled jobs' end")
+        submitted.wait(
+            lambda: not {later[1], *alone} & set(ask("squeue", "--noheader", "--array", "--format=%i").split()),
+            what="the cancelled jobs' end",
+        )
         found = status(root=submitted.root)
         by_line = status(*ARRAY, "seed=0,3,9", run=multirun, root=submitted.root)
     finally:
@@ -334,10 +363,16 @@ def test_status_tells_of_each_run_where_it_is_and_why(submitted: Sweep) -> None:
     (folder,) = [path for path in submitted.root.glob("sweeps/*") if "seed=0,1" in (path / "sweep.yaml").read_text()]
     of_sweep = command("mode=status", root=folder)
     assert "seed=0" in of_sweep.output and "2 runs: 2 running" in of_sweep.output and "seed=3" not in of_sweep.output
-    assert {seed: row["state"] for seed, row in by_line.items()} == {"seed=0": "running", "seed=3": "queued", "seed=9": "missing"}
+    assert {seed: row["state"] for seed, row in by_line.items()} == {
+        "seed=0": "running",
+        "seed=3": "queued",
+        "seed=9": "missing",
+    }
 
 
-def test_status_without_slurm_tells_what_the_directories_do(held: None, submitted: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_without_slurm_tells_what_the_directories_do(
+    held: None, submitted: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submitted.submit(*ARRAY, "seed=0,1")
     monkeypatch.setenv("PATH", "/nowhere")
     found = status(root=submitted.root)
@@ -345,7 +380,17 @@ def test_status_without_slurm_tells_what_the_directories_do(held: None, submitte
     assert all("Slurm does not answer" in row["why"] for row in found.values())
 
 
-@pytest.mark.parametrize("damage", ["a fifo", "a directory", "abc", "id,directory,state,objective\n1,a\0b,finished,0", "id,directory\n1,2", "x" * 200_000])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "a fifo",
+        "a directory",
+        "abc",
+        "id,directory,state,objective\n1,a\0b,finished,0",
+        "id,directory\n1,2",
+        "x" * 200_000,
+    ],
+)
 def test_status_of_a_damaged_sweep_says_so(damage: str, tmp_path: Path) -> None:
     table = tmp_path / "runs" / "sweep.csv"
     table.parent.mkdir()
@@ -364,7 +409,9 @@ def test_status_of_numbers_that_are_none(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "default" / "odd"
     directory.mkdir(parents=True)
     (directory / "summary.json").write_text('{"status": "running", "step": 1e999, "total_steps": NaN, "job_id": ["7"]}')
-    (directory / "metrics.jsonl").write_text(f'{{"step": {"9" * 400}, "split": "train", "step_s": 1e300, "loss": 0.5}}\n')
+    (directory / "metrics.jsonl").write_text(
+        f'{{"step": {"9" * 400}, "split": "train", "step_s": 1e300, "loss": 0.5}}\n'
+    )
     (odd,) = status(root=tmp_path / "runs").values()
     assert (odd["state"], odd["metric"]) == ("killed", "train/loss 0.5") and "ETA" not in odd
 
@@ -407,13 +454,21 @@ def test_submitit_local_runs_as_many_jobs_as_there_are_cpus_for(tmp_path: Path) 
     sweep_line, problems = read([*line, f"hydra.launcher.cpus_per_task={len(os.sched_getaffinity(0))}"])
     assert not problems and sweep_line.launcher.num_at_a_time == 1
     assert check(sweep_line.line({"seed": "0"}), world_size=None)[0]["launch"]["nproc_per_node"] == 2
-    assert read([*line[:-1], "hydra.launcher.cpus_per_task=1"])[0].launcher.num_at_a_time == len(os.sched_getaffinity(0))
+    assert read([*line[:-1], "hydra.launcher.cpus_per_task=1"])[0].launcher.num_at_a_time == len(
+        os.sched_getaffinity(0)
+    )
     told = finished(*RUN, "trainer.max_steps=5", *line, root=tmp_path / "runs", run=multirun)
     assert "2 jobs: 2 finished" in told.output and "2 x cpu" in told.output
 
 
 def test_what_the_line_says_itself_goes_before_the_launcher() -> None:
-    line = ["launch.nnodes=2", "seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.nodes=4", "hydra.launcher.account=us"]
+    line = [
+        "launch.nnodes=2",
+        "seed=0,1",
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.nodes=4",
+        "hydra.launcher.account=us",
+    ]
     asks = read(line)[0].line({"seed": "0"})
     assert "launch=slurm" in asks and "launch.nnodes=2" in asks and 'launch.slurm.account="us"' in asks
     assert not any("nnodes=4" in text for text in asks)

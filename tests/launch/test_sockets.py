@@ -63,7 +63,15 @@ def test_our_own_workers_listen_on_loopback_only(more: list[str], folder: Path, 
 
 @pytest.mark.slow
 def test_workers_of_torchrun_listen_on_loopback_only(folder: Path, tmp_path: Path) -> None:
-    line = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(ROOT / "train.py"), *LINE, "parallel=ddp"]
+    line = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        str(ROOT / "train.py"),
+        *LINE,
+        "parallel=ddp",
+    ]
     agent = subprocess.Popen([sys.executable, *line, f"run.root={tmp_path / 'runs'}"])
     assert agent.wait(timeout=120) == 0
     assert_loopback(folder, processes=2, besides=agent.pid)  # torchrun's own store listens everywhere (pytorch#173909)
@@ -81,7 +89,16 @@ def test_workers_of_any_launcher_listen_on_loopback_only(folder: Path, tmp_path:
 @pytest.mark.slow
 @needs_mpi
 def test_gloo_under_mpirun_listens_on_loopback_only(folder: Path, tmp_path: Path) -> None:
-    line = [str(MPIRUN), "-n", "2", sys.executable, str(ROOT / "train.py"), *LINE, "parallel=ddp", f"run.root={tmp_path / 'runs'}"]
+    line = [
+        str(MPIRUN),
+        "-n",
+        "2",
+        sys.executable,
+        str(ROOT / "train.py"),
+        *LINE,
+        "parallel=ddp",
+        f"run.root={tmp_path / 'runs'}",
+    ]
     process = subprocess.Popen(line, env=os.environ | ALLOWED | {"TMPDIR": str(tmp_path)})
     assert process.wait(timeout=120) == 0
     assert_loopback(folder, processes=2, besides=process.pid)

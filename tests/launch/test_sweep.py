@@ -117,7 +117,14 @@ def test_a_job_that_fails_does_not_stop_the_others_and_is_named_at_the_end(tmp_p
 
 
 def test_the_table_tells_what_the_runs_tell(tmp_path: Path) -> None:
-    ended = swept(*RUN, "checkpoint.monitor=val/accuracy", "checkpoint.mode=max", "seed=0,1", "model.dropout=0,0.1", root=tmp_path / "runs")
+    ended = swept(
+        *RUN,
+        "checkpoint.monitor=val/accuracy",
+        "checkpoint.mode=max",
+        "seed=0,1",
+        "model.dropout=0,0.1",
+        root=tmp_path / "runs",
+    )
     rows = table(ended)
     assert list(rows[0])[:5] == ["id", "directory", "state", "seed", "model.dropout"]
     assert [(row["seed"], row["model.dropout"]) for row in rows] == [("0", "0"), ("0", "0.1"), ("1", "0"), ("1", "0.1")]
@@ -217,7 +224,11 @@ def test_a_signal_to_a_sweep_ends_all_its_jobs_with_a_checkpoint(signum: int, tm
         os.kill(process.pid, signum)
     ended = end(process, root=root)
     assert ended.code == 75, ended.output
-    assert [(row["state"], row["step"]) for row in table(ended)] == [("preempted", "6"), ("preempted", "6"), ("missing", "")]
+    assert [(row["state"], row["step"]) for row in table(ended)] == [
+        ("preempted", "6"),
+        ("preempted", "6"),
+        ("missing", ""),
+    ]
     ended = swept(*line, root=root)
     for row in table(ended)[:1]:
         assert_same_bits(job(ended, row), finished(*RUN, f"seed={row['seed']}", root=tmp_path / "alone"))
@@ -237,7 +248,9 @@ def test_jobs_at_a_time_share_the_cpus(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     one, other = ({int(cpu) for cpu in path.read_text().split()} for path in folder.iterdir())
     assert one | other == cpus and (not one & other or len(cpus) == 1)
-    assert "training" not in ended.output and all("training" in path.read_text() for path in ended.root.glob("sweeps/*/logs/*"))
+    assert "training" not in ended.output and all(
+        "training" in path.read_text() for path in ended.root.glob("sweeps/*/logs/*")
+    )
 
 
 # --- the plan
@@ -305,25 +318,46 @@ def test_a_second_sweep_of_the_same_runs_waits_for_nobody(tmp_path: Path) -> Non
     process = begin(*line, root=root, run=multirun, before=held_at(1, folder))
     wait_for(lambda: len(list(folder.iterdir())) == 1, what="a job that runs")
     (held,) = root.glob("sweeps/*")
-    second = subprocess.run([sys.executable, "train.py", "-m", *line, f"run.root={root}"], cwd=REPOSITORY, capture_output=True, text=True)
+    second = subprocess.run(
+        [sys.executable, "train.py", "-m", *line, f"run.root={root}"], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert second.returncode == 1 and f"{held} is in use by process {process.pid}" in second.stderr
     process.kill()
 
 
 def test_flags_that_print_are_not_for_sweeps(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "train.py", "-m", "--cfg", "job", "seed=1,2"], cwd=REPOSITORY, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "train.py", "-m", "--cfg", "job", "seed=1,2"], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert ended.returncode == 78
     assert "--cfg: is about one run, and -m about several (without -m; mode=plan -m lists the jobs)" in ended.stderr
 
 
 def test_a_line_is_taken_apart_as_hydra_does() -> None:
-    line, problems = read(["seed=range(3)", "model=glob(*t)", "+model.dropout=choice(0,0.1)", "name=x", "optimizer=sgd,adam", "optimizer=sgd"])
+    line, problems = read(
+        [
+            "seed=range(3)",
+            "model=glob(*t)",
+            "+model.dropout=choice(0,0.1)",
+            "name=x",
+            "optimizer=sgd,adam",
+            "optimizer=sgd",
+        ]
+    )
     assert not problems and line.fixed == ["name=x", "optimizer=sgd"]
     assert line.swept == {"seed": ["0", "1", "2"], "model": ["gpt", "resnet", "vit"], "model.dropout": ["0", "0.1"]}
     combinations = line.combinations()
     assert len(combinations) == 18 and combinations[1] == {"seed": "0", "model": "gpt", "model.dropout": "0.1"}
     assert line.line(combinations[1]) == ["name=x", "optimizer=sgd", "seed=0", "model=gpt", "model.dropout=0.1"]
-    space, problems = read(["a=interval(1,2)", "b=int(interval(1,8))", "c=tag(log,interval(1e-3,1))", "d=range(1,9,3)", "hydra/sweeper=optuna"])
+    space, problems = read(
+        [
+            "a=interval(1,2)",
+            "b=int(interval(1,8))",
+            "c=tag(log,interval(1e-3,1))",
+            "d=range(1,9,3)",
+            "hydra/sweeper=optuna",
+        ]
+    )
     assert not problems and space.swept == {
         "a": Interval(1.0, 2.0), "b": Interval(1, 8), "c": Interval(1e-3, 1.0, log=True), "d": Interval(1, 7, step=3)
     }  # fmt: skip
@@ -363,7 +397,9 @@ def test_seeds_alone_are_categories(tmp_path: Path) -> None:
     assert not (tmp_path / "sweep.png").exists()
 
 
-@pytest.mark.parametrize("summary", [{"status": "failed", "metrics": None}, {"metrics": {"val": [1]}}, {"status": ["x"]}, ["x"]])
+@pytest.mark.parametrize(
+    "summary", [{"status": "failed", "metrics": None}, {"metrics": {"val": [1]}}, {"status": ["x"]}, ["x"]]
+)
 def test_a_summary_that_is_none_is_no_traceback(summary: Any, tmp_path: Path) -> None:
     line = [*SHORT, "seed=0,1"]
     config, _ = check([*SHORT, "seed=0", f"run.root={tmp_path / 'runs'}"], world_size=None)

@@ -36,7 +36,11 @@ def test_links_without_weights_go_with_their_neighbours() -> None:
 def test_costs_are_counted_operations() -> None:
     links = [nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 6 * 6, 5)]
     example = torch.empty(3, 1, 8, 8, device="meta")
-    assert costs_of(nn.Sequential(*links), links, example=example) == [1 + 2 * 3 * 2 * 9 * 36 + 20, 1, 1 + 2 * 3 * 72 * 5 + 365]
+    assert costs_of(nn.Sequential(*links), links, example=example) == [
+        1 + 2 * 3 * 2 * 9 * 36 + 20,
+        1,
+        1 + 2 * 3 * 72 * 5 + 365,
+    ]
 
 
 def test_a_weight_outside_of_the_chain_is_found() -> None:

@@ -95,4 +95,6 @@ def test_evaluations_and_checkpoints_in_between_are_refused(tmp_path: Path) -> N
 def test_a_model_that_answers_no_question_is_trained_too(tmp_path: Path) -> None:
     line = [*RUN, *LOCAL, "dataset.image_size=32", "model=torchvision", "model.name=resnet18", "precision=fp32"]
     losses = [row["loss"] for row in finished(*[o for o in line if o != "model.dim=8"], root=tmp_path / "runs").rows]
-    assert all(map(math.isfinite, losses)) and len(losses) == 15 + 4 + 1  # training, validation (the last at the end), test
+    assert (
+        all(map(math.isfinite, losses)) and len(losses) == 15 + 4 + 1
+    )  # training, validation (the last at the end), test

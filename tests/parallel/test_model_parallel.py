@@ -32,7 +32,10 @@ def on_emulated(num_devices: int, *others: Callable[[], None]) -> Callable[[], N
 @pytest.mark.parametrize(
     ("model", "strategy", "ranks", "num_devices"),
     [
-        *(pytest.param(model, "model-parallel", 1, 2, marks=[pytest.mark.slow] if model == RESNET18 else []) for model in MODELS),
+        *(
+            pytest.param(model, "model-parallel", 1, 2, marks=[pytest.mark.slow] if model == RESNET18 else [])
+            for model in MODELS
+        ),
         *((model, "ddp+mp", 2, 2) for model in MODELS if model != RESNET18),  # its tensors are too many for Python
         ("gpt, tied", "model-parallel", 1, 3),
     ],
@@ -63,7 +66,9 @@ def test_emulated_devices_refuse_what_cuda_would(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_from_one_device_to_several_and_back(
-    own_option: Callable[[], None], longer: Ended, tmp_path: Path  # noqa: F811
+    own_option: Callable[[], None],
+    longer: Ended,
+    tmp_path: Path,  # noqa: F811
 ) -> None:
     hops = [("single", 1, 3), ("ddp+mp", 2, 6), ("model-parallel", 1, 11), ("fsdp", 2, 16)]
     previous: Ended | None = None
@@ -101,7 +106,11 @@ def test_units_are_the_modules_that_a_forward_calls() -> None:
     model = nn.Module()
     model.net = nn.Module()
     model.net.forward = model.net.pool = nn.AvgPool1d(2)
-    model.net.stem, model.net.layers, model.net.scales = nn.Linear(4, 4), nn.ModuleList([block]), nn.ParameterList([torch.ones(1)])
+    model.net.stem, model.net.layers, model.net.scales = (
+        nn.Linear(4, 4),
+        nn.ModuleList([block]),
+        nn.ParameterList([torch.ones(1)]),
+    )
     assert units_of(model) == [model.net.stem, block]
 
 
@@ -113,7 +122,9 @@ def test_units_are_the_modules_that_a_forward_calls() -> None:
         (["parallel=model-parallel", "parallel.num_devices=9"], "launch.nproc_per_node: 1 x parallel.num_devices=9 = 9, but there are 4 CUDA devices (at most 4 of each)"),
     ],
 )  # fmt: skip
-def test_more_devices_than_there_are_are_refused(line: list[str], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_devices_than_there_are_are_refused(
+    line: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "_cuda_devices", lambda: 4)
     _, problems = check(line, world_size=None)
     assert [str(found)[: len(problem)] for found in problems] == [problem]

@@ -170,7 +170,13 @@ def test_two_ranks_are_ddp_to_the_last_bit(precision: str, tmp_path: Path) -> No
 
     DDP means, so its backward passes start from twice what a sum needs; in fp16 half the loss scale makes them the same.
     """
-    line = [*RUN, f"precision={precision}", "launch.nproc_per_node=2", "trainer.clip_grad_norm=0.5", "trainer.max_epochs=1"]
+    line = [
+        *RUN,
+        f"precision={precision}",
+        "launch.nproc_per_node=2",
+        "trainer.clip_grad_norm=0.5",
+        "trainer.max_epochs=1",
+    ]
     scales = []
     runs = []
     for strategy, scale in (("parameter-server", 2.0**24), ("ddp", 2.0**23)):
@@ -387,7 +393,9 @@ def test_an_evaluation_waits_for_the_pushes_of_all(tmp_path: Path) -> None:
     assert {value.item() for name, value in saved.items() if name.endswith("/step")} == {8 * RANKS}
     config, _ = check(line, world_size=None)
     model, dataset = build.model(config).double(), build.dataset(config)
-    model.load_state_dict({name.removeprefix("model/"): value for name, value in saved.items() if name.startswith("model/")})
+    model.load_state_dict(
+        {name.removeprefix("model/"): value for name, value in saved.items() if name.startswith("model/")}
+    )
     stored = [torch.from_numpy(array) for array in dataset.load("val").gather(np.arange(8))]
     inputs, targets = dataset.transform(*stored, keys=None)
     (row,) = (row for row in run.rows if (row["split"], row["step"]) == ("val", 8))

@@ -42,7 +42,14 @@ class Points:
             crash()
 
     def plant(self) -> None:
-        for owner, name in [(os, "mkdir"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "fsync")]:
+        for owner, name in [
+            (os, "mkdir"),
+            (os, "rename"),
+            (os, "replace"),
+            (os, "unlink"),
+            (os, "rmdir"),
+            (os, "fsync"),
+        ]:
             setattr(owner, name, self._around(name, getattr(owner, name)))
         self._around_the_writes()
         save = CheckpointStore.save
