@@ -7,15 +7,16 @@ from importlib.util import find_spec
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a run watches for it, Ctrl-C simply ends this
 try:
-    from framework.config import print_by_hydra
-    from framework.environment import Environment
-    from framework.help import help_text, version_text
-    from framework.launch.start import check, report, start
-    from framework.launch.sweep import sweep
-    from framework.outcome import Exit
-    from framework.preemption import PREEMPTION
-    from framework.streams import speak
-    from framework.syntax import split_flags
+    from framework.cli.run import check, start
+    from framework.config.arguments import split_flags
+    from framework.config.compose import print_by_hydra
+    from framework.config.help import help_text, version_text
+    from framework.launch.claim import report
+    from framework.runtime.environment import Environment
+    from framework.runtime.exits import Exit
+    from framework.runtime.preemption import PREEMPTION
+    from framework.runtime.stdio import speak
+    from framework.sweep.sweep import sweep
 
     if find_spec("torch") is None:  # imported late, for that takes seconds
         raise ModuleNotFoundError("No module named 'torch'")

@@ -23,19 +23,19 @@ NUM_ROUNDS = 7
 
 def trainer_of(dim: int, *, is_async: bool, folder: Path) -> Any:
     """Return a trainer that has taken a few steps, so that there is a state to save."""
-    from framework import build
-    from framework.environment import Environment
-    from framework.launch.start import check
+    from framework.build import training
+    from framework.cli.run import check
+    from framework.distributed.world import World
     from framework.loggers.sink import RunInfo
-    from framework.run_directory import RunDirectory
-    from framework.world import World
+    from framework.runs.directory import RunDirectory
+    from framework.runtime.environment import Environment
 
     model = ["model=mlp", f"model.dim={dim}", "model.num_layers=3"]
     saving = [f"checkpoint.async_save={str(is_async).lower()}", "checkpoint.keep_last=1"]
     config, problems = check([*model, *saving, f"run.dir={folder}"], world_size=None)
     assert not problems, problems
     world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None)
-    trainer = build.trainer(config, world=world, directory=RunDirectory(folder))
+    trainer = training.trainer(config, world=world, directory=RunDirectory(folder))
     folder.mkdir()
     trainer.recorder._sinks = {}
     trainer.recorder.open(RunInfo(folder, "id", "name", 0, 100, config))

@@ -38,7 +38,7 @@ def count_bytes(folder: str) -> None:
     """Have rank 0 write down the bytes that its gradients' collectives send, by counting in front of them."""
     import torch.distributed as dist
 
-    from framework.trainer import Trainer
+    from framework.training.trainer import Trainer
 
     sent = {"bytes": 0, "plain": 0}
 

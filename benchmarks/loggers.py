@@ -30,8 +30,8 @@ CASES = {
 
 def measure(overrides: list[str]) -> tuple[float, list[float], float]:
     """Return the seconds that a logger's start, each row and the end keep the process that calls it."""
-    from framework import build
-    from framework.launch.start import check
+    from framework.build import training
+    from framework.cli.run import check
     from framework.loggers.sink import RunInfo
 
     row = {
@@ -48,7 +48,7 @@ def measure(overrides: list[str]) -> tuple[float, list[float], float]:
         assert not problems, problems
         Path(folder, "metrics.jsonl").touch()
         begun = time.perf_counter()
-        _, logger = build.sinks(config).values()
+        _, logger = training.sinks(config).values()
         logger.open(RunInfo(Path(folder), "id", "name", 0, NUM_ROWS, config, record_id="id-00000000"))
         start = time.perf_counter() - begun
         rows = []

@@ -43,7 +43,7 @@ sys.exit(start(OVERRIDES))
 
 def note_after_second_step(folder: str) -> None:
     """Have every process write its bytes down at the end of the second step."""
-    from framework.trainer import Trainer
+    from framework.training.trainer import Trainer
 
     original = Trainer.train_step
 

@@ -47,12 +47,12 @@ class StepTimes:
 
 def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
     """Return the seconds a step takes in the framework's own loop: metrics.jsonl, rows every 10 steps and all."""
-    from framework import build
-    from framework.environment import Environment
-    from framework.launch.start import check
+    from framework.build import training
+    from framework.cli.run import check
+    from framework.distributed.world import World
     from framework.loggers.sink import RunInfo
-    from framework.run_directory import RunDirectory
-    from framework.world import World
+    from framework.runs.directory import RunDirectory
+    from framework.runtime.environment import Environment
 
     with tempfile.TemporaryDirectory() as folder:
         total = WARM_UP + num_steps
@@ -60,7 +60,7 @@ def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
         config, problems = check([*overrides, "trainer.eval_every=null", "checkpoint.every=null"], world_size=None)
         assert not problems, problems
         world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None)
-        trainer = build.trainer(config, world=world, directory=RunDirectory(Path(folder)))
+        trainer = training.trainer(config, world=world, directory=RunDirectory(Path(folder)))
         sink = StepTimes()
         trainer.recorder._sinks = {"times": sink}
         trainer.recorder.open(RunInfo(Path(folder), "id", "name", 0, total, config))
@@ -74,14 +74,14 @@ def bare_step_s(overrides: list[str], *, num_steps: int, fused: bool) -> float:
     import torch
     import torch.nn.functional as F
 
-    from framework import build
-    from framework.launch.start import check
+    from framework.build import components
+    from framework.cli.run import check
 
     config, _ = check(overrides, world_size=None)
-    dataset = build.dataset(config)
+    dataset = components.dataset(config)
     source = dataset.load("train")
     images, labels = dataset.transform(torch.from_numpy(source.inputs), torch.from_numpy(source.targets), keys=None)
-    model = build.model(config)
+    model = components.model(config)
     options = {key: value for key, value in config["optimizer"].items() if key != "_target_"}
     kind = torch.optim.SGD if "momentum" in options else torch.optim.AdamW
     optimizer = kind(model.parameters(), **options, **({"fused": True} if fused else {}))

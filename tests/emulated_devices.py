@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from framework.world import World
+from framework.distributed.world import World
 
 
 class _Streams(_DummyBackendModule):

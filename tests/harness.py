@@ -21,9 +21,9 @@ import torch.distributed.checkpoint  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 from safetensors.torch import load_file
 
-import framework.run  # noqa: F401
-from framework.launch.start import start
-from framework.metrics import MACHINE
+import framework.modes.train  # noqa: F401
+from framework.cli.run import start
+from framework.runs.metrics_file import MACHINE
 from train import main
 
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the fork
@@ -149,7 +149,7 @@ def _child(
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     try:
         if not with_curves:
-            framework.run.draw_curves = lambda *_, **__: None
+            framework.modes.train.draw_curves = lambda *_, **__: None
         if before is not None:
             before()
         code = run(overrides)

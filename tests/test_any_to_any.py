@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from framework import config, run
 from framework.checkpoint.canonical import restore, state_tensors
 from framework.checkpoint.store import CheckpointStore
-from framework.config import CONF, options
-from framework.shards import whole
-from framework.world import World
+from framework.config import compose
+from framework.config.compose import CONF, options
+from framework.distributed.world import World
+from framework.modes import train as run
+from framework.modules.shards import whole
 from tests.harness import Ended, assert_close, command, finished, slow_but
 from tests.test_conformance import NOT_EQUAL, layouts
 from tests.test_resume import after_step, preempt
@@ -44,7 +45,7 @@ def own_option(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
     conf = tmp_path_factory.mktemp("own") / "conf"
     shutil.copytree(CONF, conf)
     (conf / "model" / "frozen_gpt.yaml").write_text(OPTION)
-    return lambda: setattr(config, "CONF", conf)
+    return lambda: setattr(compose, "CONF", conf)
 
 
 def note_state(path: Path) -> Callable[[], None]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from framework import tree_sum
-from framework.tree_sum import TreeSum
+from framework.parallel import tree_sum
+from framework.parallel.tree_sum import TreeSum
 from tests.harness import Ended, command, exact_rows, finished
 from tests.test_conformance import SMALL, TOKENS
 from tests.test_resume import after_step, preempt

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.help import help_text, version_text
-from framework.outcome import Exit
+from framework.config.help import help_text, version_text
+from framework.runtime.exits import Exit
 from tests.test_malformed import REPOSITORY
 
 TRAIN = f"{sys.executable} {REPOSITORY / 'train.py'}"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.config import compose, groups, options
-from framework.frozen import freeze, thaw
-from framework.help import help_text
-from framework.problems import Problem
-from framework.validation import schema_problems
+from framework.config.compose import compose, groups, options
+from framework.config.frozen_file import freeze, thaw
+from framework.config.help import help_text
+from framework.config.validation import schema_problems
+from framework.runtime.problem import Problem
 from tests.harness import assert_same_bits, finished
 
 REPOSITORY = Path(__file__).resolve().parent.parent

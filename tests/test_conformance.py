@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from framework import config
-from framework.config import CONF, options
-from framework.mesh import MESH_AXES
+from framework.config import compose
+from framework.config.compose import CONF, options
+from framework.distributed.mesh import MESH_AXES
 from tests.harness import Ended, assert_close, command, finished
 
 # Epochs of 4 steps of 14 samples and a short one of 10: micro-batches of 4, 4, 4 and 2, or of 4, 4 and 2, so that no
@@ -114,7 +114,7 @@ def own_options(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
     shutil.copytree(CONF, conf)
     for name, text in OWN_OPTIONS.items():
         (conf / name).write_text(text)
-    return lambda: setattr(config, "CONF", conf)
+    return lambda: setattr(compose, "CONF", conf)
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.environment import Environment
-from framework.launch.sweep import sweep
+from framework.runtime.environment import Environment
+from framework.sweep.sweep import sweep
 from tests.harness import Ended, assert_same_bits, begin, end, finished, wait_for
 from tests.test_malformed import REPOSITORY
 from tests.test_preemption import LINE, MOMENTS, STEP, members, once_at
@@ -104,7 +104,7 @@ def test_after_a_run_signals_are_heard_as_before(tmp_path: Path) -> None:
     """A process may have several runs: what listens during one is gone with it."""
 
     def two(overrides: list[str]) -> int:
-        from framework.launch.start import start
+        from framework.cli.run import start
 
         num_threads, num_files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
         code = start(overrides)

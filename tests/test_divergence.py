@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from framework import recovery
 from framework.checkpoint import manifest
-from framework.config import options
+from framework.config.compose import options
 from framework.data.loader import Loader
-from framework.engine import DataParallelEngine, Forward, Step
-from framework.environment import Environment
-from framework.shards import local
-from framework.trainer import Trainer
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import Step
+from framework.modules.shards import local
+from framework.runtime.environment import Environment
+from framework.training import recovery
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 from tests.test_conformance import MODELS, layouts
 from tests.test_conformance import RUN as CONFORMANCE

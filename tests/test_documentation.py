@@ -24,9 +24,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from framework import mpi
+from framework.cli.run import check
 from framework.data import fashion_mnist
-from framework.launch.start import check
+from framework.distributed.mpi import start as mpi
 from tests.harness import Ended, files_below, typed, wait_for
 from tests.launch.test_mpi import ALLOWED
 from tests.launch.test_slurm import MISSING, ask, cluster  # noqa: F401  # a fixture

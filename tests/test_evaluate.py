@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from framework import evaluate, restored
-from framework.config import options
-from framework.frozen import freeze, recall
-from framework.run_directory import Lock
+from framework.config.compose import options
+from framework.config.frozen_file import freeze, recall
+from framework.modes import evaluate
+from framework.modes import load_run as restored
+from framework.runs.lock import Lock
 from tests.harness import Ended, begin, command, end, finished, wait_for_checkpoint
 from tests.test_conformance import layouts
 from tests.test_floors import ROOT

@@ -15,8 +15,8 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from framework import build
-from framework.config import options
+from framework.build import components
+from framework.config.compose import options
 from tests.harness import Ended, command, finished, slow_but
 from tests.test_conformance import IMAGES, MODELS, OPTIMIZERS, SMALL, own_options  # noqa: F401  # a fixture
 from tests.test_unpickling import note_unpickling
@@ -49,14 +49,14 @@ def exported(run: Ended, *overrides: str, root: Path, **options: Any) -> Ended:
 
 def model_of(run: Ended) -> torch.nn.Module:
     """Return the run's model with its final weights, in evaluation."""
-    model = build.model(yaml.safe_load((run.directory / "config.yaml").read_text()))
+    model = components.model(yaml.safe_load((run.directory / "config.yaml").read_text()))
     model.load_state_dict(run.weights)
     return model.eval()
 
 
 def inputs_of(run: Ended, *, num_samples: int) -> Any:
     config = yaml.safe_load((run.directory / "config.yaml").read_text())
-    dataset = build.dataset(config)
+    dataset = components.dataset(config)
     source = dataset.load("val")
     stored = (torch.from_numpy(array) for array in source.gather(torch.arange(num_samples).numpy()))
     return dataset.transform(*stored, keys=None)[0]

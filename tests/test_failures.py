@@ -14,8 +14,8 @@ import torch
 
 from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
-from framework.engine import DataParallelEngine
-from framework.environment import Environment
+from framework.engine.data_parallel import DataParallelEngine
+from framework.runtime.environment import Environment
 from tests.harness import assert_same_bits, command, finished
 from tests.test_resume import RUN, STRATEGIES, after_step, preempt
 

@@ -15,14 +15,14 @@ import psutil
 import pytest
 import torch
 
-from framework.board import Board, have_write
 from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
-from framework.engine import DataParallelEngine
-from framework.environment import Environment
+from framework.distributed.hang.board import Board, have_write
+from framework.distributed.hang.stacks import frames
+from framework.engine.data_parallel import DataParallelEngine
 from framework.launch import worker
-from framework.stacks import frames
-from framework.trainer import Trainer
+from framework.runtime.environment import Environment
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, begin, end, finished, wait_for, wait_for_checkpoint
 from tests.launch.test_local import assert_gone, leftovers
 from tests.test_resume import RUN, STRATEGIES

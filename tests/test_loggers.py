@@ -22,12 +22,12 @@ import pytest
 import yaml
 
 from framework.data.synthetic import Synthetic
-from framework.launch.sweep import sweep
 from framework.loggers import background
 from framework.loggers.tensorboard import TensorBoard
 from framework.loggers.wandb import Wandb
-from framework.metrics import MACHINE
-from framework.trainer import Trainer
+from framework.runs.metrics_file import MACHINE
+from framework.sweep.sweep import sweep
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, begin, command, end, files_below, finished, wait_for
 from tests.test_resume import after_step, crash, preempt
 from tests.wandb_server import WandbServer, wandb_server

@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 
-from framework import build
-from framework.modules import has_compiler
-from framework.trainer import Trainer
+from framework.build import components
+from framework.modules.compile import has_compiler
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished
 from tests.test_resume import after_step, preempt
 
@@ -228,10 +228,10 @@ def run_config(ended: Ended) -> dict[str, Any]:
 
 def measured(config: dict[str, Any], weights: dict[str, torch.Tensor], split: str) -> dict[str, float]:
     """Measure by hand, with torch alone, what these weights are worth: the whole split at once."""
-    module = build.model(config)
+    module = components.model(config)
     module.load_state_dict(weights, strict=True)
     module.to(next(iter(weights.values())).dtype).load_state_dict(weights)
-    dataset = build.dataset(config)
+    dataset = components.dataset(config)
     inputs, targets = dataset.load(split).gather(torch.arange(config["dataset"][f"num_{split}"]).numpy())
     x, y = dataset.transform(torch.from_numpy(inputs), torch.from_numpy(targets), keys=None)
     module.eval()
@@ -367,7 +367,7 @@ def test_curves_png_is_a_picture_with_a_panel_for_each_metric(base: Ended) -> No
 def test_the_star_is_where_the_configuration_says_the_best_is(base: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
-    from framework.curves import draw_curves
+    from framework.runs.curves import draw_curves
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
@@ -383,7 +383,7 @@ def test_the_star_is_where_the_configuration_says_the_best_is(base: Ended, monke
 def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
-    from framework.curves import draw_curves
+    from framework.runs.curves import draw_curves
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))

@@ -12,11 +12,12 @@ from typing import get_args
 import pytest
 import torch
 
-from framework import mpi
-from framework.config import groups, options
-from framework.launch.start import check, report
-from framework.outcome import Exit
-from framework.schema import Config
+from framework.cli.run import check
+from framework.config.compose import groups, options
+from framework.config.schema import Config
+from framework.distributed.mpi import start as mpi
+from framework.launch.claim import report
+from framework.runtime.exits import Exit
 from tests.harness import command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -301,7 +302,9 @@ def test_a_malformed_command_ends_in_three_seconds(tmp_path: Path) -> None:
 
 
 def test_what_can_be_checked_without_torch_is() -> None:
-    program = "import sys; from framework.launch.start import check; check({}, world_size=None); print('torch' in sys.modules)"
+    program = (
+        "import sys; from framework.cli.run import check; check({}, world_size=None); print('torch' in sys.modules)"
+    )
     ended = python("-c", program.format(["seed=x", "backend=nccl", "dataset=mnist", "model=vit"]), directory=REPOSITORY)
     assert (ended.stdout, ended.stderr) == ("False\n", "")
 
@@ -389,7 +392,7 @@ def test_a_directory_with_files_that_are_no_runs_is_refused(resume: str, tmp_pat
 def test_a_component_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     arguments = "num_classes: int, in_channels: int, image_size: int, dim: int, num_layers: int, dropout: float"
     (tmp_path / "broken.py").write_text(f"import torhc\nclass Broken:\n    def __init__(self, *, {arguments}): ...\n")
-    program = f"import sys; sys.path.append({str(tmp_path)!r}); from framework.launch.start import start; "
+    program = f"import sys; sys.path.append({str(tmp_path)!r}); from framework.cli.run import start; "
     ended = python("-c", program + "start(['model=mlp', 'model._target_=broken.Broken'])", directory=tmp_path)
     what = "cannot be imported (ModuleNotFoundError: No module named 'torhc')"
     assert lines(ended.stderr) == [f"model._target_: broken.Broken {what}"]

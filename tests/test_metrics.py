@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-import framework.run
-from framework import build, flops
+import framework.modes.train
+from framework.build import components
+from framework.cli.run import check
 from framework.data.loader import Loader
-from framework.launch.start import check
-from framework.metrics import MACHINE
-from framework.speed import PARTS, Speed
+from framework.modules import flops
+from framework.runs.metrics_file import MACHINE
 from framework.tasks.classification import Classification
 from framework.tasks.language_modeling import LanguageModeling
-from framework.trainer import Trainer
+from framework.training.speed import PARTS, Speed
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, command, finished
 from tests.test_loop import GPT, TINY, rows_of
 from tests.test_resume import after_step, crash
@@ -237,8 +238,8 @@ def test_a_gpt_needs_six_operations_a_weight_and_token_and_its_attention() -> No
     config, problems = check([*GPT, "model.dropout=0", "dataset.seq_len=32", "model.dim=64"], world_size=None)
     assert not problems
     with torch.device("meta"):
-        model = build.model(config)
-    batch = build.example(build.dataset(config).info)
+        model = components.model(config)
+    batch = components.example(components.dataset(config).info)
     assert batch is not None
     dim, seq_len, num_layers = 64, 32, config["model"]["num_layers"]
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)
@@ -277,7 +278,7 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices(tmp_path: Path) -> None:
     run = finished(*line, root=tmp_path / "runs", before=plant)
     config, _ = check(line, world_size=None)
     with torch.device("meta"):
-        needed = flops.flops_per_sample(build.model(config), build.example(build.dataset(config).info))  # type: ignore[arg-type]
+        needed = flops.flops_per_sample(components.model(config), components.example(components.dataset(config).info))  # type: ignore[arg-type]
     assert needed
     for row in rows_of(run, "train"):
         assert row["mfu"] == pytest.approx(row["samples_per_s"] * needed / 2e9)
@@ -299,13 +300,13 @@ def test_every_number_of_a_row_is_in_the_documentation(tmp_path: Path) -> None:
 
 def test_what_comes_after_the_last_step_is_no_useful_time(tmp_path: Path) -> None:
     def plant() -> None:
-        original = framework.run._leave_results
+        original = framework.modes.train._leave_results
 
         def leave_results(*args: Any, **kwargs: Any) -> None:
             time.sleep(1)
             original(*args, **kwargs)
 
-        framework.run._leave_results = leave_results
+        framework.modes.train._leave_results = leave_results
 
     run = finished(*TINY, root=tmp_path / "runs", before=plant)
     (path,) = sorted(run.directory.glob("checkpoints/*/state.json"))[-1:]

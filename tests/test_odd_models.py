@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from framework import config
-from framework.config import CONF
+from framework.config import compose
+from framework.config.compose import CONF
 from tests.harness import Ended, assert_close, command, finished
 from tests.parallel.test_model_parallel import on_emulated
 from tests.test_conformance import CASES, RUN, SMALL, name
@@ -31,7 +31,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
     shutil.copytree(CONF, conf)
     for model in MODELS:
         (conf / "model" / f"{model}.yaml").write_text(NODE.format(model))
-    return lambda: setattr(config, "CONF", conf)
+    return lambda: setattr(compose, "CONF", conf)
 
 
 @pytest.fixture(scope="session")

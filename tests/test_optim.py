@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from framework import schedules
-from framework.averaging import AveragedWeights
-from framework.build import component
-from framework.config import options
-from framework.engine import DataParallelEngine
-from framework.loss_scale import LossScale
-from framework.optim import Trainable, adamw, hidden_matrices, muon, sgd, trainable
-from framework.outcome import Diverged
-from framework.precision import PRECISIONS
-from framework.trainer import Trainer
+from framework.build.components import component
+from framework.config.compose import options
+from framework.engine.data_parallel import DataParallelEngine
+from framework.optim import schedules
+from framework.optim.averaging import AveragedWeights
+from framework.optim.loss_scale import LossScale
+from framework.optim.optimizers import Trainable, adamw, hidden_matrices, muon, sgd, trainable
+from framework.optim.precision import PRECISIONS
+from framework.runtime.exits import Diverged
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished
 from tests.test_resume import after_step, preempt
 
@@ -359,7 +359,7 @@ def test_a_schedule_has_these_values(case: str) -> None:
 def test_every_schedule_is_tested_here_and_never_leaves_0_to_1() -> None:
     assert {case.partition(",")[0] for case in VALUES} == set(options("scheduler"))
     for name, (arguments, _) in VALUES.items():
-        schedule = component({"_target_": f"framework.schedules.{name.partition(',')[0]}", **arguments})
+        schedule = component({"_target_": f"framework.optim.schedules.{name.partition(',')[0]}", **arguments})
         for total in (1, 2, 10, 1000):
             assert all(0 <= schedule(step, total) <= 1 for step in range(total)), (name, total)
 

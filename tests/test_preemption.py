@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 
-from framework import build
+from framework.build import training
 from framework.checkpoint.store import CheckpointStore
-from framework.engine import Forward
-from framework.environment import Environment
-from framework.trainer import Trainer
+from framework.engine.forward import Forward
+from framework.runtime.environment import Environment
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished
 from tests.test_resume import RUN, STRATEGIES
 
@@ -43,7 +43,7 @@ def once_at(owner: Any, name: str, condition: Callable[..., bool], act: Callable
 
 # moment -> (where, the call's name, which of its calls)
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "start-up": (build, "trainer", lambda *_, **__: True),
+    "start-up": (training, "trainer", lambda *_, **__: True),
     "training": (Trainer, "train_step", lambda trainer, *_, **__: trainer.progress.step == STEP - 1),
     # the second of either rank's three
     "accumulation": (Forward, "seed_draws", lambda _, step, micro_batch: step == STEP - 1 and micro_batch in (1, 4)),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from framework.config import compose
+from framework.config.compose import compose
 from tests.harness import Ended, assert_same_bits, command, finished
 from tests.test_conformance import SMALL
 from tests.test_resume import after_step, preempt

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from framework.config import options
+from framework.cli.run import check
+from framework.config.compose import options
 from framework.data.fashion_mnist import DEBIAN
-from framework.launch.start import check
-from framework.outcome import Exit
-from framework.tryout import try_out
+from framework.preflight.dry_build import try_out
+from framework.runtime.exits import Exit
 from tests.harness import assert_close, command, exact_rows, finished, slow_but
 
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from framework.report import find_runs, read_runs
-from framework.report_page import colors
+from framework.runs.report import find_runs, read_runs
+from framework.runs.report_page import colors
 from tests.harness import command, finished
 from tests.launch.test_sweep import swept
 from tests.test_loop import TINY

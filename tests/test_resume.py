@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from framework.environment import Environment
-from framework.preemption import PREEMPTION
-from framework.trainer import Trainer
+from framework.runtime.environment import Environment
+from framework.runtime.preemption import PREEMPTION
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 
 # 7 steps an epoch, of which the last is short (4 of 16 samples); 21 steps; BatchNorm, dropout and augmentation on

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import groups, option_node, options
+from framework.config.compose import groups, option_node, options
 from framework.data.synthetic import Synthetic
 from framework.loggers.tensorboard import TensorBoard
-from framework.secrets import HIDDEN, is_secret_key, redact, secrets_in
+from framework.runtime.secrets import HIDDEN, is_secret_key, redact, secrets_in
 from tests.harness import Ended, command
 
 RUN = [

@@ -12,11 +12,11 @@ import yaml
 from safetensors import safe_open
 from torch import nn
 
-from framework import build
-from framework.freezing import freeze
-from framework.gradients import ClipValues, Noise
-from framework.optim import adamw, hidden_matrices, muon, trainable
-from framework.trainer import Trainer
+from framework.build import components
+from framework.modules.freeze_parameters import freeze
+from framework.optim.gradients import ClipValues, Noise
+from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, MODELS, RUN, SMALL, name
@@ -84,7 +84,7 @@ def test_ranks_compute_what_one_process_does(
 
 def assert_frozen(ended: Ended) -> None:
     """The frozen parameters are in checkpoint and weights as they began, and have no optimizer state; the others do."""
-    model = build.model(yaml.safe_load((ended.directory / "config.yaml").read_text()))
+    model = components.model(yaml.safe_load((ended.directory / "config.yaml").read_text()))
     begun = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     freeze(model, FROZEN)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -166,7 +166,7 @@ def test_a_clipped_step_is_no_longer_than_its_rate(parallel: list[str], expected
     line = [*SMALL, "model=mlp", "model.dim=8", "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "scheduler=constant",
             "precision=fp64", "trainer.max_epochs=null", "trainer.max_steps=3", "trainer.clip_grad_value=0.001", "trainer.eval_every=null", "checkpoint.every=null"]  # fmt: skip
     run = finished(*line, *parallel, root=tmp_path / "runs")
-    begun = dict(build.model(yaml.safe_load((run.directory / "config.yaml").read_text())).named_parameters())
+    begun = dict(components.model(yaml.safe_load((run.directory / "config.yaml").read_text())).named_parameters())
     farthest = max((run.weights[name] - begun[name].double()).abs().max().item() for name in begun)
     assert farthest == pytest.approx(expected, abs=1e-12)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from framework.modules import has_compiler
+from framework.modules.compile import has_compiler
 from tests.harness import command, finished
 from tests.test_floors import FRAMEWORK, MODELS, ROOT, name
 from tests.test_loggers import RUN

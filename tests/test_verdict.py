@@ -4,9 +4,9 @@ import faulthandler
 import threading
 from pathlib import Path
 
-from framework.board import Beat, Board, Place, State
-from framework.stacks import frames, own_frame
-from framework.verdict import Seen, judge
+from framework.distributed.hang.board import Beat, Board, Place, State
+from framework.distributed.hang.judge import Seen, judge
+from framework.distributed.hang.stacks import frames, own_frame
 
 USUAL = {"training": (4, 1), "logging": (0, 1)}  # collectives of a step's parts, on both groups
 

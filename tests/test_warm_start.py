@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from framework.launch import start
+from framework.cli import run
 from tests.harness import Ended, assert_same_bits, command, finished
 from tests.test_conformance import layouts
 from tests.test_resume import after_step, preempt
@@ -192,13 +192,13 @@ def test_two_places_to_begin_from_are_refused(first: Ended, tmp_path: Path) -> N
 
 def change_before_the_start(path: Path) -> Callable[[], None]:
     def plant() -> None:
-        original = start.claim
+        original = run.claim
 
-        def claim(*arguments: object, **named: object) -> object:
+        def change_first(*arguments: object, **named: object) -> object:
             path.write_bytes(path.read_bytes() + b" ")
             return original(*arguments, **named)  # type: ignore[arg-type]  # what it was given
 
-        start.claim = claim  # type: ignore[assignment]
+        run.claim = change_first  # type: ignore[assignment]
 
     return plant
 

@@ -1,1 +1,1 @@
-"""Checkpoints: one dialect of state, one commit protocol, retention."""
+"""The one dialect of state and its commit protocol."""

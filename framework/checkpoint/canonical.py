@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.averaging import AveragedWeights
-from framework.shards import whole
-from framework.world import World
+from framework.distributed.world import World
+from framework.modules.shards import whole
+from framework.optim.averaging import AveragedWeights
 
 
 def state_tensors(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from framework.checkpoint.plain import Invalid, require_file
-from framework.problems import shown
+from framework.runtime.problem import shown
 
 
 class Entry(NamedTuple):

@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError
 
 from framework.checkpoint.plain import Invalid, Plain, first_fault, read_json, require_directory, require_file
 from framework.checkpoint.state import STATE, Count
-from framework.files import checksum, flush_directory, write_atomically
-from framework.problems import shown
+from framework.runtime.files import checksum, flush_directory, write_atomically
+from framework.runtime.problem import shown
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_([0-9]{8,18})")

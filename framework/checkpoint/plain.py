@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from framework.problems import shown
+from framework.runtime.problem import shown
 
 _LARGEST_JSON = 16 << 20  # bytes; the manifest of a checkpoint in 50,000 files
 

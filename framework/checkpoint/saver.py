@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from framework.checkpoint.store import CheckpointStore
-from framework.log import LOGGER
-from framework.outcome import DiskFailed
-from framework.preemption import PREEMPTION
-from framework.shards import copy_to_host, local
-from framework.world import World
+from framework.distributed.world import World
+from framework.modules.shards import copy_to_host, local
+from framework.runtime.exits import DiskFailed
+from framework.runtime.log import LOGGER
+from framework.runtime.preemption import PREEMPTION
 
 WORTH_A_THREAD = 1 << 20  # bytes of a rank's state; benchmarks/checkpoints.py shows the stall of either way
 

@@ -11,10 +11,10 @@ from framework.checkpoint import manifest
 from framework.checkpoint.plain import Invalid
 from framework.checkpoint.state import read_state
 from framework.checkpoint.tensors import check_tensors
-from framework.files import flush_directory, make_directory, write_atomically
-from framework.log import LOGGER
-from framework.outcome import DiskFailed, NoValidCheckpoint
-from framework.world import World
+from framework.distributed.world import World
+from framework.runtime.exits import DiskFailed, NoValidCheckpoint
+from framework.runtime.files import flush_directory, make_directory, write_atomically
+from framework.runtime.log import LOGGER
 
 
 class CheckpointStore:

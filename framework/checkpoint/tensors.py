@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from framework.checkpoint.plain import Invalid, Plain, first_fault, parse_json
 from framework.checkpoint.state import Count
-from framework.problems import shown
+from framework.runtime.problem import shown
 
 _DTYPES = {
     "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "C64",

@@ -1,1 +1,1 @@
-"""Data: which samples make a step, how a process gets them, and one dataset per file."""
+"""Which samples make a step, and one dataset a file."""

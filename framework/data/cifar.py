@@ -183,7 +183,7 @@ def _read(path: Path, archive: _Archive) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fetch(archive: _Archive, *, root: str) -> None:
-    from framework.torchvision_import import make_torchvision_importable
+    from framework.runtime.torchvision_fix import make_torchvision_importable
 
     make_torchvision_importable()
     from torchvision.datasets.utils import download_and_extract_archive  # type: ignore[import-untyped]  # unannotated

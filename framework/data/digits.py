@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from framework.data.source import Arrays, Split, require_at_least
-from framework.splitmix import permutation
+from framework.randomness import permutation
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -69,7 +69,7 @@ def missing(folders: Sequence[Path]) -> str:
 
 def download(name: Literal["MNIST", "FashionMNIST"], *, root: str) -> None:
     """Let torchvision fetch the files into root/<name>/raw, unless they are there. One process at a time."""
-    from framework.torchvision_import import make_torchvision_importable
+    from framework.runtime.torchvision_fix import make_torchvision_importable
 
     make_torchvision_importable()
     import torchvision.datasets  # type: ignore[import-untyped]  # it ships no annotations

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from framework.splitmix import random_integers
+from framework.randomness import random_integers
 
 
 def prepare(

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
 from framework.data.source import Dataset, Source
-from framework.engine import MicroBatch, Step
-from framework.keys import keys
-from framework.parent import die_with_parent
-from framework.preemption import SIGNALS
-from framework.tree import Tree, map_tensors
+from framework.engine.seam import MicroBatch, Step
+from framework.modules.nested import Tree, map_tensors
+from framework.randomness import keys
+from framework.runtime.parent_death import die_with_parent
+from framework.runtime.preemption import SIGNALS
 
 
 class Loader:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from framework.keys import key
+from framework.randomness import key
 
 
 class Part(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from framework.data.source import Dataset, Source, Split
-from framework.world import World
+from framework.distributed.world import World
 
 
 def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:

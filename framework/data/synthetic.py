@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from framework.data.source import Arrays, Source, Split, Windows, require_at_least
-from framework.splitmix import permutation, random_bits, random_integers, random_uniform
+from framework.randomness import permutation, random_bits, random_integers, random_uniform
 
 if TYPE_CHECKING:
     from torch import Tensor

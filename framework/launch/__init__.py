@@ -1,1 +1,1 @@
-"""Launching: from a command line to workers, by our own agent or under torchrun."""
+"""Claiming a directory and starting workers: on this machine, under torchrun, as Slurm jobs, on nodes that come and go."""

@@ -16,13 +16,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from framework import log
-from framework.board import posted_verdict
-from framework.environment import set_default
+from framework.distributed.hang.board import posted_verdict
 from framework.launch.worker import Failure, board_in
-from framework.log import LOGGER
-from framework.outcome import Exit
-from framework.run_directory import RunDirectory
+from framework.runs.directory import RunDirectory
+from framework.runtime import log
+from framework.runtime.environment import set_default
+from framework.runtime.exits import Exit
+from framework.runtime.log import LOGGER
 
 
 def prepare(config: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ def prepare(config: dict[str, Any]) -> None:
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we report, in three lines
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", message=".*fork.*multi-threaded", category=DeprecationWarning)
-    # the other signals are ours: workers stop at a step boundary (framework.preemption)
+    # the other signals are ours: workers stop at a step boundary (framework.runtime.preemption)
     set_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
 
 

@@ -5,14 +5,14 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 
-from framework import log
-from framework.frozen import Frozen
+from framework.config.frozen_file import Frozen
 from framework.launch.agent import Agent, Arranged, cause, prepare, report, report_hang
 from framework.launch.scratch import new_folder
 from framework.launch.worker import Failure, recorded_failures, work, work_in_child
-from framework.log import LOGGER
-from framework.preemption import PREEMPTION
-from framework.run_directory import RunDirectory
+from framework.runs.directory import RunDirectory
+from framework.runtime import log
+from framework.runtime.log import LOGGER
+from framework.runtime.preemption import PREEMPTION
 
 
 def launch(config: dict[str, Any], *, frozen: Frozen) -> int:

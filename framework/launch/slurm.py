@@ -10,21 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from framework import log, slurm
-from framework.environment import SlurmTask, outside_of_jobs
-from framework.files import make_directory
-from framework.frozen import Frozen, freeze, thaw
-from framework.launch.start import Begun, claim
-from framework.log import LOGGER
-from framework.outcome import Exit
-from framework.preemption import PREEMPTION, SIGNALS
-from framework.run_directory import RunDirectory
-from framework.slurm import SlurmFailed
-from framework.slurm_preflight import job_options
+from framework.config.frozen_file import Frozen, freeze, thaw
+from framework.launch.claim import Begun, claim
+from framework.preflight.slurm import job_options
+from framework.runs.directory import RunDirectory
+from framework.runs.status import queued_jobs
+from framework.runtime import log, slurm
+from framework.runtime.environment import SlurmTask, outside_of_jobs
+from framework.runtime.exits import Exit
+from framework.runtime.files import make_directory
+from framework.runtime.log import LOGGER
+from framework.runtime.preemption import PREEMPTION, SIGNALS
+from framework.runtime.slurm import SlurmFailed
 
 Config = dict[str, Any]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Python, with signals that wait until take_node listens: one may come while the interpreter starts, and would end it
 PATIENT = (
     f"import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {[int(signum) for signum in SIGNALS]}); "
@@ -83,7 +84,7 @@ def _undisturbed() -> Iterator[None]:
 
 def _unqueued(configs: list[Config]) -> list[Config]:
     """Return the runs that have no job in the queue; of the others, tell it."""
-    in_queue = slurm.queue(RunDirectory(Path(config["run"]["dir"])) for config in configs)
+    in_queue = queued_jobs(RunDirectory(Path(config["run"]["dir"])) for config in configs)
     for path, job in in_queue.items():
         LOGGER.info("job %s is %s already: %s", job.job_id, job.state, path)
     return [config for config in configs if Path(config["run"]["dir"]) not in in_queue]
@@ -147,7 +148,7 @@ def _snapshot(folder: Path) -> Path:
 
 def take_node(path: str, digest: str) -> int:
     """Be one node of the job, as its task there, by the configuration frozen at `path`. Returns the exit code."""
-    from framework.launch.elastic import take_part  # torch, which a submission has no use for
+    from framework.launch.elastic.agent import take_part  # torch, which a submission has no use for
 
     task = SlurmTask.read()
     log.start_console(rank=task.node)

@@ -1,27 +1,30 @@
 """Under torchrun (or any launcher that speaks its variables) or mpirun: rank 0 composes, the others take the result."""
 
-import json
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
-from framework import mpi
-from framework.environment import Environment
-from framework.frozen import Frozen
-from framework.log import LOGGER
-from framework.outcome import Exit, headline, is_lost_peer
-from framework.parent import die_with_parent
-from framework.problems import Problem
-from framework.run_directory import RunDirectory
+from framework.config.frozen_file import Frozen
+from framework.distributed.mpi import start as mpi
+from framework.launch.claim import Begun
+from framework.launch.handover import as_text, from_text
+from framework.runs.directory import RunDirectory
+from framework.runtime.environment import Environment
+from framework.runtime.exits import Exit, headline, is_lost_peer
+from framework.runtime.log import LOGGER
+from framework.runtime.parent_death import die_with_parent
+from framework.runtime.problem import Problem
 
 
-def join(overrides: list[str], *, environment: Environment) -> int:
-    """Run this rank's part. Rank 0 alone composes, checks and makes the directory."""
+def join(begin: Callable[[], Begun | Exit], *, environment: Environment) -> int:
+    """Run this rank's part. Rank 0 alone calls `begin`, which composes, checks and makes the directory."""
     die_with_parent()
     if environment.uses_mpi and (problem := mpi.problem(environment)) is not None:
         return _refuse(problem, environment=environment)
-    decision = _decide(overrides, environment=environment) if environment.rank == 0 else None
+    decision = begin() if environment.rank == 0 else None
+    if isinstance(decision, Begun):
+        decision = decision.frozen  # its lock stays with this process until it ends
     taken = _from_rank_0(decision, environment=environment)
     code = _work(taken, environment=environment) if isinstance(taken, Frozen) else taken
     if environment.uses_mpi and code is not None:
@@ -52,14 +55,6 @@ def _work(frozen: Frozen, *, environment: Environment) -> int | None:
         return None
 
 
-def _decide(overrides: list[str], *, environment: Environment) -> Frozen | int:
-    """Return the frozen configuration of a run that may go, or the exit code of one that may not."""
-    from framework.launch.start import Begun, begin
-
-    begun = begin(overrides, world_size=environment.world_size)
-    return begun.frozen if isinstance(begun, Begun) else begun  # its lock stays with this process until it ends
-
-
 def _from_rank_0(decision: Frozen | int | None, *, environment: Environment) -> Frozen | int:
     """Hand rank 0's decision to every rank. Collective."""
     text = None if decision is None else as_text(decision)
@@ -69,20 +64,8 @@ def _from_rank_0(decision: Frozen | int | None, *, environment: Environment) -> 
     return from_text(_through_store(text, environment=environment, timeout=timeout))
 
 
-def as_text(decision: Frozen | int) -> str:
-    """Return rank 0's decision as it is handed over."""
-    if isinstance(decision, Frozen):
-        return json.dumps({"path": str(decision.path.absolute()), "digest": decision.digest})
-    return json.dumps({"code": int(decision)})
-
-
-def from_text(text: str) -> Frozen | int:
-    taken = json.loads(text)
-    return taken["code"] if "code" in taken else Frozen(path=Path(taken["path"]), digest=taken["digest"])
-
-
 def _through_store(text: str | None, *, environment: Environment, timeout: timedelta) -> str:
-    from framework.world import launcher_store
+    from framework.distributed.world import launcher_store
 
     store = launcher_store(environment, timeout=timeout, part="start")
     if text is not None:

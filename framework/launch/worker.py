@@ -15,21 +15,22 @@ from typing import Any
 
 import torch
 
-from framework import hang, log
-from framework.board import Board
-from framework.environment import Environment
-from framework.evaluate import evaluate
-from framework.export import export
-from framework.files import write_atomically
-from framework.frozen import Frozen, thaw
+from framework.config.frozen_file import Frozen, thaw
+from framework.distributed.hang import diagnose as hang
+from framework.distributed.hang.board import Board
+from framework.distributed.world import World
 from framework.launch.scratch import common_folder
-from framework.log import LOGGER
-from framework.outcome import Exit, RunEnded, headline, is_lost_peer, place_of
-from framework.parent import die_with_parent
-from framework.preemption import PREEMPTION
-from framework.run import execute as train
-from framework.run_directory import RunDirectory
-from framework.world import World
+from framework.modes.evaluate import evaluate
+from framework.modes.export import export
+from framework.modes.train import execute as train
+from framework.runs.directory import RunDirectory
+from framework.runtime import log
+from framework.runtime.environment import Environment
+from framework.runtime.exits import Exit, RunEnded, headline, is_lost_peer, place_of
+from framework.runtime.files import write_atomically
+from framework.runtime.log import LOGGER
+from framework.runtime.parent_death import die_with_parent
+from framework.runtime.preemption import PREEMPTION
 
 
 def work(frozen: Frozen, scratch: Path | None, *, node_scratch: Path | None = None) -> int:

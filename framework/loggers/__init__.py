@@ -1,1 +1,1 @@
-"""One sink per file: what a run's rows are written to, beside `metrics.jsonl`."""
+"""One sink a file."""

@@ -6,10 +6,10 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from framework.log import LOGGER
 from framework.loggers.sink import RunInfo
-from framework.metrics import MACHINE
-from framework.preemption import PREEMPTION
+from framework.runs.metrics_file import MACHINE
+from framework.runtime.log import LOGGER
+from framework.runtime.preemption import PREEMPTION
 
 _WIDTH_FOR_BAR = 110  # columns
 _SHOW_CURSOR = b"\r\n\x1b[?25h"  # while the progress line is on, the terminal's is hidden

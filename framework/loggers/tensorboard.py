@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.loggers.sink import RunInfo
-from framework.metrics import Row, read_rows
+from framework.runs.metrics_file import Row, read_rows
 
 
 class TensorBoard:

@@ -5,10 +5,10 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from framework.checkpoint.manifest import candidates, step_of
-from framework.environment import set_default, variable
-from framework.log import LOGGER
 from framework.loggers.sink import RunInfo
-from framework.metrics import Row, read_rows
+from framework.runs.metrics_file import Row, read_rows
+from framework.runtime.environment import set_default, variable
+from framework.runtime.log import LOGGER
 
 
 class Wandb:

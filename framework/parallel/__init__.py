@@ -1,1 +1,1 @@
-"""One strategy per file: (model, *, world, forward, options) -> Engine."""
+"""One strategy a file, and what several of them share."""

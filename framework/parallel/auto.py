@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from framework.engine import Engine, Forward
-from framework.log import LOGGER
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
 from framework.parallel.ddp import ddp
 from framework.parallel.fsdp import fsdp
 from framework.parallel.single import single
 from framework.parallel.zero import zero
-from framework.world import World
+from framework.runtime.log import LOGGER
 
 _GIB = 2**30
 

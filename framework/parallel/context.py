@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.engine import Engine, Forward, MicroBatch, Step, Sums
-from framework.modules import has_dropout
-from framework.optim import BuildOptimizer, Trainable
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine, MicroBatch, Step, Sums
+from framework.modules.structure import has_dropout
+from framework.optim.optimizers import BuildOptimizer, Trainable
 from framework.parallel.ddp import replicated
-from framework.world import World
 
 
 def context(

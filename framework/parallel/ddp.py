@@ -7,12 +7,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from framework.engine import DataParallelEngine, Engine, Forward
-from framework.optim import MakeOptimizer
-from framework.outcome import Unfit
-from framework.parallel.compression.register import register
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
+from framework.optim.optimizers import MakeOptimizer
+from framework.parallel.compression import register
 from framework.parallel.invariant import invariant
-from framework.world import World
+from framework.runtime.exits import Unfit
 
 __all__ = ["ddp", "replicated", "invariant"]
 

@@ -2,11 +2,12 @@
 
 from torch import nn
 
-from framework.engine import Engine, Forward
-from framework.log import LOGGER
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
 from framework.parallel.ddp import replicated
 from framework.parallel.model_parallel import place
-from framework.world import World
+from framework.runtime.log import LOGGER
 
 
 def ddp_model_parallel(

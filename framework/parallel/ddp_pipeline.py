@@ -4,10 +4,11 @@ from typing import Literal
 
 from torch import nn
 
-from framework.engine import Engine, Forward
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
 from framework.parallel.pipeline import problems
-from framework.parallel.pipeline_engine import PipelineEngine
-from framework.world import World
+from framework.parallel.pipelining.engine import PipelineEngine
 
 __all__ = ["ddp_pipeline", "problems"]  # the layers are cut as in `pipeline`
 

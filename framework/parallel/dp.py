@@ -2,9 +2,11 @@
 
 from torch import nn
 
-from framework.engine import DataParallelEngine, Engine, Forward
-from framework.log import LOGGER
-from framework.world import World
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
+from framework.runtime.log import LOGGER
 
 
 def dp(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:

@@ -7,12 +7,14 @@ from typing import Literal
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from framework.engine import DataParallelEngine, Engine, Forward
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
 from framework.parallel import fsdp
 from framework.parallel import tensor as tensors
 from framework.parallel.fsdp import shard_blocks
 from framework.parallel.tensor import cut_layers
-from framework.world import World
 
 
 def fsdp_tensor(

@@ -4,9 +4,10 @@ from typing import Literal
 
 from torch import nn
 
-from framework.engine import Engine, Forward
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
 from framework.parallel.fsdp import problems, shard_blocks, sharded_engine
-from framework.world import World
 
 __all__ = ["hsdp", "problems"]  # it is sharded as in `fsdp`
 

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from framework.engine import DataParallelEngine, Forward, MicroBatch, Step, Sums
-from framework.optim import BuildOptimizer, MakeOptimizer, Trainable
-from framework.tree import map_tensors
-from framework.tree_sum import TreeSum
-from framework.world import World
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import MicroBatch, Step, Sums
+from framework.modules.nested import map_tensors
+from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable
+from framework.parallel.tree_sum import TreeSum
 
 
 def invariant(

@@ -6,9 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.engine import DataParallelEngine, Engine, Forward, MicroBatch, Step, Sums
-from framework.optim import BuildOptimizer, Trainable
-from framework.world import World
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine, MicroBatch, Step, Sums
+from framework.optim.optimizers import BuildOptimizer, Trainable
 
 
 def local_sgd(

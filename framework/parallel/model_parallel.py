@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from framework.engine import DataParallelEngine, Engine, Forward
-from framework.log import LOGGER
-from framework.modules import chain_of, units_of
-from framework.parallel.chain import costs_of, cut
-from framework.tree import Tree, map_tensors
-from framework.world import World
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
+from framework.modules.nested import Tree, map_tensors
+from framework.modules.structure import chain_of, units_of
+from framework.parallel.pipelining.chain import costs_of, cut
+from framework.runtime.log import LOGGER
 
 
 def model_parallel(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:

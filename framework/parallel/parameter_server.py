@@ -5,9 +5,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from framework.engine import DataParallelEngine, Engine, Forward, MicroBatch, Step, Sums
-from framework.optim import BuildOptimizer, Trainable, stand_in
-from framework.world import World
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine, MicroBatch, Step, Sums
+from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 
 
 def parameter_server(
@@ -28,7 +30,7 @@ def parameter_server(
     if world.world_size == 1:
         return plain
     if mode == "async":
-        from framework.parallel.hogwild import Hogwild
+        from framework.parallel.server.asynchronous import Hogwild
 
         return Hogwild(plain, world=world)
     return Synchronous(plain, world=world)
@@ -48,7 +50,7 @@ class Synchronous:
     """
 
     def __init__(self, engine: DataParallelEngine, *, world: World) -> None:
-        from framework.parallel.exchange import side_of  # a world of one needs no rpc, and a build may have none
+        from framework.parallel.server.exchange import side_of  # a world of one needs no rpc, and a build may have none
 
         self.module = engine.module
         self.mesh = engine.mesh

@@ -5,12 +5,13 @@ from typing import Literal
 
 from torch import nn
 
-from framework.engine import Engine, Forward
-from framework.modules import chain_of
-from framework.parallel.chain import stray_parameters, weighty
-from framework.parallel.pipeline_engine import PipelineEngine
-from framework.parallel.schedules import STAGES_PER_RANK
-from framework.world import World
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
+from framework.modules.structure import chain_of
+from framework.parallel.pipelining.chain import stray_parameters, weighty
+from framework.parallel.pipelining.engine import PipelineEngine
+from framework.parallel.pipelining.schedules import STAGES_PER_RANK
 
 
 def pipeline(

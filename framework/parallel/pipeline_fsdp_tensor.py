@@ -7,16 +7,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from framework.engine import Engine, Forward
-from framework.modules import separate
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
+from framework.modules.structure import separate
 from framework.parallel import fsdp
 from framework.parallel import pipeline as pipelines
 from framework.parallel import tensor as tensors
 from framework.parallel.fsdp import reshard_after_evaluation
 from framework.parallel.fsdp_tensor import ignore_known
-from framework.parallel.pipeline_engine import PipelineEngine
-from framework.parallel.stages import Stage
-from framework.world import World
+from framework.parallel.pipelining.engine import PipelineEngine
+from framework.parallel.pipelining.stages import Stage
 
 
 def pipeline_fsdp_tensor(

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from framework.modules import blocks_of
+from framework.modules.structure import blocks_of
 
 
 def problems(model: nn.Module, styles: dict[str, ParallelStyle], *, num_parts: int) -> list[str]:

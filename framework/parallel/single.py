@@ -2,9 +2,11 @@
 
 from torch import nn
 
-from framework.engine import DataParallelEngine, Engine, Forward
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
 from framework.parallel.invariant import invariant
-from framework.world import World
 
 __all__ = ["single", "invariant"]
 

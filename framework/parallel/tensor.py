@@ -8,10 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from framework.engine import DataParallelEngine, Engine, Forward
-from framework.modules import has_dropout
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
+from framework.modules.structure import has_dropout
 from framework.parallel import sequence as sequences
-from framework.world import World
 
 
 def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool) -> Engine:

@@ -4,11 +4,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from framework.engine import Engine, Forward
-from framework.optim import BuildOptimizer, MakeOptimizer, Trainable, stand_in
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine
+from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable, stand_in
 from framework.parallel import invariant as invariants
 from framework.parallel.ddp import replicated
-from framework.world import World
 
 
 def zero(

@@ -1,1 +1,1 @@
-"""Tasks: the loss, the metrics, and what counts as one sample."""
+"""One task a file: losses and metrics."""

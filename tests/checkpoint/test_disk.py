@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from framework.checkpoint import manifest
-from framework.environment import Environment
+from framework.runtime.environment import Environment
 from tests.harness import Ended, assert_same_bits, command, finished, slow_but
 from tests.test_resume import RUN, STRATEGIES, after_step
 

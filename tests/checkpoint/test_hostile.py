@@ -19,9 +19,9 @@ from framework.checkpoint.manifest import MANIFEST, STATE, _manifest_text, diges
 from framework.checkpoint.state import read_state
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.tensors import _Chunk, _fault
-from framework.environment import Environment
-from framework.outcome import NoValidCheckpoint
-from framework.world import World
+from framework.distributed.world import World
+from framework.runtime.environment import Environment
+from framework.runtime.exits import NoValidCheckpoint
 from tests.harness import Ended, assert_same_bits, command, finished
 
 RUN = [

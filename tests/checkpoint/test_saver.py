@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from framework.checkpoint.store import CheckpointStore
-from framework.environment import Environment
-from framework.metrics import MACHINE
-from framework.run_directory import RunDirectory
-from framework.trainer import Trainer
+from framework.runs.directory import RunDirectory
+from framework.runs.metrics_file import MACHINE
+from framework.runtime.environment import Environment
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, command, finished, slow_but
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 

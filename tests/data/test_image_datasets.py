@@ -106,7 +106,7 @@ def test_num_val_leaves_something_to_train_on(tmp_path: Path):
 
 
 def test_download_fetches_mnist_into_root(tmp_path: Path, monkeypatch):
-    from framework.torchvision_import import make_torchvision_importable
+    from framework.runtime.torchvision_fix import make_torchvision_importable
 
     make_torchvision_importable()
     import torchvision.datasets

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from framework.data.images import augment, normalise, prepare
-from framework.splitmix import permutation, random_bits, random_integers, random_uniform
+from framework.randomness import permutation, random_bits, random_integers, random_uniform
 
 KEYS = random_bits(np.arange(20_000))
 

@@ -13,8 +13,8 @@ import torch
 from framework.data.digits import Digits
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.engine import MicroBatch, Step
-from framework.preemption import PREEMPTION, SIGNALS
+from framework.engine.seam import MicroBatch, Step
+from framework.runtime.preemption import PREEMPTION, SIGNALS
 from tests.harness import assert_same_bits, command, finished
 from tests.test_resume import after_step
 

@@ -9,7 +9,7 @@ import pytest
 
 from framework.data import sharing
 from framework.data.source import Source
-from framework.environment import Environment
+from framework.runtime.environment import Environment
 from tests.harness import finished
 
 RUN = ["model=mlp", "model.dim=8", "trainer.max_epochs=null", "trainer.max_steps=3", "checkpoint.every=null",

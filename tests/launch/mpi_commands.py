@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from framework import mpi
-from framework.environment import Environment
-from framework.launch.start import start
-from framework.trainer import Trainer
+from framework.cli.run import start
+from framework.distributed.mpi import start as mpi
+from framework.runtime.environment import Environment
+from framework.training.trainer import Trainer
 
 
 def fail() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
-from framework.mpi_group import backend_name
+from framework.distributed.mpi.group import backend_name
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -232,7 +232,7 @@ def check_time_out(rank: int, size: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from framework import mpi
+    from framework.distributed.mpi import start as mpi
 
     world = mpi.library().COMM_WORLD
     dist.init_process_group(backend_name(), store=dist.HashStore(), rank=world.rank, world_size=world.size)

@@ -19,7 +19,7 @@ def pace(folder: Path) -> Callable[[], None]:
     """
 
     def plant() -> None:
-        from framework.trainer import Trainer
+        from framework.training.trainer import Trainer
 
         original = Trainer.train_step
 

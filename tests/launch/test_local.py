@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from framework.config import compose
-from framework.environment import Environment
-from framework.launch import start as start_module
-from framework.trainer import Trainer
+from framework.cli import run
+from framework.config.compose import compose
+from framework.runtime.environment import Environment
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
 from tests.test_resume import RUN, STRATEGIES
 
@@ -187,7 +187,7 @@ def test_one_process_composes_whatever_the_number_of_workers(tmp_path: Path) -> 
                 file.write(f"{os.getpid()}\n")
             return compose(overrides)
 
-        start_module.compose = counted  # type: ignore[assignment]
+        run.compose = counted  # type: ignore[assignment]
 
     finished(*RUN, *STRATEGIES["ddp 3"], root=tmp_path / "runs", before=plant)
     assert len(composers.read_text().splitlines()) == 1
@@ -195,14 +195,14 @@ def test_one_process_composes_whatever_the_number_of_workers(tmp_path: Path) -> 
 
 def test_workers_refuse_a_configuration_that_changed_under_them(tmp_path: Path) -> None:
     def plant() -> None:
-        original = start_module.freeze
+        original = run.freeze
 
         def freeze_then_edit(config: dict, directory: Path, **options: str) -> object:
             frozen = original(config, directory, **options)
             frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))
             return frozen
 
-        start_module.freeze = freeze_then_edit  # type: ignore[assignment]
+        run.freeze = freeze_then_edit  # type: ignore[assignment]
 
     failed = command(*TWO, "launch.max_restarts=0", root=tmp_path / "runs", before=plant)
     assert failed.code == 1

@@ -5,8 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from framework.launch.meeting import Meeting
-from framework.launch.membership import Membership, Node
+from framework.launch.elastic.membership import Membership, Node
+from framework.launch.elastic.shared_record import Meeting
 from framework.launch.worker import Failure
 from tests import harness
 

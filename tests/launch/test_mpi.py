@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from framework import mpi
+from framework.distributed.mpi import start as mpi
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished, wait_for, wait_for_checkpoint
 from tests.launch.test_local import assert_gone
 from tests.test_conformance import MODELS, RUN
@@ -205,7 +205,7 @@ def test_one_process_alone_trains(one_process: Callable[[list[str]], Ended], tmp
 
 def hide_mpi() -> None:
     """Have this process find no mpi4py; and no MPI in torch, should there be one."""
-    from framework import processes
+    from framework.preflight import processes
 
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name, *more: None if name == "mpi4py" else find(name, *more)  # type: ignore[assignment]

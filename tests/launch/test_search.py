@@ -12,9 +12,9 @@ import pytest
 from optuna.study import Study
 from optuna.trial import Trial
 
-from framework.launch.search import _Watched
-from framework.preemption import PREEMPTION
-from framework.trainer import Trainer
+from framework.runtime.preemption import PREEMPTION
+from framework.sweep.search import _Watched
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, finished, wait_for
 from tests.launch.test_sweep import SHORT, TWO_AT_A_TIME, job, no_process, swept, table
 from tests.test_resume import RUN, after_step

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from framework.launch.start import check
+from framework.cli.run import check
 from tests.harness import Ended, assert_close, command, finished, slow_but, wait_for, wait_for_checkpoint
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN, Cluster

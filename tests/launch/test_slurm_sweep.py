@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from framework.frozen import recall
-from framework.launch.start import check, start
-from framework.launch.sweep import sweep
-from framework.multirun import read
+from framework.cli.run import check, start
+from framework.config.frozen_file import recall
+from framework.sweep.line import read
+from framework.sweep.sweep import sweep
 from tests.harness import Ended, assert_close, begin, command, end, files_below, finished, wait_for
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN

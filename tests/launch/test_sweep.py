@@ -14,13 +14,15 @@ import psutil
 import pytest
 import torch
 
-from framework.launch.jobs import Job, Pool, exit_code
-from framework.launch.start import check
-from framework.launch.sweep import sweep
-from framework.multirun import Interval, read
-from framework.preemption import PREEMPTION
-from framework.run_directory import Lock, RunDirectory
-from framework.sweep_table import TableRow, draw, panels
+from framework.cli.run import check
+from framework.runs.directory import RunDirectory
+from framework.runs.lock import Lock
+from framework.runs.table import TableRow
+from framework.runtime.preemption import PREEMPTION
+from framework.sweep.jobs import Job, Pool, exit_code
+from framework.sweep.line import Interval, read
+from framework.sweep.picture import draw, panels
+from framework.sweep.sweep import sweep
 from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
 from tests.test_resume import RUN, after_step, preempt
 
@@ -98,7 +100,7 @@ def test_the_same_command_again_runs_what_is_missing(tmp_path: Path) -> None:
 def test_a_sweep_that_is_finished_does_not_import_torch(tmp_path: Path) -> None:
     finished(*SHORT, "seed=1", root=tmp_path / "runs")
     line = [*SHORT, "seed=1", f"run.root={tmp_path}/runs"]
-    program = f"import sys; from framework.launch.sweep import sweep; sweep({line}, []); print('torch' in sys.modules)"
+    program = f"import sys; from framework.sweep.sweep import sweep; sweep({line}, []); print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
     assert (ended.stdout, ended.stderr.count("finished already")) == ("False\n", 1)
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from framework.torchvision_import import make_torchvision_importable
+from framework.runtime.torchvision_fix import make_torchvision_importable
 from models.cnn import CNN
 from models.gpt import GPT, rotate
 from models.mlp import MLP

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from framework.parallel.chain import costs_of, cut, stray_parameters, weighty
-from framework.parallel.schedules import simulated_waiting
+from framework.parallel.pipelining.chain import costs_of, cut, stray_parameters, weighty
+from framework.parallel.pipelining.schedules import simulated_waiting
 
 
 @pytest.mark.parametrize("seed", range(20))

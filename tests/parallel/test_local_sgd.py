@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from framework import build
+from framework.build import components
+from framework.cli.run import check
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.launch.start import check
 from tests.harness import assert_same_bits, command, finished
 from tests.test_resume import after_step, preempt
 
@@ -28,10 +28,10 @@ def simulated() -> dict[str, torch.Tensor]:
     """Train the replicas in turn, step by step, in one process and without the framework's loop."""
     config, problems = check(RUN, world_size=None)
     assert not problems
-    first = build.model(config).double()
+    first = components.model(config).double()
     models = [first, *(copy.deepcopy(first) for _ in range(RANKS - 1))]
     optimizers = [torch.optim.SGD(model.parameters(), lr=config["optimizer"]["lr"], momentum=0.9) for model in models]
-    dataset = build.dataset(config)
+    dataset = components.dataset(config)
     source = dataset.load("train")
     order = Order(num_samples=len(source), global_batch_size=14, seed=0, drop_last=False)
     loaders = [

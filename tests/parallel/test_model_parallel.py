@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from framework import processes
-from framework.launch.start import check
-from framework.modules import units_of
+from framework.cli.run import check
+from framework.modules.structure import units_of
 from framework.parallel import model_parallel
 from framework.parallel.model_parallel import sharing_weights
+from framework.preflight import processes
 from tests.harness import Ended, assert_close, command, finished
 from tests.test_any_to_any import LONGER, longer, note_state, own_option, together  # noqa: F401
 from tests.test_conformance import MODELS, OPTIMIZERS, RESNET18, RUN, One, one_process, own_options  # noqa: F401

@@ -15,17 +15,17 @@ import torch
 from safetensors import safe_open
 from torch.nn.functional import cross_entropy
 
-from framework import build
+from framework.build import components
 from framework.checkpoint.canonical import state_tensors
+from framework.cli.run import check
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.engine import DataParallelEngine
-from framework.environment import Environment
-from framework.launch.start import check
-from framework.optim import hidden_matrices, trainable
-from framework.parallel.exchange import Notices, Serving
-from framework.parallel.hogwild import Hogwild
-from framework.trainer import Trainer
+from framework.engine.data_parallel import DataParallelEngine
+from framework.optim.optimizers import hidden_matrices, trainable
+from framework.parallel.server.asynchronous import Hogwild
+from framework.parallel.server.exchange import Notices, Serving
+from framework.runtime.environment import Environment
+from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
 from tests.test_any_to_any import note_state, together
 from tests.test_optim import scale_from
@@ -242,11 +242,11 @@ def by_hand(line: list[str]) -> dict[str, torch.Tensor]:
     """Train one model on the ranks' samples in turn, in one process and without the framework's loop."""
     config, problems = check(line, world_size=None)
     assert not problems
-    model = build.model(config).double()
-    optimizer = build.component(config["optimizer"])(trainable(model, hidden=hidden_matrices(model)))
-    schedule = build.component(config["scheduler"])
+    model = components.model(config).double()
+    optimizer = components.component(config["optimizer"])(trainable(model, hidden=hidden_matrices(model)))
+    schedule = components.component(config["scheduler"])
     peaks = [group["lr"] for group in optimizer.param_groups]
-    dataset = build.dataset(config)
+    dataset = components.dataset(config)
     source = dataset.load("train")
     order = Order(num_samples=len(source), global_batch_size=14, seed=0, drop_last=False)
     loaders = [Loader(dataset, source, order=order, micro_batch_size=None, dp_rank=rank, dp_size=RANKS,
@@ -392,7 +392,7 @@ def test_an_evaluation_waits_for_the_pushes_of_all(tmp_path: Path) -> None:
     saved = tensors_of(run.directory / "checkpoints" / "step_00000008")
     assert {value.item() for name, value in saved.items() if name.endswith("/step")} == {8 * RANKS}
     config, _ = check(line, world_size=None)
-    model, dataset = build.model(config).double(), build.dataset(config)
+    model, dataset = components.model(config).double(), components.dataset(config)
     model.load_state_dict(
         {name.removeprefix("model/"): value for name, value in saved.items() if name.startswith("model/")}
     )

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from framework.checkpoint.store import CheckpointStore
-from framework.environment import Environment
+from framework.runtime.environment import Environment
 from tests.harness import Ended, assert_same_bits, command, finished
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 from tests.torture.test_retention import valid_steps

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from framework.checkpoint.store import CheckpointStore
-from framework.environment import Environment
-from framework.trainer import Trainer
+from framework.runtime.environment import Environment
+from framework.training.trainer import Trainer
 from tests.harness import assert_same_bits, command, exact_rows, finished
 from tests.test_bitwise import digest
 from tests.test_resume import RUN, STRATEGIES

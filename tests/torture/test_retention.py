@@ -9,9 +9,9 @@ import pytest
 
 from framework.checkpoint import manifest
 from framework.checkpoint.store import CheckpointStore
-from framework.environment import Environment
-from framework.files import flush_directory
-from framework.world import World
+from framework.distributed.world import World
+from framework.runtime.environment import Environment
+from framework.runtime.files import flush_directory
 from tests.harness import slow_but
 from tests.torture.power_cut import RecordedDisk
 

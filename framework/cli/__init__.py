@@ -1,0 +1,1 @@
+"""One command line: which mode, which launcher."""

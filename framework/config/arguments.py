@@ -1,0 +1,165 @@
+"""What to say of a command line's argument that is not an override at all."""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
+
+from framework.config.schema import STATIC_KEYS, Config
+from framework.config.spelling import did_you_mean, nearest
+from framework.runtime.problem import Problem
+
+_KEY = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
+_FLAGS = ("--help", "--cfg", "--resolve", "--multirun", "--hydra-help", "--version", "--info", "--shell-completion")
+_SHORT = {"-h": "--help", "-c": "--cfg", "-m": "--multirun", "-sc": "--shell-completion"}
+_CHOICES = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--shell-completion": tuple(
+        f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")
+    ),
+}
+# Hydra's flags that would change what a run is made of, or where: what to do instead.
+_ONE_CONF = (
+    "the configuration is conf/config.yaml; a recipe of your own is conf/experiment/NAME.yaml, and experiment=NAME"
+)
+_REFUSED = {
+    **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"), _ONE_CONF),
+    **dict.fromkeys(("--package", "-p"), "--cfg job prints the whole"),
+    **dict.fromkeys(("--run", "-r"), "a run is what there is without it"),
+    **dict.fromkeys(("--experimental-rerun", "-er"), "the same command continues a run"),
+}
+_PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # what every optimizer has, besides the keys that are always there
+
+
+def split_flags(
+    arguments: Sequence[str], *, is_launched: bool = False
+) -> tuple[dict[str, str], list[str], list[Problem]]:
+    """Split a command line into its flags, with their values if they have one, its overrides, and what is no flag.
+
+    `is_launched`: torchrun, mpirun or the like has started this process as one of several.
+    """
+    flags: dict[str, str] = {}
+    overrides: list[str] = []
+    problems: list[Problem] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        flag, _, value = argument.partition("=")
+        flag = _SHORT.get(flag, flag)
+        has_value = flag in _CHOICES or flag not in _FLAGS
+        if has_value and not value and waiting and _is_value(waiting[0], of=flag):
+            value = waiting.pop(0)
+        if flag not in _FLAGS:
+            problems.append(_unknown_flag(flag, value))
+        elif flag in _CHOICES and value not in _CHOICES[flag]:
+            problems.append(Problem(flag, f"{value!r} is not valid", "one of " + ", ".join(_CHOICES[flag])))
+        else:
+            flags[flag] = value
+    overrides, torn = _rejoined(overrides)
+    problems += torn
+    if "--multirun" in flags and is_launched:
+        problems.append(
+            Problem(
+                "-m",
+                "a sweep cannot run under torchrun or mpirun",
+                "python train.py -m ..., with launch.nproc_per_node for the processes of each run",
+            )
+        )
+    if "--multirun" in flags and len(flags) > 1:
+        other = next(flag for flag in flags if flag != "--multirun")
+        problems.append(
+            Problem(other, "is about one run, and -m about several", "without -m; mode=plan -m lists the jobs")
+        )
+    if "--resolve" in flags and "--cfg" not in flags:
+        problems.append(Problem("--resolve", "resolves what --cfg prints, and there is none", "--cfg job --resolve"))
+    return flags, overrides, problems
+
+
+def _is_value(word: str, *, of: str) -> bool:
+    takes_equals = any("=" in choice for choice in _CHOICES.get(of, ()))
+    return not word.startswith("--") and (takes_equals or "=" not in word)
+
+
+def _rejoined(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Take out what spaces have torn apart (`key = value`, `key value`): a problem each, not one for every piece."""
+    overrides: list[str] = []
+    problems: list[Problem] = []
+    waiting = list(words)
+    while waiting:
+        first = waiting.pop(0)
+        key, pieces = first.removesuffix("="), [first]
+        if "=" not in key and (meant := nearest(key, STATIC_KEYS + _PEAK)):
+            if waiting and waiting[0].startswith("=") and key == first:
+                pieces.append(waiting.pop(0))
+            is_open = pieces[-1].endswith("=") or pieces == [key]
+            if is_open and waiting and "=" not in waiting[0] and waiting[0] not in STATIC_KEYS:
+                pieces.append(waiting.pop(0))
+            if len(pieces) > 1:
+                value = "".join(pieces[1:]).lstrip("=")
+                problems.append(Problem(" ".join(pieces), "is not key=value", f"did you mean {meant}={value}?"))
+                continue
+        overrides.append(first)
+    return overrides, problems
+
+
+def _unknown_flag(flag: str, value: str) -> Problem:
+    if flag in _REFUSED:
+        return Problem(flag, "is Hydra's, and not taken here", _REFUSED[flag])
+    if typo := difflib.get_close_matches(flag, _FLAGS, n=1, cutoff=0.8):
+        return Problem(flag, "unknown flag", f"did you mean {typo[0]}?")
+    word = flag.lstrip("-")
+    key = nearest(word, STATIC_KEYS + _PEAK) if len(word) > 1 else None
+    if key is not None:
+        return Problem(flag, "unknown flag", f"did you mean {key}={value or 'VALUE'}?")
+    return Problem(flag, "unknown flag", "a key is set without dashes: key=value; --help lists keys and flags")
+
+
+def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping[str, Sequence[str]]) -> Problem:
+    """Say why `text` is not `key=value`. `options` are those of each group."""
+    key, equals, value = text.partition("=")
+    key = key.lstrip("+~")
+    if not equals:
+        return Problem(text, "is not key=value", _meant_without_equals(text, options) or "key=value, or group=option")
+    if not key.strip():
+        return Problem(text, "has no key", "key=value, or group=option")
+    if key != key.strip():
+        return Problem(key.strip(), "a space before the = sign", f"did you mean {key.strip()}={value.strip()}?")
+    if not _KEY.fullmatch(key) or ".." in key or key.endswith("."):
+        return Problem(key, "unknown key", did_you_mean(key, STATIC_KEYS) or "a key is words with dots between them")
+    if value.startswith("="):
+        return Problem(key, "two = signs", f"did you mean {key}={value.lstrip('=')}?")
+    if value.isdecimal():
+        return Problem(key, f"an integer of {len(value)} digits", "at most 19 digits, which is what 64 bits hold")
+    return Problem(key, f"{value[:60]} cannot be read", _remedy(key, value, parses))
+
+
+def _meant_without_equals(text: str, options: Mapping[str, Sequence[str]]) -> str:
+    if f"--{text}" in _FLAGS:
+        return f"did you mean --{text}?"
+    if text in get_args(Config.model_fields["mode"].annotation):
+        return f"did you mean mode={text}?"
+    groups = [group for group, names in options.items() if text in names]
+    if groups:
+        return f"did you mean {groups[0]}={text}?"
+    key, _, value = text.replace(":", " ", 1).partition(" ")
+    meant = nearest(key, STATIC_KEYS + _PEAK)
+    return f"did you mean {meant}={value.strip() or 'VALUE'}?" if meant else ""
+
+
+def _remedy(key: str, value: str, parses: Callable[[str], bool]) -> str:
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) > value.count(closing):
+            return f"a {opening} is not closed"
+        if value.count(opening) < value.count(closing):
+            return f"a {closing} was never opened"
+    for quote in ("'", '"'):
+        if value.count(quote) % 2:
+            return f"a quote {quote} is not closed"
+    if value.startswith("~"):
+        return "the shell does not replace ~ here; did you mean $HOME" + value[1:] + "?"
+    quoted = f"{key}='{value}'"
+    return f'quoted for the shell and for Hydra: "{quoted}"' if parses(quoted) else "quote it"

@@ -1,0 +1,87 @@
+"""What `python train.py --help` prints: made from the comments in `conf/`, so that a new option is in it."""
+
+import platform
+from importlib import metadata
+
+from framework.config.compose import CONF, groups, options
+
+_HEAD = """\
+Steadfast: a run is its configuration.
+
+  python train.py [group=option ...] [key=value ...]      one run; the same command continues it
+  python train.py -m key=a,b,c ...                        a sweep
+  torchrun --nproc-per-node=N train.py ...                the same run under torchrun
+  python train.py --cfg job --resolve [...]               print the configuration of a command, and run nothing
+  python train.py --version                               what this installation runs with
+  eval "$(python train.py --shell-completion install=bash)"    Tab completes options and keys (docs/command_line.md)
+
+Examples
+
+  python train.py                                         a small CNN on handwritten digits
+  python train.py model=vit optimizer.lr=1e-3 name=first
+  python train.py model=gpt dataset=text precision=bf16 trainer.max_epochs=1
+  python train.py parallel=ddp launch.nproc_per_node=2
+  python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1,2    six runs; with hydra/launcher=joblib several at a time
+  python train.py mode=plan -m optimizer.lr=1e-3,3e-3     how they stand; runs none
+  python train.py mode=status                             how all runs below run.root stand (of a sweep: its -m line)
+  python train.py mode=eval run.dir=runs/default/ID       measure it; mode=export: use it elsewhere (docs/evaluate.md)
+  python train.py mode=report run.root=runs               all runs of a root on one page (docs/reports.md)
+  python train.py -m "optimizer.lr=tag(log, interval(1e-4, 1e-1))" hydra/sweeper=optuna    a search (docs/sweeps.md)
+"""
+
+
+def help_text() -> str:
+    """Return the help: how to call, every group with its options, every key of conf/config.yaml."""
+    parts = [_HEAD, "Groups: choose with group=option (* is the default)\n"]
+    defaults = _defaults()
+    for group in groups():
+        if options(group):
+            parts.append(f"  {group}")
+            for name in options(group):
+                mark = "*" if name == defaults.get(group) else " "
+                parts.append(_line(f"{mark} {name}", _comment(group, name), width=20))
+    parts.append("\nKeys: set with key=value\n")
+    parts += _keys()
+    parts.append(
+        "\nAn option's own keys (model.*, optimizer.*, ...) are in conf/GROUP/OPTION.yaml, with their meaning."
+    )
+    return "\n".join(parts)
+
+
+def version_text() -> str:
+    """Return what this installation runs with; nothing is imported to find out."""
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "hydra-core"))
+    return f"Steadfast, with {packages}, Python {platform.python_version()}"
+
+
+def _line(left: str, right: str, *, width: int) -> str:
+    line = f"  {left:<{width}} {right}".rstrip()
+    return line if len(line) <= 120 else line[:117].rpartition(" ")[0] + " ..."
+
+
+def _comment(group: str, name: str) -> str:
+    lines = (CONF / group / f"{name}.yaml").read_text().splitlines()
+    first = next((line for line in lines if not line.startswith("# @package")), "")
+    return first.removeprefix("# ") if first.startswith("#") else ""
+
+
+def _defaults() -> dict[str, str]:
+    lines = (CONF / "config.yaml").read_text().partition("defaults:\n")[2].partition("\n\n")[0].splitlines()
+    pairs = [line.partition("#")[0].strip(" -").partition(": ") for line in lines]
+    return {group: option.strip() for group, _, option in pairs}
+
+
+def _keys() -> list[str]:
+    """Return conf/config.yaml's own keys, a line each, as `section.key=value` with its comment."""
+    lines = []
+    sections: list[str] = []
+    for line in (CONF / "config.yaml").read_text().partition("\n\n")[2].splitlines():
+        content, _, comment = line.partition(" #")
+        if not content.strip() or content.startswith("#"):
+            continue
+        depth = (len(content) - len(content.lstrip())) // 2
+        name, _, value = content.strip().partition(":")
+        sections[depth:] = [name]
+        if sections[0] != "hydra" and value:
+            lines.append(_line(".".join(sections) + "=" + value.strip(), comment.strip(), width=40))
+    return lines

@@ -1,0 +1,60 @@
+"""The identity of a run: a hash of everything in its configuration that decides what is computed."""
+
+import os
+import stat
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from framework.config.frozen_file import digest_of
+from framework.runtime.files import checksum
+
+# What decides how or where a run is executed, but not what it computes: not part of its identity.
+EXECUTION = (
+    "launch", "logger", "backend", "run", "mode", "eval", "export", "hydra", "name",
+    "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
+    "checkpoint.max_failures", "dataset.num_workers", "dataset.source", "trainer.profile",
+)  # fmt: skip
+
+
+def identity(config: dict[str, Any]) -> str:
+    """Return the run's id: 12 hexadecimal digits that hash everything that decides what is computed.
+
+    Of the file that `model.init_from` names its content counts, not its path.
+    """
+    kept = {key: value for key, value in _flat(config).items() if not _is_execution(key)}
+    init_from = kept.pop("model.init_from", None)
+    if init_from is not None:
+        kept["model.init_from"] = content_of(str(init_from)) or init_from
+    return digest_of(kept)[:12]
+
+
+def content_of(path: str) -> str | None:
+    """Return the checksum of a file's content; None if it is no file that can be read (the preflight will say so)."""
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return _content(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    except (OSError, ValueError):  # ValueError: a null byte in it
+        return None
+
+
+@cache  # a sweep asks for each job, and a file of gigabytes takes seconds
+def _content(path: str, *_: int) -> str:
+    return checksum(Path(path))[1]
+
+
+def _is_execution(key: str) -> bool:
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in EXECUTION)
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            # lr=1 and lr=1.0 are the same command
+            flat[prefix + key] = int(value) if isinstance(value, float) and value.is_integer() else value
+    return flat

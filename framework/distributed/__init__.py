@@ -1,0 +1,1 @@
+"""The ranks: World, mesh, process groups over MPI, and who hangs."""

@@ -1,0 +1,1 @@
+"""Who hangs: where each rank stands, and which of them the others wait for."""

@@ -1,0 +1,98 @@
+"""How MPI is told of torch's tensors and reductions: it has no 16-bit floats, no mean and no sum of booleans."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from framework.distributed.mpi import start as mpi
+
+# What is moved is not looked into: a type of MPI's of the same size carries it. Not bytes: MPI counts to 2^31.
+_CARRIERS = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
+_NUMBERS = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int16: "INT16_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+_OPERATIONS = {
+    dist.ReduceOp.SUM: "SUM",
+    dist.ReduceOp.AVG: "SUM",
+    dist.ReduceOp.PRODUCT: "PROD",
+    dist.ReduceOp.MIN: "MIN",
+    dist.ReduceOp.MAX: "MAX",
+    dist.ReduceOp.BAND: "BAND",
+    dist.ReduceOp.BOR: "BOR",
+    dist.ReduceOp.BXOR: "BXOR",
+}
+# 16-bit floats are summed in 32 bits and rounded once, at the end
+_REDUCED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_OF_BOOLEANS = {"SUM": "LOR", "MAX": "LOR", "PROD": "LAND", "MIN": "LAND", "BAND": "LAND", "BOR": "LOR", "BXOR": "LXOR"}
+
+
+class Reduction:
+    """One of torch's reductions, of tensors of one dtype, in MPI's terms."""
+
+    def __init__(self, kind: Any, *, dtype: torch.dtype, size: int) -> None:
+        name = next((name for known, name in _OPERATIONS.items() if kind == known), None)
+        self._divisor = size if kind == dist.ReduceOp.AVG else 1
+        self._dtype = _REDUCED_AS.get(dtype, dtype)
+        is_bitwise = name in ("BAND", "BOR", "BXOR")
+        if name is None or self._dtype not in _NUMBERS or (dtype.is_floating_point and is_bitwise):
+            raise ValueError(f"{kind} of {dtype}: over MPI there is none")
+        if self._divisor > 1 and not dtype.is_floating_point:
+            raise ValueError(f"{kind} of {dtype}: a mean of whole numbers is none; take the sum")
+        self.operation = getattr(mpi.library(), _OF_BOOLEANS[name] if dtype == torch.bool else name)
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in one piece and in a dtype that MPI can reduce: itself, where it is so already."""
+        return tensor.to(self._dtype).contiguous()
+
+    def buffer(self, staged: Tensor) -> list[Any]:
+        return [_memory(staged), staged.numel(), getattr(mpi.library(), _NUMBERS[self._dtype])]
+
+    def put(self, staged: Tensor, *, into: Tensor) -> None:
+        """Write what MPI has left in `staged` into the tensor of the caller."""
+        if self._divisor > 1:
+            staged.div_(self._divisor)
+        if staged.data_ptr() != into.data_ptr():
+            into.copy_(staged.view(into.shape))
+
+
+def in_place() -> Any:
+    return mpi.library().IN_PLACE
+
+
+def carried(tensor: Tensor, counts: Sequence[int] | None = None) -> list[Any]:
+    """Return a tensor that is in one piece as a buffer to be moved; `counts`: elements from or for each rank."""
+    carrier = getattr(mpi.library(), _CARRIERS[tensor.element_size()])
+    return [_memory(tensor), tensor.numel() if counts is None else list(counts), carrier]
+
+
+def _memory(tensor: Tensor) -> Any:
+    return mpi.library().buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all parts, one part after the other."""
+    return torch.cat([part.detach().reshape(-1) for part in parts])
+
+
+def check_count(tensor: Tensor, count: int) -> None:
+    if tensor.numel() != count:
+        raise ValueError(f"a tensor of {tensor.numel()} elements, but the ranks' parts have {count}: they must agree")
+
+
+def counts_of(tensor: Tensor, splits: Sequence[int], *, size: int) -> list[int]:
+    """Return how many elements of a tensor are each rank's: `splits` of its first dim, or equal ones."""
+    if not splits and len(tensor) % size:
+        raise ValueError(f"{len(tensor)} rows do not divide among {size} ranks; give the splits")
+    rows = list(splits) or [len(tensor) // size] * size
+    row = tensor[:1].numel()
+    check_count(tensor, sum(rows) * row)
+    return [count * row for count in rows]

@@ -1,0 +1,220 @@
+"""A process group of torch.distributed over mpi4py, for builds of torch that have none over MPI."""
+# mypy: disable-error-code="override"
+# torch's stub gives each method a second form, for callers of its own, which a group in Python does not get
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from framework.distributed.mpi import start as mpi
+from framework.distributed.mpi.buffers import Reduction, carried, check_count, counts_of, in_place, joined
+from framework.distributed.mpi.work import Started
+
+_NAME = "mpi4py"  # torch keeps the name mpi for its own, also where it has none
+
+
+def backend_name() -> str:
+    """Return the name under which torch.distributed knows MPI here: its own, or ours, which is then registered."""
+    if dist.is_mpi_available():
+        return dist.Backend.MPI
+    if _NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_NAME, _new_group, extended_api=True, devices=["cpu"])
+    return _NAME
+
+
+def _new_group(options: Any, _: object) -> "MPIGroup":
+    """Make a group with a communicator of its own, so that its operations pair with no others'. Its members call this."""
+    world = mpi.library().COMM_WORLD
+    ranks = options.global_ranks_in_group or range(world.size)
+    return MPIGroup(world.Create_group(world.group.Incl(list(ranks))), name=options.group_id, timeout=options.timeout)
+
+
+class MPIGroup(dist.ProcessGroup):
+    """The collectives that torch.distributed asks of a group, on CPU tensors, by MPI's non-blocking operations.
+
+    No thread: the caller begins an operation and its `wait` ends it, so that the ranks' operations on a communicator
+    begin in the order of their calls, which is the same on all, and no lock or queue can upset it.
+    """
+
+    def __init__(self, communicator: Any, *, name: str, timeout: timedelta) -> None:
+        # the stub does not know this form
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self._communicator = communicator
+        self._name = name
+        self._timeout = timeout
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's own name
+        return _NAME
+
+    # --- reductions
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        work = self._begin("all-reduce", tensors)
+        for tensor in tensors:
+            reduction = Reduction(opts.reduceOp, dtype=tensor.dtype, size=self.size())
+            whole = reduction.staged(tensor.detach())
+            request = self._communicator.Iallreduce(in_place(), reduction.buffer(whole), op=reduction.operation)
+            work.add(request, whole)
+            work.at_end(partial(reduction.put, whole, into=tensor.detach()))
+        return work
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        work = self._begin("reduce", tensors)
+        (tensor,), root = tensors, opts.rootRank
+        reduction = Reduction(opts.reduceOp, dtype=tensor.dtype, size=self.size())
+        whole = reduction.staged(tensor.detach())
+        buffers = (in_place(), reduction.buffer(whole)) if self.rank() == root else (reduction.buffer(whole), None)
+        work.add(self._communicator.Ireduce(*buffers, op=reduction.operation, root=root), whole)
+        if self.rank() == root:
+            work.at_end(partial(reduction.put, whole, into=tensor.detach()))
+        return work
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        work = self._begin("reduce-scatter", outputs)
+        for output, parts in zip(outputs, inputs):
+            self._reduce_scatter(work, output, joined(parts), [part.numel() for part in parts], opts.reduceOp)
+        return work
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any) -> dist.Work:
+        work = self._begin("reduce-scatter", outputs)
+        for output, source in zip(outputs, sources):
+            self._reduce_scatter(work, output, source.detach(), [output.numel()] * self.size(), opts.reduceOp)
+        return work
+
+    def _reduce_scatter(self, work: Started, output: Tensor, source: Tensor, counts: list[int], kind: Any) -> None:
+        check_count(source, sum(counts))
+        reduction = Reduction(kind, dtype=output.dtype, size=self.size())
+        sent = reduction.staged(source)
+        mine = sent.new_empty(output.numel())
+        buffers = reduction.buffer(sent), reduction.buffer(mine)
+        work.add(self._communicator.Ireduce_scatter(*buffers, recvcounts=counts, op=reduction.operation), sent, mine)
+        work.at_end(partial(reduction.put, mine, into=output.detach()))
+
+    # --- moves
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        work = self._begin("broadcast", tensors)
+        for tensor in tensors:
+            whole = self._received(work, tensor, filled=True)
+            work.add(self._communicator.Ibcast(carried(whole), root=opts.rootRank), whole)
+        return work
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        work = self._begin("all-gather", [tensor for parts in outputs for tensor in parts])
+        for parts, tensor in zip(outputs, inputs):
+            self._all_gather(work, self._received_parts(work, parts), tensor, [part.numel() for part in parts])
+        return work
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """`outputs[rank][i]` is that rank's `inputs[i]`."""
+        return self.allgather([list(parts) for parts in zip(*outputs)], inputs)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [tensor])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        work = self._begin("all-gather", outputs)
+        for output, tensor in zip(outputs, inputs):
+            check_count(output, tensor.numel() * self.size())
+            self._all_gather(work, self._received(work, output), tensor, [tensor.numel()] * self.size())
+        return work
+
+    def _all_gather(self, work: Started, received: Tensor, tensor: Tensor, counts: list[int]) -> None:
+        sent = tensor.detach().contiguous()
+        check_count(sent, counts[self.rank()])
+        work.add(self._communicator.Iallgatherv(carried(sent), carried(received, counts)), sent, received)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        parts = outputs[0] if self.rank() == opts.rootRank else []
+        work = self._begin("gather", parts)
+        sent = inputs[0].detach().contiguous()
+        received = self._received_parts(work, parts) if parts else None
+        into = None if received is None else carried(received, [part.numel() for part in parts])
+        used = [sent] if received is None else [sent, received]
+        work.add(self._communicator.Igatherv(carried(sent), into, root=opts.rootRank), *used)
+        return work
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        work = self._begin("scatter", outputs)
+        received = self._received(work, outputs[0])
+        parts = inputs[0] if self.rank() == opts.rootRank else []
+        sent = joined(parts) if parts else None
+        source = None if sent is None else carried(sent, [part.numel() for part in parts])
+        used = [received] if sent is None else [received, sent]
+        work.add(self._communicator.Iscatterv(source, carried(received), root=opts.rootRank), *used)
+        return work
+
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        work = self._begin("all-to-all", [output])
+        received, sent = self._received(work, output), source.detach().contiguous()
+        source_buffer = carried(sent, counts_of(sent, input_splits, size=self.size()))
+        into = carried(received, counts_of(received, output_splits, size=self.size()))
+        work.add(self._communicator.Ialltoallv(source_buffer, into), sent, received)
+        return work
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        work = self._begin("all-to-all", outputs)
+        received, sent = self._received_parts(work, outputs), joined(inputs)
+        into = carried(received, [part.numel() for part in outputs])
+        work.add(self._communicator.Ialltoallv(carried(sent, [part.numel() for part in inputs]), into), sent, received)
+        return work
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
+        work = self._begin("send", tensors)
+        for tensor in tensors:
+            sent = tensor.detach().contiguous()
+            work.add(self._communicator.Isend(carried(sent), dest=to, tag=tag), sent)
+        return work
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        work = self._begin("receive", tensors)
+        for tensor in tensors:
+            received = self._received(work, tensor)
+            work.add(self._communicator.Irecv(carried(received), source=source, tag=tag), received)
+        return work
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        work = self._begin("barrier", [])
+        work.add(self._communicator.Ibarrier())
+        return work
+
+    # --- memory
+
+    def _begin(self, what: str, result: Sequence[Tensor]) -> Started:
+        for tensor in result:
+            if tensor.device.type != "cpu":
+                raise ValueError(
+                    f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU"
+                )
+        return Started(f"{what} among {self.size()} ranks", timeout=self._timeout, result=list(result))
+
+    def _received(self, work: Started, tensor: Tensor, *, filled: bool = False) -> Tensor:
+        """Return memory in one piece for what `tensor` is to hold in the end: its own, where that is in one piece."""
+        whole = tensor.detach()
+        if not whole.is_contiguous():
+            whole = whole.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+            work.at_end(lambda: tensor.detach().copy_(whole))
+        return whole
+
+    def _received_parts(self, work: Started, parts: Sequence[Tensor]) -> Tensor:
+        whole = parts[0].new_empty(sum(part.numel() for part in parts))
+        pieces = whole.split([part.numel() for part in parts])
+        work.at_end(lambda: [part.detach().copy_(piece.view(part.shape)) for part, piece in zip(parts, pieces)])
+        return whole

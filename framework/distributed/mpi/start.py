@@ -1,0 +1,148 @@
+"""MPI, through mpi4py: what the processes that mpirun has started agree on, and how they leave."""
+
+import functools
+import importlib.util
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from framework.runtime.environment import Environment, Place, set_default
+from framework.runtime.problem import Problem
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+INSTALL = "pip install -r requirements-mpi.txt"
+
+
+def is_installed() -> bool:
+    """Return whether mpi4py is there, without importing it: that would start MPI."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def refusal(*, num_processes: Any, is_torchs: bool) -> Problem | None:
+    """Return why a run of so many processes cannot have backend=mpi. `is_torchs`: torch was built with MPI."""
+    if not is_torchs and not is_installed():
+        what = "mpi is not in this PyTorch build, and mpi4py, which would do, is not installed"
+        gives = f"{INSTALL}, or a PyTorch compiled from source where an MPI library is installed"
+        return Problem("backend", what, gives)
+    if isinstance(num_processes, int) and num_processes > 1 and not Environment.read().uses_mpi:
+        what = f"mpi, but it is not mpirun that starts these {num_processes} processes"
+        return Problem("backend", what, f"mpirun -n {num_processes} python train.py ..., without launch.nproc_per_node")
+    return None
+
+
+@functools.cache
+def library() -> Any:
+    """Return mpi4py's MPI module, with MPI started. RuntimeError if it cannot be."""
+    import mpi4py
+
+    environment = Environment.read()
+    if environment.local_world_size == environment.world_size:
+        set_default("OMPI_MCA_btl", "^tcp")  # Open MPI's TCP would listen to every network; memory is shared here
+    # MPI_Finalize waits for every rank: one that has failed must not, since the others wait for it
+    mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py is there, and no library of MPI
+        raise RuntimeError(f"mpi4py cannot start MPI: {' '.join(str(error).split())} ({INSTALL})") from error
+    return MPI
+
+
+def problem(environment: Environment) -> Problem | None:
+    """Return why this process, which mpirun has started, cannot meet the others. Starts MPI. Collective."""
+    count = environment.world_size
+    if not is_installed():
+        what = f"started {count} processes, which find each other through mpi4py, and it is not installed"
+        return Problem("mpirun", what, f"{INSTALL}, or torchrun --nproc-per-node={count} train.py ...")
+    try:
+        world = library().COMM_WORLD
+    except RuntimeError as error:
+        return Problem("mpirun", str(error))
+    if (world.rank, world.size) == (environment.rank, count):
+        return None
+    what = f"started {count} processes, but mpi4py's MPI sees {world.size}: they are of different installations"
+    return Problem("mpirun", what, f"take both from one: {INSTALL} brings both")
+
+
+@functools.cache
+def place_on_node() -> Place:
+    """Return this process's place among those that share its node's memory. Collective.
+
+    Neither need mpirun number a node's processes in the order of their ranks, nor their ranks follow each other.
+    """
+    MPI = library()
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    return Place(node.rank, node.size, node.bcast(world.rank, root=0))
+
+
+def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
+    """Wait for MPI requests; RuntimeError, saying `what` did not finish, after `timeout`.
+
+    Not MPI's own wait: that has no time limit, keeps Python's signal handlers from running, and a core busy that
+    another rank of an oversubscribed machine could use.
+    """
+    test_all, limit_s = library().Request.Testall, timeout.total_seconds()
+    begun = time.monotonic()
+    while not test_all(requests):
+        waited = time.monotonic() - begun
+        if waited > limit_s:
+            raise RuntimeError(f"{what} has not finished in launch.timeout_s={limit_s:g}: a rank is late or gone")
+        time.sleep(min(waited / 10, 0.0005))
+
+
+def from_rank_0(text: str | None, *, timeout: timedelta) -> str:
+    """Return rank 0's text on every rank. Collective."""
+    import array
+
+    MPI = library()
+    world = MPI.COMM_WORLD
+    content = bytearray((text or "").encode())
+    size = array.array("q", [len(content)])
+    complete([world.Ibcast([size, MPI.INT64_T])], what="MPI: rank 0's decision", timeout=timeout)
+    if world.rank != 0:
+        content = bytearray(size[0])
+    complete([world.Ibcast([content, MPI.BYTE])], what="MPI: rank 0's decision", timeout=timeout)
+    return content.decode()
+
+
+@functools.cache
+def store(*, one_machine: bool, timeout: timedelta) -> "Store":
+    """Return the store by which gloo's ranks meet: rank 0 serves it, at a port that is free, and says where. Collective."""
+    import socket
+
+    from torch.distributed import TCPStore
+
+    world = library().COMM_WORLD
+    served, address = None, None
+    if world.rank == 0:
+        host = "127.0.0.1" if one_machine else socket.gethostname()
+        # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
+        listener = socket.create_server(("127.0.0.1" if one_machine else "", 0))
+        address = f"{host} {listener.getsockname()[1]}"
+        served = _serve(listener.detach(), address=address, world_size=world.size, timeout=timeout)
+    host, _, port = from_rank_0(address, timeout=timeout).partition(" ")
+    return served or TCPStore(host, int(port), world.size, is_master=False, timeout=timeout)
+
+
+def _serve(listener: int, *, address: str, world_size: int, timeout: timedelta) -> "Store":
+    from torch.distributed import TCPStore
+
+    host, _, port = address.partition(" ")
+    return TCPStore(
+        host,
+        int(port),
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener,
+    )
+
+
+def leave() -> None:
+    """End MPI. Collective: mpirun kills the others when one exits, so every rank is let go only when all are here."""
+    if not library().Is_finalized():
+        library().Finalize()

@@ -1,0 +1,1 @@
+"""The seam between the loop and the strategies, and what the strategies share."""

@@ -1,0 +1,142 @@
+"""The engine of every strategy in which a rank runs the whole model on its own samples."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from framework.modules.nested import Tree, map_tensors
+from framework.modules.shards import by_mesh, whole
+from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+from framework.engine.forward import Forward
+from framework.engine.seam import MicroBatch, Step, Sums
+
+
+class DataParallelEngine:
+    """The Engine of every strategy in which a rank runs the whole model on its own samples.
+
+    `model` is what is called (a wrapper, or `module` itself); `set_sync(True)` is called before the last micro-batch,
+    whose backward pass completes the gradients of all ranks, `set_sync(False)` before the others. The wrapper
+    averages over `dp_size` ranks; since a loss here is a sum over the GLOBAL count, that average is undone first.
+    Of ranks that work on the same samples (tensor parallelism) one has `is_counted`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        model: Callable[..., Any],
+        forward: Forward,
+        mesh: "DeviceMesh | None" = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        is_counted: bool = True,
+        set_sync: Callable[[bool], None] | None = None,
+        broadcast: Callable[[Sequence[Tensor]], None] | None = None,
+        make_optimizer: MakeOptimizer | None = None,
+        num_warm_ups: int = 0,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.is_counted = is_counted
+        self._model = model
+        self._forward = forward
+        self._set_sync = set_sync
+        self._broadcast = broadcast
+        self._make_optimizer = make_optimizer
+        self._num_warm_ups = num_warm_ups
+        self._seeds: dict[float, Tensor] = {}
+        self._buffers = persistent_buffers(module)
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        scale = loss_scale * self.dp_size / step.num_samples
+        sums: Sums = {}
+        last = len(step.micro_batches) - 1
+        for position, micro_batch in enumerate(step.micro_batches):
+            if self._set_sync is not None:
+                self._set_sync(position == last)
+            self._forward.seed_draws(step=index, micro_batch=micro_batch.number)
+            # micro-batch 0 alone changes the buffers, and once: not again when checkpointing recomputes its forward
+            buffers = self._snapshot()
+            outputs, loss = self._forward(self._model, micro_batch)
+            if micro_batch.number == 0 and not micro_batch.is_padding:
+                buffers = self._snapshot()
+            loss.backward(self._seed(0.0 if micro_batch.is_padding else scale, like=loss))
+            self._put_back(buffers)
+            add(sums, self._measured(outputs, loss.detach(), micro_batch, with_metrics=measure))
+        return sums
+
+    def _seed(self, scale: float, *, like: Tensor) -> Tensor:
+        """Return the gradient that starts a backward pass: the scale itself, cheaper than scaling the loss."""
+        if scale not in self._seeds:
+            self._seeds[scale] = torch.full((), scale, dtype=like.dtype, device=like.device)
+        return self._seeds[scale]
+
+    def _measured(self, outputs: Tree, loss: Tensor, micro_batch: MicroBatch, *, with_metrics: bool) -> Sums:
+        sums = {"loss": loss}
+        if with_metrics:
+            sums |= self._forward.task.metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets)
+        if micro_batch.is_padding or not self.is_counted:
+            return {name: torch.zeros_like(value) for name, value in sums.items()}
+        return sums
+
+    def _snapshot(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self._buffers]
+
+    def _put_back(self, buffers: list[Tensor]) -> None:
+        if buffers:
+            torch._foreach_copy_(self._buffers, buffers)
+
+    def forward(self, micro_batch: MicroBatch) -> Sums:
+        with torch.no_grad():
+            outputs, loss = self._forward(self._model, micro_batch)
+            return self._measured(outputs, loss, micro_batch, with_metrics=True)
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        kinds = by_mesh([p for p in self._parameters if p.grad is not None])
+        norms = [whole(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in kinds]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        if max_norm is not None:
+            for kind in kinds:
+                clip_grads_with_norm_(kind, max_norm, norm)
+        return norm
+
+    def warm_up(self, step: Step) -> None:
+        before = self._snapshot()
+        for _ in range(self._num_warm_ups):
+            if self._set_sync is not None:
+                self._set_sync(True)
+            _, loss = self._forward(self._model, step.micro_batches[0])
+            loss.backward(self._seed(0.0, like=loss))
+        self._put_back(before)
+        self.module.zero_grad(set_to_none=True)
+
+    def sync_buffers(self) -> None:
+        if self._broadcast is not None and self._buffers:
+            self._broadcast(self._buffers)
+
+    def can_pause(self, step: int) -> bool:
+        return True
+
+    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+        return build(trained) if self._make_optimizer is None else self._make_optimizer(build, trained)
+
+
+def add(sums: Sums, more: Sums) -> None:
+    """Add `more` to `sums`, in place."""
+    for name, value in more.items():
+        sums[name] = sums[name] + value if name in sums else value
+
+
+def persistent_buffers(module: nn.Module) -> list[Tensor]:
+    """Return the buffers that belong to the model's state: those that a state dict holds."""
+    state = module.state_dict(keep_vars=True)
+    return [buffer for name, buffer in module.named_buffers() if name in state]

@@ -1,0 +1,1 @@
+"""Elastic runs: nodes that come and go."""

@@ -1,0 +1,162 @@
+"""Where the nodes of an elastic run meet: a folder beside the run's directory, on the file system that they share."""
+
+import fcntl
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from framework.launch.elastic.membership import Membership, Node
+from framework.runtime.environment import node_name
+from framework.runtime.exits import RunEnded
+from framework.runtime.files import write_atomically
+
+_BEAT_S = 1.0
+_DEAD_AFTER_S = 8.0  # without a beat
+
+
+class Superseded(RunEnded):
+    """A newer attempt of the job has the run: this one was taken for lost."""
+
+
+class Meeting:
+    """One agent's part in it. The record is one file, read by all and changed under a lock by one at a time.
+
+    Nothing listens on a port, no process hosts it, and a change is a rename: any process may be killed at any moment.
+    (torch's FileStore would do for none of this: it appends, and a record cut short hangs every reader for ever.)
+    A node lives as long as its file's time changes; no two machines' clocks are compared.
+    """
+
+    def __init__(
+        self, folder: Path, *, sizes: list[int], num_workers: int, max_restarts: int, attempt: list[int]
+    ) -> None:
+        self.folder = folder
+        self.number = 0  # this node's
+        self._file = folder / "membership.json"
+        self._new = lambda: Membership(sizes, num_workers, max_restarts, attempt)
+        self._node = Node(node_name(), os.getpid(), attempt)
+        self._came = time.monotonic()
+        self._seen: dict[int, tuple[int, float]] = {}  # of each node: its last beat, and when we saw it
+        self._left = threading.Event()
+
+    def enter(self) -> bool:
+        """Try to join the nodes that wait; False while an earlier attempt, which has ended, is still being cleared away.
+
+        ValueError where this node's command is another than theirs; Superseded as from `look`.
+        """
+        with self.change() as membership:
+            if not membership.nodes:  # nobody is left of an earlier attempt
+                membership.begin_anew(self._new())
+                for path in self.folder.iterdir():
+                    if path.name != "lock":
+                        path.unlink()
+            if membership.code is not None or not self._is_of_one_command(membership):
+                return False
+            if membership.attempt != self._node.attempt:
+                membership.supersede(self._node.attempt)
+            self.number = membership.add(self._node)
+            self._beat()
+        threading.Thread(target=self._keep_beating, name="beat", daemon=True).start()
+        return True
+
+    def _is_of_one_command(self, membership: Membership) -> bool:
+        mine = self._new()
+        differing = [f"{name} {getattr(mine, name)} here and {getattr(membership, name)} there"
+                     for name in ("num_workers", "sizes") if getattr(mine, name) != getattr(membership, name)]  # fmt: skip
+        if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # before that they may be dead
+            raise ValueError(f"another command than on the run's other nodes: {'; '.join(differing)}")
+        return not differing
+
+    def look(self) -> Membership:
+        """Return the record as it stands, without the nodes that are dead by now. Superseded if it is a newer attempt's."""
+        membership = self._read()
+        if membership.attempt > self._node.attempt:
+            raise Superseded(f"a newer attempt of this job, or a newer job, has the run in {self.folder}")
+        return membership
+
+    def _read(self) -> Membership:
+        try:
+            membership = Membership.parse(self._file.read_text())
+        except FileNotFoundError:
+            return self._new()
+        for number in [number for number in membership.nodes if self._is_dead(number)]:
+            del membership.nodes[number]
+        return membership
+
+    @contextmanager
+    def change(self) -> Iterator[Membership]:
+        """Yield the record, to be changed by this process alone."""
+        with self._locked():
+            membership = self.look()
+            yield membership
+            write_atomically(self._file, membership.text())
+
+    def wait_for_next(self, membership: Membership) -> None:
+        """Be one of those who wait, also where the others have taken this node for dead. Within `change`."""
+        membership.nodes[self.number] = self._node
+
+    def clear(self, *, before: int) -> None:
+        """Remove what the workers of earlier rounds have left here. Within `change`."""
+        for path in self.folder.iterdir():
+            numbered = re.fullmatch(r"(store|start|failure)_(\d+).*", path.name)
+            if numbered is not None and int(numbered[2]) < before:
+                path.unlink(missing_ok=True)
+
+    def leave(self) -> None:
+        """Go. The last one removes the folder. A disk that refuses is no matter: this node is soon taken for dead."""
+        self._left.set()
+        with suppress(OSError), self._locked():
+            membership = self._read()
+            membership.nodes.pop(self.number, None)
+            if membership.nodes:
+                write_atomically(self._file, membership.text())
+                self._beats(self.number).unlink(missing_ok=True)
+            else:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        path = self.folder / "lock"
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except FileNotFoundError:  # removed between the two lines
+                continue
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    break
+            os.close(descriptor)  # the last one of an earlier attempt has removed the file that we waited for
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _is_dead(self, number: int) -> bool:
+        if number == self.number:
+            return False
+        try:
+            with open(self._beats(number)) as file:  # opened: a network file system then asks the server
+                beat = os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            beat = 0
+        now = time.monotonic()
+        if self._seen.get(number, (None, 0.0))[0] != beat:
+            self._seen[number] = beat, now
+        return now - self._seen[number][1] > _DEAD_AFTER_S
+
+    def _beats(self, number: int) -> Path:
+        return self.folder / f"node_{number}"
+
+    def _beat(self) -> None:
+        self._beats(self.number).touch()
+
+    def _keep_beating(self) -> None:
+        while not self._left.wait(_BEAT_S):
+            with suppress(OSError):  # a beat missed is not a node lost
+                self._beat()

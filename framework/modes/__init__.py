@@ -1,0 +1,1 @@
+"""What the workers of a run do, one file a mode."""

@@ -1,0 +1,171 @@
+"""mode=export: a run's model for use elsewhere, as safetensors, as a torch.export program, as ONNX. The run is only read."""
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from framework.build import components
+from framework.checkpoint.canonical import full_weights
+from framework.config.frozen_file import digest_of, recall
+from framework.data.loader import Loader
+from framework.data.order import Order
+from framework.distributed.world import World
+from framework.modes.checkpoint_choice import missing_packages
+from framework.modes.load_run import Restored, restored
+from framework.modules.nested import Tree, call, map_tensors
+from framework.optim.precision import PRECISIONS
+from framework.runs.directory import RunDirectory
+from framework.runtime.exits import Exit, Interrupted, Unfit
+from framework.runtime.files import flush_directory, make_directory, replacing
+from framework.runtime.log import LOGGER
+from framework.runtime.preemption import PREEMPTION
+
+_NUM_SAMPLES = 8
+_TOLERANCES = {torch.float64: 1e-10}  # relative to the largest output
+_TOLERANCE = 1e-4
+
+
+def export(config: dict[str, Any], *, world: World) -> Exit:
+    """Write the formats of `export.formats` into the run's `export/`, each once it has been compared. One process."""
+    directory = RunDirectory(Path(config["run"]["dir"]))
+    model = restored(config, world=world)
+    model.module.eval()
+    samples = _samples(config)
+    world.together(lambda: make_directory(directory.export), what=f"{directory.export} not made")
+    for name in config["export"]["formats"] or _possible():
+        if PREEMPTION.requested:
+            raise Interrupted("stopped; what was exported before is whole")
+        content, difference = _made(name, model, samples=samples, config=config, world=world)
+        path = directory.export / f"model.{name}"
+        world.together(lambda: _write(path, content), what=f"{path} not written")
+        print(f"{name:11}  {path}  {len(content):,} bytes{difference}", flush=True)
+    return Exit.FINISHED
+
+
+def _possible() -> list[str]:
+    """Return the formats whose packages are here, saying what those of the others are."""
+    missing = missing_packages("onnx")
+    if missing:
+        LOGGER.info("no ONNX: that needs %s (pip install %s)", " and ".join(missing), " ".join(missing))
+    return ["safetensors", "pt2", *(["onnx"] if not missing else [])]
+
+
+def _write(path: Path, content: bytes) -> None:
+    with replacing(path) as beside:
+        beside.write_bytes(content)
+    flush_directory(path.parent)
+
+
+def _samples(config: dict[str, Any]) -> Tree:
+    """Return the inputs of the first samples of the test split, on the CPU."""
+    dataset = components.dataset(config)
+    source = dataset.load("test")
+    if len(source) < 2:
+        raise Unfit("dataset: one test sample is not enough to export a model of any batch size; at least 2 are")
+    loader = Loader(
+        dataset,
+        source,
+        order=Order(num_samples=len(source), global_batch_size=_NUM_SAMPLES, seed=config["seed"], drop_last=False),
+        micro_batch_size=None,
+        dp_rank=0,
+        dp_size=1,
+        device=torch.device("cpu"),
+        dtype=PRECISIONS[config["precision"]["name"]].parameters,
+    )
+    inputs = next(loader.evaluate()).inputs
+    loader.close()
+    return inputs
+
+
+def _made(name: str, model: Restored, *, samples: Tree, config: dict[str, Any], world: World) -> tuple[bytes, str]:
+    """Return the file's content, and what to say of its outputs. Unfit if the model cannot be exported, or comes out another."""
+    if name == "safetensors":
+        return _safetensors(model, config, world=world), ""
+    try:
+        made = {"pt2": _pt2, "onnx": _onnx}[name](model.module, samples)
+    except Exception as error:  # the model is anybody's: anything can come out of tracing it
+        text = " ".join(str(error).split())[:300]
+        raise Unfit(f"export.formats: {name}: {type(model.module).__name__} cannot be exported "
+                    f"({type(error).__name__}: {text})") from error  # fmt: skip
+    if not made.difference <= made.allowed:  # also if it is not a number
+        raise Unfit(f"export.formats: {name}: the outputs differ from the model's by {made.difference:.2g}, which is more "
+                    f"than {made.allowed:.2g}; nothing is written")  # fmt: skip
+    return made.content, f", outputs within {made.difference:.2g} of the model's"
+
+
+def _safetensors(model: Restored, config: dict[str, Any], *, world: World) -> bytes:
+    from safetensors.torch import save
+
+    facts = {
+        "format": "pt",
+        "run_id": config["run"]["id"],
+        "config_hash": digest_of(recall(Path(config["run"]["dir"]))),
+        "step": str(model.step),
+    }
+    return save(full_weights(model.module, world=world), metadata=facts)
+
+
+class _Program(NamedTuple):
+    content: bytes
+    difference: float  # the largest of its outputs to the model's
+    allowed: float
+
+
+def _pt2(module: nn.Module, samples: Tree) -> _Program:
+    program = _traced(module, samples)
+    program.example_inputs = None  # they would be pickled
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    # of memory, not of a file: nobody else can have written it
+    again = torch.export.load(buffer).module()
+    return _compared(buffer.getvalue(), module, samples, lambda inputs: _tensors(call(again, inputs)))
+
+
+def _onnx(module: nn.Module, samples: Tree) -> _Program:
+    import onnxruntime
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's exporter uses what torch has deprecated
+        program = torch.onnx.export(_traced(module, samples), dynamo=True, verbose=False)
+    assert program is not None  # as it was given no file
+    content = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    names = [node.name for node in session.get_inputs()]
+
+    def run(inputs: Tree) -> list[Tensor]:
+        given = dict(zip(names, (tensor.numpy() for tensor in _tensors(inputs)), strict=True))
+        return [torch.from_numpy(output) for output in session.run(None, given)]
+
+    return _compared(content, module, samples, run)
+
+
+def _traced(module: nn.Module, samples: Tree) -> torch.export.ExportedProgram:
+    """Return the model as a program for batches of any size."""
+    batch = torch.export.Dim("batch")
+    is_named = isinstance(samples, dict)
+    arguments = () if is_named else samples if isinstance(samples, tuple) else (samples,)
+    shapes = map_tensors(lambda _: {0: batch}, samples if is_named else arguments)  # type: ignore[arg-type, return-value]  # a tree of no tensors
+    return torch.export.export(module, arguments, samples if is_named else None, dynamic_shapes=shapes)
+
+
+def _compared(content: bytes, module: nn.Module, samples: Tree, run: Any) -> _Program:
+    """Compare a program with the model, on all samples and on the first alone: batches of two sizes."""
+    differences, largest, dtype = [], 1.0, torch.float32
+    for inputs in (samples, map_tensors(lambda tensor: tensor[:1], samples)):
+        with torch.no_grad():
+            expected, actual = _tensors(call(module, inputs)), run(inputs)
+        for ours, theirs in zip(expected, actual, strict=True):
+            differences.append((theirs - ours).abs().max())
+            largest, dtype = max(largest, float(ours.abs().max())), ours.dtype
+    return _Program(content, float(torch.stack(differences).max()), largest * _TOLERANCES.get(dtype, _TOLERANCE))
+
+
+def _tensors(tree: Tree) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, tree)  # type: ignore[arg-type]  # for what it does, not for what it returns
+    return found

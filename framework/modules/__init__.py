@@ -1,0 +1,1 @@
+"""What can be asked of, or done to, a module tree and its (sharded, nested) tensors."""

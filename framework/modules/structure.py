@@ -1,0 +1,79 @@
+"""Questions about a model that its module tree can answer."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the model's repeated units, for sharding, recomputation and compilation.
+
+    The model's own answer (`blocks()`) if it has one; otherwise the children of its module lists and sequences, those
+    that hold parameters. A model with neither is one unit: the list is empty.
+    """
+    if hasattr(model, "blocks") and callable(model.blocks):
+        return list(model.blocks())
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        inner = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
+        blocks += [unit for unit in inner if any(True for _ in unit.parameters())]
+    return blocks
+
+
+def separate(units: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Return the units that share no weight with each other or with the rest of the model."""
+    inside = {module for unit in units for module in unit.modules()}
+    rest = [module for module in model.modules() if module not in inside]
+    uses = Counter(id(p) for module in rest for p in module.parameters(recurse=False))
+    uses.update(id(p) for unit in units for p in unit.parameters())
+    return [unit for unit in units if all(uses[id(p)] == 1 for p in unit.parameters())]
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that the model's forward calls, those with parameters; of a mere wrapper, those of what it wraps."""
+    units = _called(model)
+    while len(units) == 1 and not type(units[0]).__module__.startswith("torch.nn.") and (inner := _called(units[0])):
+        units = inner
+    return units
+
+
+def _called(model: nn.Module) -> list[nn.Module]:
+    units: list[nn.Module] = []
+    for child in model.children():
+        is_container = type(child).forward is nn.Module.forward or isinstance(child, nn.Sequential)
+        found = _called(child) if is_container else [child]
+        units += [unit for unit in found if any(True for _ in unit.parameters())]
+    return units
+
+
+def chain_of(model: nn.Module) -> list[nn.Module] | None:
+    """Return modules that, called one after the other, are the model's forward; None if they are not known.
+
+    The model's own answer (`chain()`), or the children of an nn.Sequential.
+    """
+    answer = getattr(model, "chain", None)
+    if callable(answer):
+        return list(answer())
+    return list(model.children()) if isinstance(model, nn.Sequential) else None
+
+
+def batch_dependent_layers(model: nn.Module) -> list[str]:
+    """Return the kinds of layers, sorted, that couple the samples of a micro-batch or draw randomness for it."""
+    kinds = set()
+    for layer in model.modules():
+        is_dropout = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
+        if is_dropout or isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            kinds.add(type(layer).__name__)
+    return sorted(kinds)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in model.modules())
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Make a model that will not be trained one that draws nothing: a strategy has then no reason to refuse it."""
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            layer.p = 0.0

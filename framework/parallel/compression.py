@@ -1,0 +1,114 @@
+"""Compressed gradients for DistributedDataParallel: one communication hook a name.
+
+A hook gets a bucket of this rank's gradients and returns the mean over the ranks, in a future. What compression loses
+of a gradient, `int8`, `top_k` and `powersgd` add to the next one (error feedback); that remainder is a rank's own and is
+not in a checkpoint.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
+from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
+
+BLOCK = 256  # gradients that share a scale in `int8`
+SHARE = 0.05  # of a bucket's gradients that `top_k` sends
+
+Name = Literal["fp16", "bf16", "int8", "top_k", "powersgd"]
+
+
+class State:
+    """What a hook keeps between steps."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.errors: dict[tuple[int, int], Tensor] = {}  # by bucket and size: DDP rebuilds its buckets after a step
+
+
+def register(wrapper: DistributedDataParallel, name: Name, *, group: dist.ProcessGroup) -> None:
+    """Make the wrapper sum its gradients through the hook of that name. Collective."""
+    if name == "powersgd":
+        # before step 10, gradients are sent complete: the first ones are far from low rank
+        state = PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=10)
+        wrapper.register_comm_hook(state, powerSGD_hook)  # Vogels et al. 2019
+    else:
+        wrapper.register_comm_hook(State(group), _HOOKS[name])
+
+
+def fp16(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Sum in float16."""
+    return _mean_in(torch.float16, state.group, bucket)
+
+
+def bf16(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Sum in bfloat16."""
+    return _mean_in(torch.bfloat16, state.group, bucket)
+
+
+def _mean_in(dtype: torch.dtype, group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Return the mean of the bucket over the ranks, rounded to `dtype` on the way."""
+    gradient = bucket.buffer()
+    # divided first: the sum of many could overflow
+    sent = gradient.to(dtype).div_(group.size())
+    work = dist.all_reduce(sent, group=group, async_op=True)
+    return work.get_future().then(lambda _: gradient.copy_(sent))
+
+
+def int8(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Send 8-bit integers, a scale for each block, with error feedback (Seide et al. 2014; Dettmers 2016)."""
+    gradient, num_ranks = bucket.buffer(), state.group.size()
+    wanted, where = _with_error(state, bucket)
+    blocks = pad(wanted, (0, -wanted.numel() % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(gradient.dtype).tiny) / 127
+    levels = (blocks / scales).round_().to(torch.int8)
+    state.errors[where] = wanted - (levels * scales).flatten()[: wanted.numel()]
+
+    all_levels = levels.new_empty(num_ranks, *levels.shape)
+    all_scales = scales.new_empty(num_ranks, *scales.shape)
+    dist.all_gather_single(all_scales.flatten(), scales.flatten(), group=state.group)
+    work = dist.all_gather_single(all_levels.flatten(), levels.flatten(), group=state.group, async_op=True)
+
+    def mean(_: object) -> Tensor:
+        summed = (all_levels * all_scales).sum(dim=0).flatten()[: gradient.numel()]
+        return gradient.copy_(summed / num_ranks)
+
+    return work.get_future().then(mean)
+
+
+def top_k(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Send the largest gradients only, with error feedback (Aji & Heafield 2017; Lin et al. 2018)."""
+    gradient, num_ranks = bucket.buffer(), state.group.size()
+    wanted, where = _with_error(state, bucket)
+    places = wanted.abs().topk(max(1, int(SHARE * wanted.numel())), sorted=False).indices
+    values = wanted[places]
+    wanted[places] = 0.0
+    state.errors[where] = wanted
+
+    all_values, all_places = values.new_empty(num_ranks, len(values)), places.new_empty(num_ranks, len(places))
+    dist.all_gather_single(all_values.flatten(), values, group=state.group)
+    work = dist.all_gather_single(all_places.flatten(), places, group=state.group, async_op=True)
+
+    def mean(_: object) -> Tensor:
+        gradient.zero_()
+        for theirs, at in zip(all_values, all_places):  # in rank order, so that every rank sums the same way
+            gradient.index_add_(0, at, theirs)
+        return gradient.div_(num_ranks)
+
+    return work.get_future().then(mean)
+
+
+def _with_error(state: State, bucket: dist.GradBucket) -> tuple[Tensor, tuple[int, int]]:
+    """Return a new tensor, the gradient with what earlier steps have lost, and the key of that remainder."""
+    gradient = bucket.buffer()
+    where = (bucket.index(), gradient.numel())
+    return gradient + state.errors[where] if where in state.errors else gradient.clone(), where
+
+
+_HOOKS: dict[str, Callable[[State, dist.GradBucket], Future[Tensor]]] = {
+    "fp16": fp16, "bf16": bf16, "int8": int8, "top_k": top_k,
+}  # fmt: skip

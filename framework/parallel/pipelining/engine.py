@@ -1,0 +1,276 @@
+"""The Engine of a model whose layers lie on several processes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from framework.distributed.world import World
+from framework.engine.data_parallel import add, persistent_buffers
+from framework.engine.forward import Forward
+from framework.engine.seam import MicroBatch, Step, Sums
+from framework.modules.nested import map_tensors
+from framework.modules.shards import by_mesh, local, whole
+from framework.modules.structure import chain_of
+from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
+from framework.parallel.pipelining.chain import Shapes, costs_of
+from framework.parallel.pipelining.schedules import STAGES_PER_RANK, Loss, make_schedule, waiting_share
+from framework.parallel.pipelining.stages import Stage, keep_own, shared_weights, spans_of
+from framework.runtime.log import LOGGER
+
+
+class PipelineEngine:
+    """The Engine of a model whose layers lie on the processes of the mesh's `pipeline` axis.
+
+    Along a `replicate` axis every process runs a pipeline of its own on its own samples, and their gradients are summed
+    here. So does every process along a `shard` axis, but there the stages, wrapped by `shard_stage`, average their
+    gradients themselves. Processes along a `tensor` axis work on the same samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        world: World,
+        forward: Forward,
+        schedule: str,
+        shard_stage: Callable[[Stage], None] | None = None,
+    ) -> None:
+        links = chain_of(model)
+        assert links is not None  # `problems` has asked
+        axes = mesh.mesh_dim_names or ()
+        self.module = model
+        self.mesh: DeviceMesh | None = mesh
+        self._group = mesh.get_group("pipeline")
+        self._data = next((mesh.get_group(axis) for axis in ("replicate", "shard") if axis in axes), None)
+        self.dp_rank = self._data.rank() if self._data else 0
+        self.dp_size = self._data.size() if self._data else 1
+        self._is_sharded = shard_stage is not None
+        self._is_counted = "tensor" not in axes or mesh.get_local_rank("tensor") == 0
+        self._rank, self._size = self._group.rank(), self._group.size()
+        self._world = world
+        self._forward = forward
+        self._schedule = schedule
+        self._dtype = next(model.parameters()).dtype
+        self._shapes = Shapes(links)
+        self._num_stages = self._size * STAGES_PER_RANK[schedule]
+        costs = costs_of(model, links, example=forward.example)
+        self._spans = spans_of(links, costs, num_stages=self._num_stages)
+        self._stages = keep_own(model, links, self._spans, rank=self._rank, size=self._size)
+        for stage in self._stages.values():
+            stage.run = self._run_stage
+            if shard_stage is not None:
+                shard_stage(stage)
+        self._schedules: dict[Any, Any] = {}
+        self._numbers: dict[int, list[int]] = {}  # of the micro-batches that are still to come, by stage
+        self._index = 0
+        self._buffers = persistent_buffers(model)
+        self._after_first: dict[int, Tensor] = {}  # the buffers that micro-batch 0 has changed, by position
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._shared = shared_weights(model, mesh=mesh)
+
+    # --- one stage of one micro-batch
+
+    def _run_stage(self, stage: Stage, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        number = next(n for n, own in self._stages.items() if own is stage)
+        micro_batch = self._numbers[number].pop(0) if self._numbers.get(number) else None
+        if micro_batch is not None:
+            self._forward.seed_draws(step=self._index, micro_batch=micro_batch)
+        first, *rest = stage.links
+        with torch.autocast(
+            self._forward.device.type, dtype=self._forward.autocast, enabled=self._forward.autocast is not None
+        ):
+            value = first(*arguments, **named)
+            for link in rest:
+                value = link(value)
+        if micro_batch == 0:
+            own = {id(buffer) for buffer in stage.buffers()}
+            self._after_first |= {i: buffer.clone() for i, buffer in enumerate(self._buffers) if id(buffer) in own}
+        # what goes to the next stage is of one type whatever autocast has made of it, in one piece, no view, which
+        # zero-bubble could not detach, and no wrapper around what is still to come from the processes of a layer
+        value = value.to(self._dtype).contiguous()
+        return value.clone() if value._is_view() or type(value) is not Tensor else value
+
+    # --- training
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        self._index = index
+        before = self._snapshot()
+        self._after_first = {}
+        sums: Sums = {name: torch.zeros((), device=self._world.device) for name in self._names(step, measure=measure)}
+        scale = loss_scale / step.num_samples * (self.dp_size if self._is_sharded else 1)
+        for alike in _passes(step):
+            self._pass(alike, scale=scale, sums=sums, measure=measure)
+        self._put_back([self._after_first.get(i, buffer) for i, buffer in enumerate(before)])
+        for parameter, group in self._shared:
+            if parameter.requires_grad:
+                dist.all_reduce(local(_gradient(parameter)), group=group)
+        if self._data is not None and not self._is_sharded:
+            sent = [dist.all_reduce(_gradient(p), group=self._data, async_op=True) for p in self._parameters]
+            for work in sent:
+                work.wait()
+        return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
+
+    def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool) -> None:
+        """Send micro-batches of one size through the pipeline, forward and back."""
+        waiting = list(micro_batches)
+
+        def loss_of(outputs: Any, targets: Tensor) -> Tensor:
+            micro_batch = waiting.pop(0)  # the last stage sees them in order
+            loss = self._forward.task.loss(outputs, targets)
+            if micro_batch.is_padding:
+                return loss * 0.0
+            add(sums, {"loss": loss.detach()})
+            if measure:
+                add(sums, self._forward.task.metrics(map_tensors(Tensor.detach, outputs), targets))
+            return loss * scale
+
+        num_schedules = len(self._schedules)
+        schedule, runner = self._schedule_for(micro_batches)
+        # the gradients so far: when a schedule runs for the first time, torch clears those of shards
+        held = [p.grad for p in self._parameters] if len(self._schedules) > num_schedules else []
+        runner.loss_of = loss_of
+        for number in self._stages:
+            self._numbers[number] = [micro_batch.number for micro_batch in micro_batches]
+        inputs = torch.cat([m.inputs for m in micro_batches]) if 0 in self._stages else None
+        targets = torch.cat([m.targets for m in micro_batches]) if self._num_stages - 1 in self._stages else None
+        arguments = () if inputs is None else (inputs,)
+        if held:
+            self.module.zero_grad()
+        try:
+            schedule.step(*arguments, **({} if targets is None else {"target": targets}), return_outputs=False)
+        except RuntimeError as error:
+            raise error.__cause__ or error  # torch wraps a link's own error into all of its arguments
+        for parameter, gradient in zip(self._parameters, held):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> tuple[Any, Loss]:
+        """Return the schedule for so many micro-batches of this size, made when it is first needed."""
+        inputs = micro_batches[0].inputs
+        key = (len(micro_batches), tuple(inputs.shape))
+        if key not in self._schedules:
+            runner = Loss()
+            outputs = [value.to(self._dtype).contiguous() for value in self._shapes.outputs(inputs)]
+            stages = []
+            for number, stage in self._stages.items():
+                given = inputs if number == 0 else outputs[self._spans[number - 1][-1]]
+                stages.append(
+                    PipelineStage(
+                        stage,
+                        number,
+                        self._num_stages,
+                        self._world.device,
+                        input_args=_like(given, requires_grad=number > 0),
+                        output_args=_like(outputs[self._spans[number][-1]], requires_grad=True),
+                        group=self._group,
+                    )
+                )
+            schedule = make_schedule(self._schedule, stages, num_micro_batches=len(micro_batches), loss=runner)
+            if self._world.rank == 0 and not self._schedules:
+                count, kind = len(micro_batches), type(schedule).__name__.removeprefix("Schedule")
+                waiting = waiting_share(schedule, num_micro_batches=count, num_ranks=self._size)
+                LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s): %.0f %% of the time is waiting",
+                            self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip
+            self._schedules[key] = schedule, runner
+        return self._schedules[key]
+
+    def _names(self, step: Step, *, measure: bool) -> list[str]:
+        """Return what is measured: every rank must know, the last stage alone measures."""
+        if not measure:
+            return ["loss"]
+        first = step.micro_batches[0]
+        return ["loss", *self._metric_names(first)]
+
+    def _metric_names(self, micro_batch: MicroBatch) -> list[str]:
+        outputs = self._shapes.outputs(micro_batch.inputs)[-1]
+        targets = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), micro_batch.targets)
+        return list(self._forward.task.metrics(outputs, targets))
+
+    # --- evaluation
+
+    def forward(self, micro_batch: MicroBatch) -> Sums:
+        """Run the stages one after the other, each where it lies."""
+        names = ["loss", *self._metric_names(micro_batch)]
+        outputs = self._shapes.outputs(micro_batch.inputs)
+        value: Any = micro_batch.inputs
+        with torch.no_grad():
+            for number in range(self._num_stages):
+                owner, before = number % self._size, (number - 1) % self._size
+                if number > 0 and owner != before:
+                    if self._rank == before:
+                        dist.send(value.contiguous(), dst=dist.get_global_rank(self._group, owner), group=self._group)
+                    elif self._rank == owner:
+                        shape = outputs[self._spans[number - 1][-1]].shape
+                        value = torch.empty(shape, dtype=self._dtype, device=self._world.device)
+                        dist.recv(value, src=dist.get_global_rank(self._group, before), group=self._group)
+                if self._rank == owner:
+                    value = self._stages[number](value)
+            if self._num_stages - 1 not in self._stages or micro_batch.is_padding or not self._is_counted:
+                return {name: torch.zeros((), device=self._world.device) for name in names}
+            sums = {"loss": self._forward.task.loss(value, micro_batch.targets)}
+            return sums | self._forward.task.metrics(value, micro_batch.targets)
+
+    # --- the rest of an Engine
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        foreign = {id(parameter) for parameter, group in self._shared if group.rank() != 0}  # counted elsewhere
+        own = [p.grad for p in self._parameters if p.grad is not None and id(p) not in foreign]
+        square = torch.zeros((), dtype=self._dtype, device=self._world.device)
+        for kind in by_mesh(own):
+            square += whole(get_total_norm(kind)).square()
+        dist.all_reduce(square, group=self._group)
+        norm = square.sqrt()
+        if max_norm is not None:
+            for parameters in by_mesh(self._parameters):
+                clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def warm_up(self, step: Step) -> None:
+        pass
+
+    def sync_buffers(self) -> None:
+        if self._data is not None:
+            for buffer in self._buffers:
+                dist.broadcast(buffer, src=dist.get_global_rank(self._data, 0), group=self._data)
+
+    def can_pause(self, step: int) -> bool:
+        return True
+
+    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+        return build(trained or stand_in(self._world.device))  # a stage may have frozen weights only
+
+    def _snapshot(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self._buffers]
+
+    def _put_back(self, buffers: list[Tensor]) -> None:
+        if buffers:
+            torch._foreach_copy_(self._buffers, buffers)
+
+
+def _passes(step: Step) -> list[Sequence[MicroBatch]]:
+    """Cut a step into passes through the pipeline: a schedule is made for one shape.
+
+    A short micro-batch is the last of its rank's, and goes alone; so does the last one of every other rank, since shards
+    are gathered by all ranks in each pass.
+    """
+    if step.is_even or len(step.micro_batches) == 1:
+        return [step.micro_batches]
+    *others, last = sorted(step.micro_batches, key=lambda micro_batch: (not micro_batch.is_padding, micro_batch.number))
+    return [others, [last]]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _like(tensor: Tensor, *, requires_grad: bool) -> Tensor:
+    return torch.empty_like(tensor, device="meta").requires_grad_(requires_grad and tensor.is_floating_point())

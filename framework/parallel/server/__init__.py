@@ -1,0 +1,1 @@
+"""What the parameter server is made of: remote calls, the exchange of gradients, asynchronous updates."""

@@ -1,0 +1,174 @@
+"""The asynchronous parameter server: it takes a step from each gradient as it comes. NOT equal to one process."""
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.seam import MicroBatch, Step, Sums
+from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
+from framework.parallel.server.rpc import join, name_of, on_cpu
+
+Gradients = list[Tensor | None]
+
+
+class Hogwild:
+    """An Engine whose ranks never wait for each other's gradients: pull, compute, push, and the server takes a step.
+
+    A rank's gradient is the mean over its own samples, made at parameters that others may have moved since. Where the
+    loop needs one number of all (a row, an evaluation, a checkpoint, the flags that end a run) the ranks do meet.
+    Sources: Recht et al. 2011, "Hogwild!"; Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD).
+    """
+
+    def __init__(self, engine: DataParallelEngine, *, world: World) -> None:
+        self.module = engine.module
+        self.mesh = engine.mesh
+        self.dp_rank = engine.dp_rank
+        self.dp_size = engine.dp_size
+        self._engine = engine
+        self._world = world
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._server: Server | None = None  # rank 0's
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._num_samples = 0  # this rank's, in the step at hand
+        self._is_measured = False
+        self._pushed: Gradients = []
+        join(world)
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        self._pull()
+        self._is_measured = measure
+        self._num_samples = sum(len(m.targets) for m in step.micro_batches if not m.is_padding)
+        step = step._replace(num_samples=max(1, self._num_samples) * self.dp_size)  # a mean over this rank's own
+        return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
+
+    def forward(self, micro_batch: MicroBatch) -> Sums:
+        return self._engine.forward(micro_batch)
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Clip by this rank's own norm; return the root of the mean square over the ranks, where one number is asked for.
+
+        That is in a measured step and before a checkpoint; elsewhere ranks do not wait to agree on it.
+        """
+        norm = self._engine.clip_grad_norm(max_norm)
+        if max_norm is not None and not self._is_measured:
+            return norm
+        square = norm.square()
+        dist.all_reduce(square)
+        return (square / self.dp_size).sqrt()
+
+    def warm_up(self, step: Step) -> None:
+        """Begin from what the module and the optimizer hold, which may come from a checkpoint."""
+        if self._server is not None:
+            assert self._optimizer is not None
+            self._server.begin(self._parameters, self._optimizer.state)
+        self._world.barrier()
+
+    def sync_buffers(self) -> None:
+        """Bring all ranks to the server's parameters. None pushes again before all have them: collectives follow."""
+        self._world.barrier()  # a push returns when its step is taken: now all are
+        self._engine.sync_buffers()
+        self._pull()
+        if self._server is not None:
+            assert self._optimizer is not None
+            self._optimizer.state.update(self._server.state_by(self._parameters))
+
+    def can_pause(self, step: int) -> bool:
+        return True
+
+    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+        """Return what the loop takes for the optimizer: its step pushes. On rank 0 it shows the server's state."""
+        if self.dp_rank == 0:
+            self._server = Server(build, trained)
+            _AT_RANK_0[:] = [self._server]
+            self._optimizer = build(trained)
+        else:
+            self._optimizer = build(stand_in(self._world.device))
+            for group in self._optimizer.param_groups:
+                group["lr"] = 1.0  # which the loop multiplies by the schedule's factor
+        self._optimizer.register_step_pre_hook(self._push)
+        self._optimizer.register_step_post_hook(self._put_back)
+        return self._optimizer
+
+    @torch.no_grad()
+    def _pull(self) -> None:
+        values = self._server.current() if self._server is not None else rpc.rpc_sync(name_of(0), _current)
+        for parameter, value in zip(self._parameters, values):
+            parameter.copy_(value)
+
+    def _push(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._pushed = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None  # the replica is not stepped: it is pulled
+        if self._num_samples == 0:  # in a short batch; momentum and decay must not act for a rank without samples
+            return
+        if self._server is not None:
+            self._server.update(self._pushed, lrs=[group["lr"] for group in optimizer.param_groups])
+        else:
+            gradients = [None if g is None else g.to("cpu") for g in self._pushed]
+            rpc.rpc_sync(name_of(0), _update, args=(gradients, optimizer.param_groups[0]["lr"]))
+
+    def _put_back(self, *_: object) -> None:
+        for parameter, gradient in zip(self._parameters, self._pushed):
+            parameter.grad = gradient  # a checkpoint asks whether it is finite
+
+
+class Server:
+    """The parameters and their optimizer, in rank 0's process, apart from the replica that this process works on.
+
+    Updates come from handlers' threads and from rank 0's own; each is whole, one after the other.
+    """
+
+    def __init__(self, build: BuildOptimizer, trained: list[Trainable]) -> None:
+        self._parameters = [nn.Parameter(item.parameter.detach().clone()) for item in trained]
+        self._optimizer = build([item._replace(parameter=p) for item, p in zip(trained, self._parameters)])
+        self._peak_lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def begin(self, parameters: list[nn.Parameter], state: dict[Any, Any]) -> None:
+        """Take over values and optimizer state."""
+        with self._lock:
+            for mine, theirs in zip(self._parameters, parameters):
+                mine.copy_(theirs)
+                if theirs in state:
+                    self._optimizer.state[mine] = state[theirs]
+
+    def state_by(self, parameters: list[nn.Parameter]) -> dict[Tensor, Any]:
+        """Return the optimizer's state by the parameters of a replica."""
+        state = self._optimizer.state
+        return {theirs: state[mine] for mine, theirs in zip(self._parameters, parameters) if mine in state}
+
+    def current(self) -> list[Tensor]:
+        """Return the parameters as they are: all of them after the same number of updates."""
+        with self._lock:
+            return [on_cpu(parameter) for parameter in self._parameters]
+
+    def update(self, gradients: Gradients, *, lrs: list[float]) -> None:
+        """Take an optimizer step. `lrs` are those of the parameter groups."""
+        with self._lock:
+            for parameter, gradient in zip(self._parameters, gradients):
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            for group, lr in zip(self._optimizer.param_groups, lrs):
+                group["lr"] = lr
+            self._optimizer.step()
+
+    def scaled_lrs(self, factor: float) -> list[float]:
+        return [peak * factor for peak in self._peak_lrs]
+
+
+_AT_RANK_0: list[Server] = []  # rpc calls functions by name; this is where they find the server
+
+
+def _current() -> list[Tensor]:
+    return _AT_RANK_0[0].current()
+
+
+def _update(gradients: Gradients, factor: float) -> None:
+    server = _AT_RANK_0[0]
+    server.update(gradients, lrs=server.scaled_lrs(factor))

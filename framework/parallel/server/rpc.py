@@ -1,0 +1,78 @@
+"""torch.distributed.rpc among the ranks of a world: joined through the run's own store, left together with it."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.futures import Future
+
+from framework.distributed.world import World
+from framework.runtime.environment import set_default
+
+_SCHEME = "steadfast"
+_ENDED: "Future[None]" = Future()  # done when this process takes leave: rank 0 waits for it, to notice one that dies
+
+
+def name_of(rank: int) -> str:
+    return f"rank{rank}"
+
+
+def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) -> None:
+    """Have this rank answer calls of the others until the world ends. Collective.
+
+    Rank 0 calls `lost`, from another thread, with a rank that has died and the error that says so.
+    RPC unpickles what it receives, and a pickle is a program: on one machine only this machine is listened to.
+    """
+    if world.world_size == world.local_world_size:
+        set_default("TP_SOCKET_IFNAME", "lo")
+
+    def rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        yield world.store("rpc"), world.rank, world.world_size
+
+    dist.register_rendezvous_handler(_SCHEME, rendezvous)  # no port of its own, and a new store for every attempt
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"{_SCHEME}://",
+        rpc_timeout=world.timeout.total_seconds(),
+        num_worker_threads=max(2, world.world_size),  # handlers do not wait for each other, but for a lock at most
+        # those over shared memory poll: a third of a core of every process, also while nothing is sent
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    with warnings.catch_warnings():
+        # torch's own: about the group that init_rpc makes for itself
+        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+        rpc.init_rpc(name_of(world.rank), rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
+    world.at_end(
+        leave=functools.partial(_leave, timeout_s=world.timeout.total_seconds()),
+        abandon=functools.partial(rpc.shutdown, graceful=False),
+    )
+    if world.rank == 0 and lost is not None:
+        for rank in range(1, world.world_size):
+            call = rpc.rpc_async(name_of(rank), _until_its_end, timeout=0)  # 0: for ever
+            call.add_done_callback(functools.partial(_tell_loss, rank=rank, lost=lost))
+
+
+def _leave(*, timeout_s: float) -> None:
+    _ENDED.set_result(None)
+    rpc.shutdown(timeout=timeout_s)
+
+
+@rpc.functions.async_execution
+def _until_its_end() -> "Future[None]":
+    return _ENDED
+
+
+def _tell_loss(call: "Future[None]", *, rank: int, lost: Callable[[int, Exception], None]) -> None:
+    try:
+        call.value()
+    except Exception as error:
+        lost(rank, error)
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that can be sent: what becomes of `tensor` meanwhile does not reach it."""
+    return tensor.detach().to("cpu", copy=True)

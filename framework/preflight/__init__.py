@@ -1,0 +1,1 @@
+"""Every problem, before the start."""

@@ -1,0 +1,175 @@
+"""How many processes, on which devices, over which backend: what a configuration asks for, against what is there."""
+
+import importlib.util
+import mmap
+from pathlib import Path
+from typing import Any
+
+from framework.config.compose import option_node, options
+from framework.config.nodes import node_counts
+from framework.distributed.mesh import MESH_AXES
+from framework.distributed.mpi import start as mpi
+from framework.runtime.problem import Problem, shown
+
+Config = dict[str, Any]
+
+
+def check_processes(config: Config, *, world_size: int | None) -> tuple[Config, list[Problem]]:
+    """Check the mesh against the number of processes, and fill that number in."""
+    launch, parallel = dict(config["launch"]), config["parallel"]
+    if world_size is not None:
+        asked = launch.get("nproc_per_node")
+        launch |= {"nproc_per_node": world_size, "nnodes": 1}
+        source = f"the launcher started {world_size}"
+    else:
+        asked = None
+        if node_counts(launch.get("nnodes")) is None:
+            return config, [Problem("launch.nnodes", f"{shown(launch.get('nnodes'))} is not valid",
+                                    "a number of nodes, or MIN:MAX for a run that nodes may leave and join")]  # fmt: skip
+        if launch.get("nproc_per_node") is None:
+            launch["nproc_per_node"] = _default_processes(config)
+        source = f"launch.nproc_per_node gives {launch['nproc_per_node']}"
+    config = config | {"launch": launch}
+    count = launch["nproc_per_node"]
+    counts = node_counts(launch["nnodes"]) or range(1, 2)
+    axes = {name: parallel[name] for name in MESH_AXES if name in parallel}
+    problems = []
+    if world_size is not None and launch["kind"] == "slurm":
+        problems.append(
+            Problem("launch", f"slurm, but {source} already", "launch=local, or this command without a launcher")
+        )
+    if asked is not None and asked != world_size and world_size is not None and asked > world_size:
+        problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
+    if not isinstance(count, int) or any(not isinstance(size, (int, type(None))) for size in axes.values()):
+        return config, problems  # the schema has said so
+    start = "launch.nproc_per_node={}" if world_size is None else "{} processes"
+    for num_nodes in sorted({counts[0], counts[-1]}):  # what is between them may fit or not: see `fitting_nodes`
+        if counts != range(1, 2):
+            source = f"{num_nodes} nodes of launch.nproc_per_node={launch['nproc_per_node']} give {count * num_nodes}"
+        problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=_option(parallel))
+    return config, problems or (_device_problems(config) if world_size is None else [])
+
+
+def fitting_nodes(config: Config) -> list[int]:
+    """Return the numbers of nodes, of those allowed, whose processes fill the mesh."""
+    count, parallel = config["launch"]["nproc_per_node"], config["parallel"]
+    axes = {name: parallel[name] for name in MESH_AXES if name in parallel}
+    return [num_nodes for num_nodes in node_counts(config["launch"]["nnodes"]) or ()
+            if not _mesh_problems(axes, count=count * num_nodes, source="", start="", option="")]  # fmt: skip
+
+
+def most_processes(config: Config) -> int | None:
+    """Return how many processes there are with all the nodes that are allowed; None where that is not known yet."""
+    count, counts = config["launch"].get("nproc_per_node"), node_counts(config["launch"].get("nnodes"))
+    return count * counts[-1] if isinstance(count, int) and counts is not None else None
+
+
+def _option(parallel: Config) -> str:
+    target = parallel.get("_target_")
+    known = (name for name in options("parallel") if option_node("parallel", name).get("_target_") == target)
+    return next(known, str(target).rpartition(".")[2])
+
+
+def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, start: str, option: str) -> list[Problem]:
+    if not axes and count != 1:
+        what = f"{option} is one process, but {source} processes"
+        return [Problem("parallel", what, f"try {start.format(1)}, or parallel=ddp, parallel=fsdp")]
+    if not axes:
+        return []
+    product = 1
+    for size in axes.values():
+        product *= size or 1
+    open_axes = [name for name, size in axes.items() if size is None]
+    if len(open_axes) > 1:
+        return [Problem(f"parallel.{open_axes[-1]}", "null, as is another axis", "at most one of them")]
+    if product < 1 or (count % product if open_axes else count != product):
+        given = [f"parallel.{name}={size}" for name, size in axes.items() if size is not None]
+        key, _, value = given[0].partition("=")
+        arithmetic = f"{' x '.join(given)} = {product}" if len(given) > 1 else value
+        what = f"{arithmetic}, but {source} process{'es' * (count != 1)}"
+        if open_axes:
+            return [Problem(key, what, f"try {start.format(f'a multiple of {product}')}, or another size")]
+        return [Problem(key, what, f"try {start.format(product)}, or null for one axis, which takes what is left")]
+    return []
+
+
+def _default_processes(config: Config) -> int:
+    """Return how many processes a node's CUDA devices suffice for, if the strategy has mesh axes; 1 for any other and on a CPU."""
+    parallel = config["parallel"]
+    axes = [parallel[name] for name in MESH_AXES if name in parallel]
+    return max(1, _devices_of_node(config) // _devices_of_each(parallel)) if axes else 1
+
+
+def _devices_of_node(config: Config) -> int:
+    """Return how many CUDA devices a node of the run has: this machine's, or those that its job asks for."""
+    if config["launch"].get("kind") != "slurm":
+        return _cuda_devices()
+    slurm = config["launch"].get("slurm")
+    asked = slurm.get("gpus_per_node") if isinstance(slurm, dict) else None
+    return asked if isinstance(asked, int) else 0
+
+
+def _devices_of_each(parallel: Config) -> int:
+    num_devices = parallel.get("num_devices")
+    return num_devices if isinstance(num_devices, int) and num_devices > 0 else 1
+
+
+def _cuda_devices() -> int:
+    """Return how many there are; torch is imported only if its build has CUDA."""
+    if torch_build("cuda") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _device_problems(config: Config) -> list[Problem]:
+    """Refuse more processes, or devices of one, than there are CUDA devices. Without any, the CPU takes all."""
+    num_processes, each = config["launch"]["nproc_per_node"], _devices_of_each(config["parallel"])
+    if config["backend"].get("name") not in ("auto", "nccl") or not (there := _devices_of_node(config)):
+        return []
+    num_devices = num_processes * each
+    if num_devices <= there:
+        return []
+    what = f"{num_processes} x parallel.num_devices={each} = {num_devices}" if each > 1 else f"{num_processes}"
+    remedy = f"at most {there // each}, or backend=gloo for the CPU" if each <= there else f"at most {there} of each"
+    return [Problem("launch.nproc_per_node", f"{what}, but there are {there} CUDA devices", remedy)]
+
+
+def torch_build(fact: str) -> Any:
+    """Return a fact of the installed torch's build (`cuda`, `hip`, ...) without importing torch, which costs seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version = importlib.util.spec_from_file_location("torch_version", Path(spec.origin).with_name("version.py"))
+    assert version is not None and version.loader is not None
+    module = importlib.util.module_from_spec(version)
+    version.loader.exec_module(module)
+    return getattr(module, fact, None)
+
+
+_BACKEND_COMES_WITH = {
+    "nccl": "those for CUDA",
+    "ucc": "one compiled from source with USE_UCC=1",
+}
+
+
+def check_backend(config: Config) -> list[Problem]:
+    backend = config["backend"].get("name")
+    if backend == "mpi":
+        refusal = mpi.refusal(num_processes=most_processes(config), is_torchs=_torch_has("ProcessGroupMPI"))
+        return [refusal] if refusal is not None else []
+    if backend not in ("nccl", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
+        return []
+    what = f"{backend} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend]}"
+    return [Problem("backend", what, "gloo, or auto for the best there is")]
+
+
+def _torch_has(name: str) -> bool:
+    """Return whether the class `c10d::NAME` is compiled into the installed torch, without importing that."""
+    spec = importlib.util.find_spec("torch")
+    library = Path(spec.origin).parent / "lib" / "libtorch_python.so" if spec and spec.origin else None
+    if library is None or not library.is_file():
+        return True  # a build of another kind: torch will say
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(f"c10d{len(name)}{name}".encode()) >= 0  # as C++ mangles it

@@ -1,0 +1,47 @@
+"""Random keys: every random draw of a run is a pure function of the run's seed and of what it is for."""
+
+import hashlib
+
+import numpy as np
+
+
+def key(seed: int, *parts: int | str) -> int:
+    """Return a 63-bit integer that depends on the seed and on every part, and on nothing else."""
+    text = "/".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def keys(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> np.ndarray:
+    """Return one uint64 key for each sample, shape (B,): `key` a batch at a time."""
+    return random_bits(samples.astype(np.uint64) ^ np.uint64(key(seed, purpose, epoch)))
+
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+_BITS_64 = 2**64 - 1
+
+
+def random_bits(keys: np.ndarray, *, draw: int = 0) -> np.ndarray:
+    """Return 64 random bits for each key, uint64: output number `draw` of splitmix64 seeded with the key."""
+    # an array wraps around in silence, which is wanted here; a numpy scalar would warn
+    x = np.atleast_1d(keys).astype(np.uint64) + np.uint64(_GAMMA * (draw + 1) & _BITS_64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def random_integers(keys: np.ndarray, *, high: int, draw: int = 0) -> np.ndarray:
+    """Return an integer from 0 to `high - 1` for each key, int64; no value is likelier by more than high / 2**32."""
+    upper_half = random_bits(keys, draw=draw) >> np.uint64(32)
+    return (upper_half * np.uint64(high) >> np.uint64(32)).astype(np.int64)
+
+
+def random_uniform(keys: np.ndarray, *, draw: int = 0) -> np.ndarray:
+    """Return a number in [0, 1) for each key, float64."""
+    return (random_bits(keys, draw=draw) >> np.uint64(11)) * 2.0**-53
+
+
+def permutation(length: int) -> np.ndarray:
+    """Return one fixed random order of `range(length)`."""
+    return np.argsort(random_bits(np.arange(length)), kind="stable")

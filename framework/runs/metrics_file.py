@@ -1,0 +1,88 @@
+"""The rows of `metrics.jsonl`: what a run measured."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from framework.runtime.files import flush_directory, write_atomically
+from framework.runtime.log import LOGGER
+
+Row = dict[str, Any]
+
+
+# What a clock or the machine has measured: it differs from one time to the next, and between ways to execute a run.
+MACHINE = (
+    "samples_per_s", "tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "checkpoint_s",
+    "mfu", "memory_gib", "goodput",
+)  # fmt: skip
+
+
+MAXIMISED = ("accuracy", "top5")  # of the metrics that we know, those of which more is better
+
+
+def is_maximised(name: str, *, monitor: str, mode: str) -> bool:
+    """Return whether more of SPLIT/METRIC is better: of the monitored one the configuration says so."""
+    return mode == "max" if name == monitor else name.partition("/")[2] in MAXIMISED
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one row a line, each step once. Rank 0 only."""
+
+    def __init__(self, path: Path, *, step: int) -> None:
+        """Open for appending, having cut back what was written after `step`, where the run continues."""
+        if path.exists():
+            write_rows(path, [row for row in read_rows(path) if row["step"] <= step])
+        elif step:
+            LOGGER.warning("%s is gone: the rows before step %d are lost", path, step)
+        self._file = open(path, "ab", buffering=0)
+        flush_directory(path.parent)
+        self._unwritten = bytearray()
+
+    def log(self, row: Row) -> None:
+        """Write a row. What a full disk does not take is kept, and tried again with the next row."""
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        with contextlib.suppress(OSError):  # `flush` raises it
+            self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            del self._unwritten[: self._file.write(self._unwritten)]
+
+    def flush(self) -> None:
+        """Put the rows on the disk: before a checkpoint that counts on them is committed. OSError if it refuses."""
+        self._write()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a `metrics.jsonl`, in order; what is not a row (a line that a crash cut short) is left out."""
+    return rows_in(path.read_bytes())
+
+
+def rows_in(content: bytes) -> list[Row]:
+    """Return the rows among the lines of `content`."""
+    rows = []
+    for line in content.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if _is_row(row):
+            rows.append(row)
+    return rows
+
+
+def _is_row(row: Any) -> bool:
+    if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)):
+        return False
+    return all(value is None or isinstance(value, (int, float)) for name, value in row.items() if name != "split")
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Replace a `metrics.jsonl` by these rows."""
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))

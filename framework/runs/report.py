@@ -1,0 +1,193 @@
+"""What a report tells of the runs below a root, read from their files: these may be damaged, or anybody's."""
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.runs.curves import NOT_CURVES
+from framework.runs.directory import RunDirectory
+from framework.runs.metrics_file import Row, is_maximised, rows_in
+
+_MARKS = {"config.yaml", "lock", "metrics.jsonl", "summary.json", "train.log"}  # two of them make a run
+_MOVED_ASIDE = re.compile(r"\.old-\d+$")
+_MOST_POINTS = 300  # of a training curve: a screen shows no more
+_MOST_KEYS = 2000  # of a configuration
+_TRAIN = b'"split": "train"'
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
+_NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # of a configuration: where a run lives, which its label says
+
+_NOT_READ = {*NOT_CURVES} - {"samples_per_s"}  # of a row
+
+Curve = tuple[list[float], list[float]]  # steps, values
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """What the report shows of one run. `last` and `best` are by SPLIT/METRIC, and so are the curves."""
+
+    label: str  # its place below the root
+    state: str
+    note: str  # why it failed, or what of it could not be read
+    config: dict[str, str]  # the keys with dots, the values as YAML writes them
+    monitor: str
+    last: dict[str, float]
+    best: dict[str, float]
+    curves: dict[str, Curve]
+    step: float  # nan where it is not known, as in the others
+    seconds: float
+    goodput: float
+    restarts: float
+
+
+def find_runs(root: Path) -> list[Path]:
+    """Return the directories of the runs below `root`, but not of those that were moved aside."""
+    found = []
+    for path, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not _MOVED_ASIDE.search(name) and not name.startswith(".")]
+        if len(_MARKS & {*files, *folders}) >= 2:
+            found.append(Path(path))
+            folders.clear()
+    return sorted(found)
+
+
+def read_runs(root: Path) -> tuple[list[ReportedRun], list[str]]:
+    """Return the runs below `root`, and a line on each that had to be left out."""
+    runs, left_out = [], []
+    for path in find_runs(root):
+        label = printable(str(path.relative_to(root)))
+        try:
+            if odd := RunDirectory(path).odd_files():
+                raise OSError(f"{odd[0]} is not a plain file")
+            runs.append(_read_run(RunDirectory(path), label))
+        except OSError as error:
+            left_out.append(f"{label}: {printable(error.strerror or str(error))}")
+    return runs, left_out
+
+
+def differing(runs: list[ReportedRun]) -> list[str]:
+    """Return the keys of the configurations whose values differ between those runs that have them."""
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        for key, value in run.config.items():
+            values.setdefault(key, set()).add(value)
+    return [key for key, found in values.items() if len(found) > 1]
+
+
+def printable(text: str) -> str:
+    """Return `text` as UTF-8 can hold it, without characters that do not print."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
+    summary = directory.read_summary()
+    config, damaged = _read_config(directory.path / "config.yaml")
+    rows = _read_rows(directory.metrics)
+    notes = [str(summary.get("error") or "")]
+    if not summary:
+        notes.append("no summary.json that can be read")
+    if damaged:
+        notes.append("no config.yaml that can be read")
+    if not rows:
+        notes.append("no metrics")
+    monitor = config.get("checkpoint.monitor", "val/loss")
+    last, best, curves = _metrics(rows, monitor=monitor, mode=config.get("checkpoint.mode", "min"))
+    return ReportedRun(
+        label=label,
+        state=printable(directory.state),
+        note=printable("; ".join(" ".join(note.split()) for note in notes if note)),
+        config={key: value for key, value in config.items() if key.split(".")[0] not in _NOT_SHOWN},
+        monitor=monitor,
+        last=last,
+        best=best,
+        curves=curves,
+        step=number(summary.get("step")),
+        seconds=number(summary.get("wall_s")),
+        goodput=number(summary.get("goodput")),
+        restarts=number(summary.get("restarts")),
+    )
+
+
+def _read_config(path: Path) -> tuple[dict[str, str], bool]:
+    """Return a frozen configuration's values by their keys with dots, and whether it is damaged."""
+    try:
+        config = _LOADER(path.read_bytes()).get_single_data()
+        return dict(islice(_flat(config), _MOST_KEYS)), not isinstance(config, dict)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}, True
+
+
+def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values one by one, so that a file whose aliases multiply does no harm."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif key == "_target_":  # the choice of an option
+            yield printable(prefix.rstrip(".")), printable(str(value).rpartition(".")[2])
+        else:
+            yield printable(f"{prefix}{key}"), _written(value)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return (
+            "["
+            + ", ".join(_written(item) if not isinstance(item, (list, dict)) else "..." for item in value[:20])
+            + "]"
+        )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return printable(str(value))
+
+
+def _read_rows(path: Path) -> list[Row]:
+    """Return the rows, of the training rows only so many as a curve shows: the last and some before it."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines()
+    train = [line for line in lines if _TRAIN in line]
+    every = -(-len(train) // _MOST_POINTS) or 1
+    return rows_in(b"\n".join([*reversed(train[::-every]), *(line for line in lines if _TRAIN not in line)]))
+
+
+def _metrics(
+    rows: list[Row], *, monitor: str, mode: str
+) -> tuple[dict[str, float], dict[str, float], dict[str, Curve]]:
+    """Return the last and best of each SPLIT/METRIC, and its curve."""
+    found: dict[tuple[str, str], Curve] = {}
+    for row in rows:
+        step, split = number(row["step"]), row["split"]
+        for name in row.keys() - _NOT_READ:
+            if math.isfinite(value := number(row[name])):
+                steps, values = found.setdefault((split, name), ([], []))
+                steps.append(step)
+                values.append(value)
+    curves = {printable(f"{split}/{name}"): curve for (split, name), curve in found.items()}
+    last = {name: values[-1] for name, (_, values) in curves.items()}
+    best = {name: max(values) if is_maximised(name, monitor=monitor, mode=mode) else min(values)
+            for name, (_, values) in curves.items()}  # fmt: skip
+    curves.pop("train/samples_per_s", None)
+    return last, best, curves
+
+
+def number(value: Any) -> float:
+    """Return a file's value as a number; nan for what is none, or more than a float holds."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def told(runs: list[ReportedRun]) -> str:
+    """Return how many runs there are, and in which states."""
+    counts = Counter(run.state for run in runs)
+    return f"{len(runs)} run{'s' * (len(runs) != 1)}: " + ", ".join(
+        f"{count} {state}" for state, count in counts.most_common()
+    )

@@ -1,0 +1,35 @@
+"""What is wrong with a configuration: one thing, in the one line that the user sees."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from framework.runtime.exits import Exit
+from framework.runtime.secrets import redact
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with the configuration, in the one line that the user sees."""
+
+    key: str
+    what: str
+    expected: str = ""
+    code: Exit = Exit.CONFIGURATION
+
+    def __str__(self) -> str:
+        return redact(f"{self.key}: {self.what}" + (f" ({self.expected})" if self.expected else ""))
+
+
+def shown(value: Any) -> str:
+    """Return a value as YAML and the command line write it, cut short."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(shown(item) for item in value[:20]) + "]"
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, int) and abs(value) >= 10**60:
+        text = f"{value // 10 ** (value.bit_length() * 3 // 10 - 20)}..."  # str() refuses thousands of digits
+    else:
+        text = repr(value)
+    return text if len(text) <= 60 else text[:56] + " ..."

@@ -1,0 +1,88 @@
+"""Slurm's own commands: how the jobs of runs stand, and a job's requeue."""
+
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from framework.runtime.environment import outside_of_jobs
+
+_PATIENCE_S = 60.0  # for a busy controller
+_MOST_IDS = 1000  # in one question
+
+
+class SlurmFailed(Exception):
+    """One of Slurm's commands has failed; the message is its own."""
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job that waits or runs."""
+
+    job_id: str  # of one in an array, 12_3
+    state: str  # in Slurm's words
+    nodes: str
+    reason: str  # why it waits
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+
+
+def queue(job_ids: Iterable[str]) -> dict[str, QueuedJob]:
+    """Return those of the jobs that wait or run, by their ids. SlurmFailed if that cannot be known."""
+    return {job.job_id: job for ids in _lists(job_ids) for job in _queued(ids)}
+
+
+def _queued(ids: str) -> list[QueuedJob]:
+    try:
+        lines = ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%i|%T|%N|%r").splitlines()
+    except SlurmFailed as error:
+        if "Invalid job id" not in str(error):  # the only one, and so long ago that the controller has forgotten it
+            raise
+        return []
+    return [QueuedJob(*line.split("|", 3)) for line in lines]
+
+
+def _lists(job_ids: Iterable[str]) -> Iterator[str]:
+    """Yield the ids in lists that fit into a command line."""
+    left = iter(job_ids)
+    while some := list(islice(left, _MOST_IDS)):
+        yield ",".join(some)
+
+
+def ends(job_ids: Iterable[str]) -> dict[str, str]:
+    """Return Slurm's word on how jobs ended, by id; nothing where the site keeps no accounts."""
+    told = ""
+    with suppress(SlurmFailed):
+        for ids in _lists(job_ids):
+            told += ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={ids}", "--format=JobID,State")
+    return dict(line.split("|", 1) for line in told.splitlines())  # type: ignore[misc]
+
+
+def job_facts(job_id: str) -> dict[str, str]:
+    """Return what the controller knows of a job that it remembers, by scontrol's names."""
+    return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "show", "job", "--oneliner", job_id)))
+
+
+def requeue(job_id: str) -> None:
+    """Put a running job back into the queue; Slurm then ends its processes, of which this may be one."""
+    ask("scontrol", "requeue", job_id)
+
+
+def cancel(job_id: str) -> None:
+    ask("scancel", job_id)
+
+
+def ask(*command: str) -> str:
+    """Run one of Slurm's commands and return what it prints. SlurmFailed if it fails."""
+    try:
+        with outside_of_jobs():
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmFailed(str(error)) from None
+    if done.returncode != 0:
+        raise SlurmFailed(" ".join(done.stderr.split()) or f"{command[0]} ended with {done.returncode}")
+    return done.stdout

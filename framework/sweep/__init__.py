@@ -1,0 +1,1 @@
+"""Many command lines: grid, search, pools, table."""

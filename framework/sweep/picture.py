@@ -1,0 +1,121 @@
+"""`sweep.png`: the objective of a sweep's jobs against each swept parameter."""
+
+import math
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from framework.runs.table import TableRow, best_of
+from framework.runtime.files import replacing
+
+_FEW = 12  # values that are drawn with a line through their medians
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The jobs along one parameter: numbers where they are, anything else at the place of its label."""
+
+    key: str
+    scale: Literal["linear", "log", "category"]
+    labels: list[str]  # of the categories, at 0, 1, ...
+    places: list[float]  # one a row
+    medians: list[tuple[float, float]]  # of the finished jobs' objectives, where several values are compared
+
+
+def panels(rows: list[TableRow]) -> list[Panel]:
+    """Return a panel for each parameter that varies. A seed, which only repeats the others, has one if it is alone."""
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row.values)
+            if len({row.values[key] for row in rows}) > 1]  # fmt: skip
+    return [_panel(key, rows) for key in keys if key != "seed" or len(keys) == 1]
+
+
+def _panel(key: str, rows: list[TableRow]) -> Panel:
+    values = [row.values[key] for row in rows]
+    numbers = [_number(value) for value in values] if key != "seed" else []
+    scale: Literal["linear", "log", "category"]
+    if numbers and all(number is not None for number in numbers):
+        places, labels = [float(number or 0.0) for number in numbers], []
+        scale = "log" if _spans(places, 10) else "linear"
+    else:
+        labels = list(dict.fromkeys(values))
+        places, scale = [float(labels.index(value)) for value in values], "category"
+    done: dict[float, list[float]] = {}
+    for place, row in zip(places, rows):
+        if row.state == "finished" and row.objective is not None:
+            done.setdefault(place, []).append(row.objective)
+    medians = [(place, median(done[place])) for place in sorted(done)] if len(done) <= _FEW else []
+    return Panel(key, scale, labels, places, medians)
+
+
+def _number(value: str) -> float | None:
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _spans(numbers: list[float], factor: float) -> bool:
+    return min(numbers) > 0 and max(numbers) >= factor * min(numbers)
+
+
+def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None:
+    """Draw a panel for each parameter; the best job is marked, a failed one is a cross at the top. Nothing to show, no file."""
+    from matplotlib.figure import Figure  # half a second: only at the end of a sweep
+
+    drawn = panels(rows)
+    if not drawn or not any(row.state == "failed" or row.objective is not None for row in rows):
+        return
+    across = min(3, len(drawn))
+    down = math.ceil(len(drawn) / across)
+    figure = Figure(figsize=(1 + 4.5 * across, 0.6 + 3.4 * down), layout="constrained")
+    best = best_of(rows, mode=mode)
+    told = f"; best {best.objective:.4g}: {best.assignment}" if best else ""
+    figure.suptitle(textwrap.fill(f"{monitor} ({mode}) of {len(rows)} jobs{told}", 75 * across), fontsize=10)
+    all_axes = figure.subplots(down, across, squeeze=False).flat
+    for axes, panel in zip(all_axes, drawn):
+        _draw_panel(axes, panel, rows, best)
+        axes.set(xlabel=panel.key, ylabel=monitor)
+    for axes in list(figure.axes)[len(drawn) :]:
+        axes.set_visible(False)
+    looks = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(looks.values(), looks.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    with replacing(target) as beside:
+        figure.savefig(beside, dpi=120, format="png")
+
+
+_LOOKS = {  # of a state: marker, color, color inside
+    "finished": ("o", "#1f77b4", "#1f77b4"),
+    "failed": ("x", "#d62728", "#d62728"),
+    "not finished": ("o", "#9aa5b1", "none"),
+}
+
+
+def _draw_panel(axes: Any, panel: Panel, rows: list[TableRow], best: TableRow | None) -> None:
+    objectives = [row.objective for row in rows if row.state != "failed" and row.objective is not None]
+    if panel.scale == "log":
+        axes.set_xscale("log")
+        margin = (max(panel.places) / min(panel.places)) ** 0.05
+        axes.set_xlim(min(panel.places) / margin, max(panel.places) * margin)
+    if objectives and _spans(objectives, 100):
+        axes.set_yscale("log")
+    if panel.labels:
+        axes.set_xticks(range(len(panel.labels)), panel.labels, rotation=30 if len(panel.labels) > 4 else 0)
+        axes.set_xlim(-0.5, len(panel.labels) - 0.5)
+    if panel.medians:
+        axes.plot(*zip(*panel.medians), color="#1f77b4", alpha=0.4, linewidth=1.2, label="median")
+    for label, (marker, color, inside) in _LOOKS.items():
+        chosen = [(place, row.objective) for place, row in zip(panel.places, rows)
+                  if (row.state if row.state in _LOOKS else "not finished") == label]  # fmt: skip
+        transform = axes.transData
+        if label == "failed":  # its last objective says nothing
+            chosen, transform = [(place, 1.0) for place, _ in chosen], axes.get_xaxis_transform()
+        if shown := [point for point in chosen if point[1] is not None]:
+            axes.scatter(*zip(*shown), marker=marker, s=28, label=label, transform=transform, clip_on=False, zorder=3,
+                         **({"color": color} if marker == "x" else {"edgecolors": color, "facecolors": inside}))  # fmt: skip
+    if best is not None:
+        axes.plot(panel.places[rows.index(best)], best.objective, marker="*", color="#ff7f0e", markersize=13, zorder=4,
+                  linestyle="none", label="best")  # fmt: skip
+    axes.grid(alpha=0.3)

@@ -1,0 +1,198 @@
+"""A search: Optuna draws the parameters, in this process alone; a trial is a run, and its objective is checkpoint.monitor."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.exceptions import OptunaError
+from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from framework.cli.run import check
+from framework.config.frozen_file import digest_of
+from framework.runs.metrics_file import Row, rows_in
+from framework.runs.table import TableRow
+from framework.runtime.exits import DiskFailed, Exit
+from framework.runtime.log import LOGGER
+from framework.runtime.problem import Problem
+from framework.sweep.jobs import Job, exit_code
+from framework.sweep.line import Interval, Multirun, Values
+from framework.sweep.settings import Sweeper
+
+
+class Search:
+    """The trials, kept in `search.db` (SQLite), so that a search that was killed goes on.
+
+    A draw follows from the seed, the trial's number, the key, and the trials before it, whatever was killed in between.
+    """
+
+    def __init__(self, multirun: Multirun, config: dict[str, Any], directory: Path) -> None:
+        assert multirun.sweeper is not None
+        self._multirun = multirun
+        self._sweeper = multirun.sweeper
+        self._monitor = config["checkpoint"]["monitor"]
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        database = directory / "search.db"
+        try:
+            self._study = optuna.create_study(
+                storage=f"sqlite:///{database}",
+                study_name="search",
+                direction="maximize" if config["checkpoint"]["mode"] == "max" else "minimize",
+                pruner=_pruner(self._sweeper),
+                load_if_exists=True,
+            )
+            self._interrupted = self._study.get_trials(states=(TrialState.RUNNING,))
+        except (SQLAlchemyError, OptunaError) as error:
+            raise DiskFailed(f"{database} cannot be used ({str(error).splitlines()[0]}); without it the search begins anew, "
+                             "and finds its runs as they are") from None  # fmt: skip
+        self._held: tuple[Job, Trial] | None = None
+        self._running: dict[Job, _Watched] = {}
+        self._codes: list[int] = []
+        self._checked: dict[int, tuple[dict[str, Any], list[Problem]]] = {}
+
+    @property
+    def num_left(self) -> int:
+        trials = self._study.trials
+        return max(self._sweeper.n_trials, len(trials)) - sum(trial.state.is_finished() for trial in trials)
+
+    def next(self) -> Job | None:
+        if self._held is None:
+            self._held = self._drawn()
+        if self._held is None or any(self._held[0].directory.path == job.directory.path for job in self._running):
+            return None  # of two trials that are the same run, the second takes the first one's result
+        job, trial = self._held
+        self._running[job] = _Watched(trial, job, monitor=self._monitor)
+        self._held = None
+        return job
+
+    def _drawn(self) -> tuple[Job, Trial] | None:
+        while (trial := self._next_trial()) is not None:
+            values = {key: self._draw(trial, key) for key in self._multirun.swept}
+            config, problems = self._check(trial.number, values)
+            if not problems:
+                return Job(values, line=self._multirun.line(values), config=config), trial
+            for problem in problems:  # of this combination: its single values were checked
+                LOGGER.error("trial %d: %s", trial.number, problem)
+            self._study.tell(trial, state=TrialState.FAIL)
+            self._codes.append(Exit.CONFIGURATION)
+        return None
+
+    def _next_trial(self) -> Trial | None:
+        """Return a trial that was interrupted, to be continued, or else a new one."""
+        frozen = self._interrupted.pop(0) if self._interrupted else None
+        if frozen is None and len(self._study.trials) >= self._sweeper.n_trials:
+            return None
+        # Optuna's own name for a trial in the storage, which no public call gives
+        return self._study.ask() if frozen is None else Trial(self._study, frozen._trial_id)
+
+    def _draw(self, trial: Trial, key: str) -> str:
+        """Draw a value, or return the one that was drawn before the trial was interrupted."""
+        space = self._multirun.swept[key]
+        self._study.sampler = _sampler(self._sweeper, draw=[trial.number, key])
+        if not isinstance(space, Interval):
+            return str(trial.suggest_categorical(key, space))
+        if isinstance(space.low, int) and isinstance(space.high, int):
+            return str(trial.suggest_int(key, space.low, space.high, step=int(space.step or 1), log=space.log))
+        return str(trial.suggest_float(key, space.low, space.high, step=space.step, log=space.log))
+
+    def is_hopeless(self, job: Job) -> bool:
+        return self._running[job].is_hopeless()
+
+    def note(self, job: Job) -> None:
+        """Tell Optuna how a trial has ended; of one that was interrupted, nothing, so that it is continued."""
+        watched = self._running.pop(job)
+        self._codes.append(job.code if job.code is not None else Exit.FAILED)
+        objective = TableRow.read(job.config, job.values, code=job.code).objective
+        if watched.is_hopeless():  # also one that had ended before it could be stopped: what is drawn next is to follow
+            self._study.tell(
+                watched.trial, state=TrialState.PRUNED
+            )  # from the results, and not from how fast they came
+            self._codes.pop()
+            LOGGER.info("trial %d pruned, at step %d: %s", watched.trial.number, watched.step, job)
+        elif job.code == Exit.FINISHED and objective is not None:
+            self._study.tell(watched.trial, objective)
+        elif job.code != Exit.PREEMPTED:
+            self._study.tell(watched.trial, state=TrialState.FAIL)
+
+    def rows(self) -> list[TableRow]:
+        return [row for trial in self._study.trials if (row := self._row(trial)) is not None]
+
+    def _row(self, trial: FrozenTrial) -> TableRow | None:
+        if trial.params.keys() != self._multirun.swept.keys():
+            return None  # killed while it was drawn
+        values = {key: str(trial.params[key]) for key in self._multirun.swept}
+        config, problems = self._check(trial.number, values)
+        state = {TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}.get(trial.state)
+        row = TableRow.read(config, values, state=state)
+        return replace(row, error=str(problems[0])) if problems else row
+
+    def _check(self, number: int, values: Values) -> tuple[dict[str, Any], list[Problem]]:
+        if number not in self._checked:  # a twentieth of a second, for every trial at every end of one
+            self._checked[number] = check(self._multirun.line(values), world_size=None)
+        return self._checked[number]
+
+    @property
+    def code(self) -> int:
+        """0 where a trial has finished, whatever others did: failures are a part of a search."""
+        is_won = any(trial.state == TrialState.COMPLETE for trial in self._study.trials)
+        return Exit.FINISHED if is_won and Exit.PREEMPTED not in self._codes else exit_code(self._codes)
+
+
+def _sampler(sweeper: Sweeper, *, draw: list[Any]) -> optuna.samplers.BaseSampler:
+    """Return a sampler of one draw: a search that was killed between two draws goes on with the second."""
+    seed = int(digest_of([sweeper.seed, *draw])[:8], 16)
+    return optuna.samplers.RandomSampler(seed) if sweeper.sampler == "random" else optuna.samplers.TPESampler(seed=seed)
+
+
+def _pruner(sweeper: Sweeper) -> optuna.pruners.BasePruner:
+    return optuna.pruners.MedianPruner() if sweeper.pruner == "median" else optuna.pruners.NopPruner()
+
+
+class _Watched:
+    """A trial that is running: reads its evaluations as they come, and asks the pruner after each."""
+
+    def __init__(self, trial: Trial, job: Job, *, monitor: str) -> None:
+        self.trial = trial
+        self.step = 0  # of the last evaluation
+        self._split, _, self._metric = monitor.partition("/")
+        self._rows = _Tail(job.directory.metrics)
+        self._reported = max(trial.storage.get_trial(trial._trial_id).intermediate_values, default=0)  # before a kill
+        self._is_hopeless = False
+
+    def is_hopeless(self) -> bool:
+        """Return whether the pruner has given the trial up, by now or before."""
+        for row in self._rows.new() if not self._is_hopeless else []:
+            is_evaluation = row["split"] == self._split and self._metric in row
+            # what a run does again, after a rollback or when it is continued, has counted already
+            if not is_evaluation or row["step"] <= self.step or row["step"] < self._reported:
+                continue
+            self.step = row["step"]
+            if self.step > self._reported:
+                self.trial.report(row[self._metric], self.step)
+            if self.trial.should_prune():
+                self._is_hopeless = True
+                break
+        return self._is_hopeless
+
+
+class _Tail:
+    """The rows of a metrics.jsonl that have come since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = self._offset = 0
+
+    def new(self) -> list[Row]:
+        try:
+            with open(self._path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode:  # a run that continues puts another file in its place
+                    self._inode, self._offset = status.st_ino, 0
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole + newline)
+        return rows_in(whole)

@@ -1,0 +1,1 @@
+"""The loop, evaluation, recovery, tracking, speed, profile, recorder."""

@@ -1,0 +1,84 @@
+"""A trace of a few of a run's steps, by torch.profiler, and what in them takes the most time."""
+
+from pathlib import Path
+from typing import Any
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from framework.distributed.world import World
+from framework.runtime.environment import set_default
+from framework.runtime.files import replacing
+from framework.runtime.log import LOGGER
+
+WAIT, WARM_UP, ACTIVE = 2, 1, 3  # steps that are passed over, thrown away, and recorded
+_NUM_TOLD = 5
+
+
+class Profile:
+    """Records the steps of this process, with what lies between them, into `folder`. Not collective.
+
+    The file, `step_STEP_rank_RANK.json` by the first step in it, is for chrome://tracing or ui.perfetto.dev.
+    """
+
+    def __init__(self, folder: Path, *, world: World) -> None:
+        is_on_gpu = world.device.type == "cuda"
+        self._own_time = "self_device_time_total" if is_on_gpu else "self_cpu_time_total"
+        self._folder = folder
+        self._rank = world.rank
+        self._first_step = 0
+        self._num_begun = 0
+        self._profiler: profile | None = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_on_gpu else [])],
+            schedule=schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1),
+            on_trace_ready=self._write,
+        )
+
+    def begin_step(self, number: int) -> None:
+        """Note that a step begins, and that the one before is over. Steps count from 1."""
+        if self._profiler is None:
+            return
+        self._num_begun += 1
+        if self._num_begun == 1:
+            set_default("KINETO_LOG_LEVEL", "6")  # it tells every start and stop on stderr
+            self._profiler.start()
+        elif self._num_begun > WAIT + WARM_UP + ACTIVE:
+            self.close()
+        else:
+            self._profiler.step()
+        if self._num_begun == WAIT + WARM_UP + 1:
+            self._first_step = number
+
+    def close(self) -> None:
+        """End the recording, if it has not ended yet, and write what there is."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        if self._num_begun > 0:
+            profiler.stop()
+        if self._num_begun <= WAIT + WARM_UP:
+            LOGGER.warning("trainer.profile: nothing is recorded, which begins with the %dth step that is taken",
+                           WAIT + WARM_UP + 1)  # fmt: skip
+
+    def _write(self, profiler: Any) -> None:
+        path = self._folder / f"step_{self._first_step:08d}_rank_{self._rank}.json"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            with replacing(path) as beside:
+                profiler.export_chrome_trace(str(beside))
+        except (OSError, RuntimeError) as error:  # the second is Kineto's
+            LOGGER.warning("trainer.profile: %s could not be written (%s)", path, error)
+            return
+        if self._rank == 0:
+            self._tell(path, profiler)
+
+    def _tell(self, path: Path, profiler: Any) -> None:
+        # a device's kernels are listed too, beside the operations that have launched them and count their time
+        operations = [event for event in profiler.key_averages()
+                      if event.device_type == DeviceType.CPU and not event.key.startswith("ProfilerStep")]  # fmt: skip
+        own_us = {event.key: getattr(event, self._own_time) for event in operations}
+        total = sum(own_us.values()) or 1
+        LOGGER.info("%s", f"profile in {path}; the {_NUM_TOLD} most expensive operations, by their own time:")
+        for event in sorted(operations, key=lambda event: own_us[event.key], reverse=True)[:_NUM_TOLD]:
+            own = own_us[event.key]
+            LOGGER.info("%s", f"  {own / 1000:9.1f} ms {own / total:4.0%}  {event.key}  x {event.count}")

@@ -1,0 +1,105 @@
+"""What a run leaves behind while it goes: rows to every sink, and the summary. Rank 0 writes; elsewhere it is silent."""
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from framework.checkpoint.state import RECORD_ID
+from framework.distributed.world import World
+from framework.loggers.background import Background
+from framework.loggers.sink import RunInfo, Sink
+from framework.runs.directory import RunDirectory
+from framework.runs.metrics_file import MetricsFile, Row
+from framework.runtime.log import LOGGER
+
+
+class Recorder:
+    """Takes the same calls on every rank, and acts on rank 0. `open`, `rewind` and `flush` are collective."""
+
+    def __init__(self, directory: RunDirectory, *, world: World, sinks: Mapping[str, Sink]) -> None:
+        self.directory = directory
+        self.record_id: str | None = None  # a checkpoint's, or made by `open`; rank 0 alone needs it
+        self._world = world
+        self._sinks = dict(sinks)  # those that work
+        self._metrics: MetricsFile | None = None
+
+    def open(self, run: RunInfo, **facts: Any) -> None:
+        """Start or continue the record at `run.step`; `facts`, the counters among them, go into the summary."""
+        what = "the run's record could not be opened"
+        self._world.together(lambda: self._open_files(run, facts), what=what, rank_0_only=True)
+        self._run = dataclasses.replace(run, record_id=self.record_id or "")
+        self._each(lambda sink: sink.open(self._run))
+
+    def _open_files(self, run: RunInfo, facts: dict[str, Any]) -> None:
+        before = self.directory.read_summary()
+        # the summary knows it of a run that was killed before its first checkpoint
+        self.record_id = self.record_id or _known_id(before) or f"{run.run_id}-{secrets.token_hex(4)}"
+        restarts = before.get("restarts", -1) + 1
+        facts = facts | {
+            "record_id": self.record_id,
+            "continued_at": [*before.get("continued_at", []), run.step] if restarts else [],
+        }
+        self.directory.update_summary(status="running", restarts=restarts, error=None, **facts)
+        self._metrics = MetricsFile(self.directory.metrics, step=run.step)
+
+    def rewind(self, step: int) -> None:
+        """Take back the rows after `step`, from where the run goes on. Collective."""
+        what = "the run's record could not be cut back"
+        self._world.together(lambda: self._cut_back(step), what=what, rank_0_only=True)
+        summary = self.directory.read_summary()
+        again = dataclasses.replace(self._run, step=step)
+        self._each(lambda sink: sink.close(summary))
+        self._each(lambda sink: sink.open(again))
+
+    def _cut_back(self, step: int) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = MetricsFile(self.directory.metrics, step=step)
+
+    def log(self, row: Row) -> None:
+        if self._metrics is not None:
+            self._metrics.log(row)
+        self._each(lambda sink: sink.log(row))
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        """Have every sink that works do something: a logger's failure is a warning, not the end of a run."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                call(sink)
+            except Exception as error:  # of the console, rich's; of the others, SinkFailed
+                LOGGER.warning("logger %s is off for the rest of this run: %s", name, error)
+                del self._sinks[name]
+
+    def flush(self, **values: Any) -> None:
+        """Put the rows on the disk and `values` into the summary: before a checkpoint that counts on them."""
+        self._world.together(lambda: self._flush_files(values), what="metrics not written", rank_0_only=True)
+
+    def _flush_files(self, values: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.flush()
+            self.directory.update_summary(**values)
+
+    def close(self, *, within_s: float = math.inf, **values: Any) -> None:
+        """Write the summary's last values and stop every sink, waiting `within_s` for each at most.
+
+        Raises nothing: the run has ended, this only tells it.
+        """
+        if self._world.rank != 0:
+            return
+        is_open = self._metrics is not None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        self.directory.record_end(**values)
+        if is_open:
+            summary = self.directory.read_summary()
+            self._each(lambda sink: sink.close(summary))
+        self._each(lambda sink: sink.wait(within_s=within_s) if isinstance(sink, Background) else None)
+        self._sinks = {}
+
+
+def _known_id(summary: dict[str, Any]) -> str | None:
+    record_id = summary.get("record_id")
+    return record_id if isinstance(record_id, str) and RECORD_ID.fullmatch(record_id) else None

@@ -1,0 +1,88 @@
+"""The rules of the layout, read from the imports and the sources."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+HYDRA = {"train.py", "framework/config/compose.py"}
+
+FRAMEWORK = sorted((ROOT / "framework").rglob("*.py"))
+MODELS = sorted((ROOT / "models").rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in it the import stands, also for type checking."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names if is_module(f"{node.module}.{alias.name}")}
+    return found
+
+
+def is_module(dotted: str) -> bool:
+    path = ROOT / dotted.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_packages_import_what_the_street_plan_allows() -> None:
+    """The plan is import-linter's contracts in pyproject.toml."""
+    done = subprocess.run(["lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", [*FRAMEWORK, ROOT / "train.py"], ids=name)
+def test_nothing_imports_models(path: Path) -> None:
+    assert not [imported for imported in imports(path) if imported.split(".")[0] == "models"]
+
+
+@pytest.mark.parametrize("path", MODELS, ids=name)
+def test_a_model_imports_torch_and_itself(path: Path) -> None:
+    allowed = {"torch", "torchvision", "models", *STANDARD_LIBRARY}
+    assert {imported.split(".")[0] for imported in imports(path)} <= allowed
+
+
+STANDARD_LIBRARY = {
+    "math",
+    "typing",
+    "collections",
+    "dataclasses",
+    "functools",
+    "itertools",
+    "difflib",
+    "re",
+    "__future__",
+}
+
+
+@pytest.mark.parametrize("path", [*FRAMEWORK, *MODELS, ROOT / "train.py"], ids=name)
+def test_hydra_is_in_two_files(path: Path) -> None:
+    uses = {imported for imported in imports(path) if imported.split(".")[0] in ("hydra", "omegaconf")}
+    assert not uses or name(path) in HYDRA
+
+
+@pytest.mark.parametrize("path", [*FRAMEWORK, *MODELS, ROOT / "train.py"], ids=name)
+def test_environment_variables_are_read_in_one_file(path: Path) -> None:
+    assert uses_environment(path) == set() or name(path) == "framework/runtime/environment.py"
+
+
+def uses_environment(path: Path) -> set[str]:
+    attributes: Iterator[ast.AST] = ast.walk(ast.parse(path.read_text()))
+    return {node.attr for node in attributes if isinstance(node, ast.Attribute)} & {"environ", "getenv", "putenv"}
+
+
+@pytest.mark.parametrize("path", [*FRAMEWORK, *MODELS, ROOT / "train.py"], ids=name)
+def test_a_file_opens_with_what_it_holds(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
