@@ -28,7 +28,7 @@ RUN = """
 import sys
 sys.path[:0] = [ROOT, ROOT + "/benchmarks"]
 from compression import count_bytes
-from framework.launch.start import start
+from framework.cli.run import start
 count_bytes(FOLDER)
 sys.exit(start(OVERRIDES))
 """

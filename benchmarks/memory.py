@@ -35,7 +35,7 @@ RUN = """
 import sys
 sys.path[:0] = [ROOT, ROOT + "/benchmarks"]
 from memory import note_after_second_step
-from framework.launch.start import start
+from framework.cli.run import start
 note_after_second_step(FOLDER)
 sys.exit(start(OVERRIDES))
 """

@@ -20,7 +20,7 @@ from framework.modes import load_run as restored
 from framework.runs.lock import Lock
 from tests.harness import Ended, begin, command, end, finished, wait_for_checkpoint
 from tests.test_conformance import layouts
-from tests.test_floors import ROOT
+from tests.test_layout import ROOT
 
 # tied weights, an average of the weights that is what is evaluated, splits that no world size divides
 RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=40", "dataset.num_val=11",

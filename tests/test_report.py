@@ -353,7 +353,7 @@ def test_a_report_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None
     script = f"""
 import os, sys
 os.fork = None
-from framework.launch.start import start
+from framework.cli.run import start
 code = start(["mode=report", "run.root={tmp_path}/runs"])
 sys.exit("torch was imported" if "torch" in sys.modules else code)
 """

@@ -17,7 +17,7 @@ def printed_by(code: str) -> str:
 
 def test_torchvision_builds_a_model_after_two_calls() -> None:
     code = """
-from framework.torchvision_import import make_torchvision_importable
+from framework.runtime.torchvision_fix import make_torchvision_importable
 make_torchvision_importable()
 make_torchvision_importable()
 import torch, torchvision
@@ -30,7 +30,7 @@ print(tuple(model(torch.zeros(2, 3, 32, 32)).shape))
 def test_call_does_not_import_torchvision() -> None:
     code = """
 import sys
-from framework.torchvision_import import make_torchvision_importable
+from framework.runtime.torchvision_fix import make_torchvision_importable
 make_torchvision_importable()
 print("torchvision" in sys.modules)
 """
@@ -49,7 +49,7 @@ def test_call_declares_nothing_where_there_is_nothing_to_cure(situation: str) ->
 import importlib.util
 import torch
 {situation}
-from framework.torchvision_import import make_torchvision_importable
+from framework.runtime.torchvision_fix import make_torchvision_importable
 make_torchvision_importable()
 print(hasattr(torch.ops.torchvision, "nms"))
 """

@@ -11,7 +11,7 @@ import pytest
 
 from framework.modules.compile import has_compiler
 from tests.harness import command, finished
-from tests.test_floors import FRAMEWORK, MODELS, ROOT, name
+from tests.test_layout import FRAMEWORK, MODELS, ROOT, name
 from tests.test_loggers import RUN
 from tests.test_resume import after_step, preempt
 
@@ -52,7 +52,7 @@ def _faults_of_call(node: ast.Call) -> list[str]:
     ours = ("dataset.load", "self.load", "self.dataset.load")  # a dataset's own
     ours += (
         "torch.export.load",
-    )  # of what framework/export.py has just saved to memory: see the test of what it unpickles
+    )  # of what framework/modes/export.py has just saved to memory: see the test of what it unpickles
     return [] if called in ours else [called]
 
 

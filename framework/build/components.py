@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.config.compose import option_node, options
 from framework.config.identity import content_of
+from framework.config.renamed import current_target
 from framework.config.signatures import arguments_of
 from framework.data.source import Dataset
 from framework.runtime.problem import Problem
@@ -30,7 +31,7 @@ def component(node: Config, **given: Any) -> Any:
     ValueError if it cannot be imported. Not `hydra.utils.instantiate`: its partials look their target up anew at every
     call, 0.1 ms in every step.
     """
-    target = node["_target_"]
+    target = current_target(node["_target_"])
     module, _, name = target.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)

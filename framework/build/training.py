@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from framework.config.renamed import first_target
 from framework.runtime.log import LOGGER
 
 if TYPE_CHECKING:
@@ -210,5 +211,5 @@ def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Tr
         profile=Profile(directory.profile, world=world) if is_profiled else None,
         derive=derived(config),
         speed=speed(config, world=world),
-        facts={"num_samples": order.num_samples, "optimizer": config["optimizer"]["_target_"]},
+        facts={"num_samples": order.num_samples, "optimizer": first_target(config["optimizer"]["_target_"])},
     )

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
 from framework.config.identity import EXECUTION, _flat, identity
+from framework.config.renamed import renamed
 from framework.config.spelling import did_you_mean
 from framework.runtime.problem import Problem, shown
 
@@ -59,6 +60,7 @@ def compose(overrides: list[str]) -> tuple[dict[str, Any], list[Problem]]:
         problems += _apply(config, override)
     plain, unresolved = _resolve(config)
     plain.setdefault("logger", {})
+    plain = renamed(plain)
     problems += unresolved
     if not unresolved and isinstance(plain["run"], dict) and plain["run"].get("id") != identity(plain):
         what = "cannot be chosen: it is a hash of what decides the result"

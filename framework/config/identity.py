@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.frozen_file import digest_of
+from framework.config.renamed import first_target
 from framework.runtime.files import checksum
 
 # What decides how or where a run is executed, but not what it computes: not part of its identity.
@@ -23,6 +24,9 @@ def identity(config: dict[str, Any]) -> str:
     Of the file that `model.init_from` names its content counts, not its path.
     """
     kept = {key: value for key, value in _flat(config).items() if not _is_execution(key)}
+    kept |= {
+        key: first_target(value) for key, value in kept.items() if key.endswith("._target_") and isinstance(value, str)
+    }
     init_from = kept.pop("model.init_from", None)
     if init_from is not None:
         kept["model.init_from"] = content_of(str(init_from)) or init_from

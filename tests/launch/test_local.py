@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from framework.cli import run
+from framework.cli import run as command_line
 from framework.config.compose import compose
+from framework.launch import claim
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
@@ -187,7 +188,7 @@ def test_one_process_composes_whatever_the_number_of_workers(tmp_path: Path) -> 
                 file.write(f"{os.getpid()}\n")
             return compose(overrides)
 
-        run.compose = counted  # type: ignore[assignment]
+        command_line.compose = counted  # type: ignore[assignment]
 
     finished(*RUN, *STRATEGIES["ddp 3"], root=tmp_path / "runs", before=plant)
     assert len(composers.read_text().splitlines()) == 1
@@ -195,14 +196,14 @@ def test_one_process_composes_whatever_the_number_of_workers(tmp_path: Path) -> 
 
 def test_workers_refuse_a_configuration_that_changed_under_them(tmp_path: Path) -> None:
     def plant() -> None:
-        original = run.freeze
+        original = claim.freeze
 
         def freeze_then_edit(config: dict, directory: Path, **options: str) -> object:
             frozen = original(config, directory, **options)
             frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))
             return frozen
 
-        run.freeze = freeze_then_edit  # type: ignore[assignment]
+        claim.freeze = freeze_then_edit  # type: ignore[assignment]
 
     failed = command(*TWO, "launch.max_restarts=0", root=tmp_path / "runs", before=plant)
     assert failed.code == 1

@@ -248,7 +248,7 @@ def test_under_an_mpirun_without_mpi4py_no_process_trains(names: str, rank: int,
 
 @needs_mpi
 def test_under_an_mpirun_without_mpi4py_rank_0_alone_speaks(tmp_path: Path) -> None:
-    hidden = "import sys; from framework import mpi; mpi.is_installed = lambda: False; from train import main; sys.exit(main(sys.argv[1:]))"
+    hidden = "import sys; from framework.distributed.mpi import start as mpi; mpi.is_installed = lambda: False; from train import main; sys.exit(main(sys.argv[1:]))"
     refused = end(mpirun(2, "-c", hidden, *MLP, "parallel=ddp", f"run.root={tmp_path / 'runs'}"), root=tmp_path)
     assert (refused.code, refused.output.count(NOT_INSTALLED)) == (78, 1), refused.output
     assert not list(tmp_path.iterdir())

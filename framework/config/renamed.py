@@ -1,0 +1,33 @@
+"""Names that have changed: configurations of earlier versions keep working, and keep the identity of their runs."""
+
+from typing import Any
+
+# (now, before): prefixes of dotted paths
+_MOVED = (
+    ("framework.optim.optimizers.", "framework.optim."),
+    ("framework.optim.schedules.", "framework.schedules."),
+)
+
+
+def current_target(target: str) -> str:
+    """Return the path under which a component is found now."""
+    for now, before in _MOVED:
+        if target.startswith(before) and not target.startswith(now) and target.count(".") == before.count("."):
+            return now + target.removeprefix(before)
+    return target
+
+
+def first_target(target: str) -> str:
+    """Return the path under which a component was first known: a run's identity does not change when it moves."""
+    for now, before in _MOVED:
+        if target.startswith(now):
+            return before + target.removeprefix(now)
+    return target
+
+
+def renamed(value: Any) -> Any:
+    """Return plain data with every `_target_` of an earlier version under its path of today."""
+    if isinstance(value, dict):
+        return {key: current_target(item) if key == "_target_" and isinstance(item, str) else renamed(item)
+                for key, item in value.items()}  # fmt: skip
+    return [renamed(item) for item in value] if isinstance(value, list) else value
