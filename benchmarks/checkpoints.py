@@ -23,22 +23,20 @@ NUM_ROUNDS = 7
 
 def trainer_of(dim: int, *, is_async: bool, folder: Path) -> Any:
     """Return a trainer that has taken a few steps, so that there is a state to save."""
-    from framework.build import training
-    from framework.cli.run import check
+    from framework import compose
+    from framework.build.training import Builder
     from framework.distributed.world import World
     from framework.loggers.sink import RunInfo
-    from framework.runs.directory import RunDirectory
     from framework.runtime.environment import Environment
 
     model = ["model=mlp", f"model.dim={dim}", "model.num_layers=3"]
     saving = [f"checkpoint.async_save={str(is_async).lower()}", "checkpoint.keep_last=1"]
-    config, problems = check([*model, *saving, f"run.dir={folder}"], world_size=None)
-    assert not problems, problems
+    config = compose(*model, *saving, f"run.dir={folder}")
     world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None)
-    trainer = training.trainer(config, world=world, directory=RunDirectory(folder))
+    trainer: Any = Builder(config, world=world).trainer()
     folder.mkdir()
     trainer.recorder._sinks = {}
-    trainer.recorder.open(RunInfo(folder, "id", "name", 0, 100, config))
+    trainer.recorder.open(RunInfo(folder, "id", "name", 0, 100, config.plain()))
     step, trainer.steps = trainer.begin()
     trainer.train_step(step, measure=False)
     return trainer
@@ -58,7 +56,7 @@ def bare_save_s(trainer: Any, path: Path) -> float:
     import torch
 
     begun = time.perf_counter()
-    torch.save({"model": trainer.engine.module.state_dict(), "optimizer": trainer.optimizer.state_dict()}, path)
+    torch.save({"model": trainer.engine.module.state_dict(), "optimizer": trainer.update.optimizer.state_dict()}, path)
     return time.perf_counter() - begun
 
 
@@ -73,9 +71,7 @@ def report() -> None:
             folder = Path(name)
             between = trainer_of(dim, is_async=False, folder=folder / "between")
             beside = trainer_of(dim, is_async=True, folder=folder / "beside")
-            times: dict[str, list[float]] = {
-                key: [] for key in ("bare", "between", "stall", "commit", "step", "meanwhile")
-            }
+            times: dict[str, list[float]] = {key: [] for key in ("bare", "between", "stall", "commit", "step", "meanwhile")}
             for number in range(NUM_ROUNDS + 1):
                 measured = {"bare": [bare_save_s(between, folder / "bare.pt")], "between": [seconds_of(between.commit)]}
                 measured["step"] = steps_s(beside, while_saving=False, at_most=5)

@@ -16,13 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HOOKS = [None, "fp16", "bf16", "int8", "top_k", "powersgd"]
 SEEDS = (0, 1, 2)
-LINE = [
-    "parallel=ddp",
-    "launch.nproc_per_node=2",
-    "trainer.max_epochs=20",
-    "trainer.eval_every=null",
-    "checkpoint.every=null",
-]
+LINE = ["parallel=ddp", "launch.nproc_per_node=2", "trainer.max_epochs=20", "trainer.eval_every=null", "checkpoint.every=null"]
 
 RUN = """
 import sys
@@ -65,7 +59,7 @@ def count_bytes(folder: str) -> None:
             Path(folder, "sent").write_text(str(sent["bytes"] / num_parameters / trainer.progress.step))
         return is_finished
 
-    Trainer.fit = fit  # type: ignore[method-assign]
+    Trainer.fit = fit  # type: ignore[method-assign, assignment]
 
 
 def measure(hook: str | None, *, seed: int) -> tuple[float, float, float]:

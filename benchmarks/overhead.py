@@ -22,10 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 NUM_STEPS = {"cnn": 400, "almost nothing": 3000}
-OVERRIDES = {
-    "cnn": ["model=cnn"],
-    "almost nothing": ["model=mlp", "model.num_layers=1", "model.dim=1", "optimizer=sgd"],
-}
+OVERRIDES = {"cnn": ["model=cnn"], "almost nothing": ["model=mlp", "model.num_layers=1", "model.dim=1", "optimizer=sgd"]}
 NUM_ROUNDS = 5
 WARM_UP = 100
 
@@ -47,23 +44,21 @@ class StepTimes:
 
 def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
     """Return the seconds a step takes in the framework's own loop: metrics.jsonl, rows every 10 steps and all."""
-    from framework.build import training
-    from framework.cli.run import check
+    from framework import compose
+    from framework.build.training import Builder
     from framework.distributed.world import World
     from framework.loggers.sink import RunInfo
-    from framework.runs.directory import RunDirectory
     from framework.runtime.environment import Environment
 
     with tempfile.TemporaryDirectory() as folder:
         total = WARM_UP + num_steps
         overrides = [*overrides, f"run.dir={folder}", f"trainer.max_steps={total}", "trainer.max_epochs=null"]
-        config, problems = check([*overrides, "trainer.eval_every=null", "checkpoint.every=null"], world_size=None)
-        assert not problems, problems
+        config = compose(*overrides, "trainer.eval_every=null", "checkpoint.every=null")
         world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None)
-        trainer = training.trainer(config, world=world, directory=RunDirectory(Path(folder)))
+        trainer = Builder(config, world=world).trainer()
         sink = StepTimes()
         trainer.recorder._sinks = {"times": sink}
-        trainer.recorder.open(RunInfo(Path(folder), "id", "name", 0, total, config))
+        trainer.recorder.open(RunInfo(Path(folder), "id", "name", 0, total, config.plain()))
         trainer.fit()
         trainer.recorder.close()
     return (sink.times[total - 10] - sink.times[WARM_UP]) / (total - 10 - WARM_UP)
@@ -74,16 +69,16 @@ def bare_step_s(overrides: list[str], *, num_steps: int, fused: bool) -> float:
     import torch
     import torch.nn.functional as F
 
+    from framework import compose
     from framework.build import components
-    from framework.cli.run import check
 
-    config, _ = check(overrides, world_size=None)
-    dataset = components.dataset(config)
-    source = dataset.load("train")
+    config = compose(*overrides)
+    dataset = components.dataset(config.dataset)
+    source: Any = dataset.load("train")
     images, labels = dataset.transform(torch.from_numpy(source.inputs), torch.from_numpy(source.targets), keys=None)
-    model = components.model(config)
-    options = {key: value for key, value in config["optimizer"].items() if key != "_target_"}
-    kind = torch.optim.SGD if "momentum" in options else torch.optim.AdamW
+    model = components.model(config.model, seed=config.seed)
+    options = {key: value for key, value in config.optimizer.items() if key != "_target_"}
+    kind: Any = torch.optim.SGD if "momentum" in options else torch.optim.AdamW
     optimizer = kind(model.parameters(), **options, **({"fused": True} if fused else {}))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, WARM_UP + num_steps)
     step, start = 0, 0.0
@@ -142,7 +137,7 @@ import os, sys, time
 PARENT = os.getpid()
 marks = [("interpreter", time.time())]
 sys.path.insert(0, ROOT)
-from framework.launch import start
+from framework.cli import run
 marks.append(("import hydra, pydantic, numpy", time.time()))
 def mark_after(owner, attribute, name):
     original = getattr(owner, attribute)
@@ -152,18 +147,26 @@ def mark_after(owner, attribute, name):
         finally:
             marks.append((name, time.time()))
     setattr(owner, attribute, call)
-mark_after(start, "compose", "compose")
-mark_after(start.preflight, "check", "preflight")
-def import_torch(config):
+mark_after(run, "compose", "compose")
+def import_torch(composed, world_size):
     import torch
     marks.append(("import torch", time.time()))
-    problems = try_out(config)
+    return check(composed, world_size=world_size)
+def check_components(composed, world_size):
+    try:
+        return import_torch(composed, world_size)
+    finally:
+        marks.append(("components checked", time.time()))
+        from framework.preflight import dry_build
+        global build
+        build, dry_build.dry_build = dry_build.dry_build, import_rest
+def import_rest(config):
+    problems = build(config)
     marks.append(("model and optimizer checked", time.time()))
-    from framework.launch.worker import work
-    from framework import build
-    from framework.trainer import Trainer
-    from framework.world import World
-    mark_after(build, "trainer", "data, model, optimizer")
+    import framework.modes.train
+    from framework.build.training import Builder
+    from framework.training.trainer import Trainer
+    mark_after(Builder, "trainer", "data, model, optimizer")
     original = Trainer.train_step
     def first_step(*args, **kwargs):  # in a forked worker: its marks would be lost
         original(*args, **kwargs)
@@ -173,8 +176,8 @@ def import_torch(config):
     Trainer.train_step = first_step
     marks.append(("import the rest", time.time()))
     return problems
-try_out, start.try_out = start.try_out, import_torch
-start.start(["run.root=" + FOLDER, *OVERRIDES])
+check, run.check = run.check, check_components
+run.start(["run.root=" + FOLDER, *OVERRIDES])
 """
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from models.checks import require_at_least, require_probability
+
 # An image of this size is not halved: of what a 3 x 3 kernel sees in 2 x 2 pixels, more than half is padding.
 LARGEST_SIZE_TO_KEEP = 4
 MAX_GROUPS = 8
@@ -31,6 +33,8 @@ class CNN(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        require_at_least(1, num_classes=num_classes, in_channels=in_channels, image_size=image_size)
+        require_probability(dropout=dropout)
         if not channels:
             raise ValueError("channels=[]: a CNN needs at least one block; give one width per block, e.g. [32, 64]")
         self.layers = nn.ModuleList()

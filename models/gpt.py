@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.checks import require_at_least, require_probability
+
 INIT_STD = 0.02
 ROTARY_BASE = 10_000.0
 
@@ -29,8 +31,8 @@ class GPT(nn.Module):
         tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ValueError(f"num_layers={num_layers}: a GPT needs at least one block; set num_layers >= 1")
+        require_at_least(1, vocab_size=vocab_size, seq_len=seq_len, dim=dim, num_layers=num_layers, num_heads=num_heads)
+        require_probability(dropout=dropout)
         if dim % (2 * num_heads):
             raise ValueError(
                 f"dim={dim} is not a multiple of 2 * num_heads={2 * num_heads}: every head gets an equal share, and "

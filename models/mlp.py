@@ -7,23 +7,19 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from models.checks import require_at_least, require_probability
+
 
 class MLP(nn.Module):
     """Classify an image by `num_layers` hidden layers of `dim` units over its pixels."""
 
     def __init__(
-        self,
-        *,
-        num_classes: int,
-        in_channels: int,
-        image_size: int,
-        dim: int = 128,
-        num_layers: int = 2,
-        dropout: float = 0.0,
+        self, *, num_classes: int, in_channels: int, image_size: int, dim: int = 128, num_layers: int = 2, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ValueError(f"num_layers={num_layers}: an MLP needs at least one hidden layer; set num_layers >= 1")
+        require_at_least(1, num_classes=num_classes, in_channels=in_channels, image_size=image_size)
+        require_at_least(1, dim=dim, num_layers=num_layers)
+        require_probability(dropout=dropout)
         widths = [in_channels * image_size**2] + [dim] * num_layers
         self.flatten = nn.Flatten()
         self.layers = nn.ModuleList(

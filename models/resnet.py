@@ -97,9 +97,7 @@ class ResidualBlock(nn.Module):
         self.residual = nn.Sequential(*parts[:-1])  # the last ReLU comes after the addition
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or width_in != self.width_out:
-            self.shortcut = nn.Sequential(
-                *_convolution(width_in, width_out=self.width_out, kernel=1, stride=stride, norm=norm)
-            )
+            self.shortcut = nn.Sequential(*_convolution(width_in, width_out=self.width_out, kernel=1, stride=stride, norm=norm))
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         return F.relu(self.shortcut(x_BCHW) + self.residual(x_BCHW))

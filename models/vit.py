@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.checks import require_at_least, require_probability
+
 
 class ViT(nn.Module):
     """Classify an image as a sequence of square patches of `patch_size` pixels."""
@@ -25,6 +27,9 @@ class ViT(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        require_at_least(1, num_classes=num_classes, in_channels=in_channels, image_size=image_size)
+        require_at_least(1, patch_size=patch_size, dim=dim, num_layers=num_layers, num_heads=num_heads)
+        require_probability(dropout=dropout)
         if image_size % patch_size:
             raise ValueError(
                 f"patch_size={patch_size}: patches must tile the image of image_size={image_size}; choose a divisor of it"
@@ -34,9 +39,7 @@ class ViT(nn.Module):
                 f"dim={dim} is not a multiple of num_heads={num_heads}: every head gets an equal share; "
                 f"set dim to a multiple of {num_heads}"
             )
-        self.patches = Patches(
-            in_channels=in_channels, dim=dim, size=patch_size, num_patches=(image_size // patch_size) ** 2
-        )
+        self.patches = Patches(in_channels=in_channels, dim=dim, size=patch_size, num_patches=(image_size // patch_size) ** 2)
         self.dropout = nn.Dropout(dropout)
         self.num_heads = num_heads
         self.layers = nn.ModuleList(Block(dim=dim, num_heads=num_heads, dropout=dropout) for _ in range(num_layers))
@@ -63,11 +66,7 @@ class ViT(nn.Module):
     def tensor_plan(self) -> dict[str, str]:
         """Say how to cut the linear layers: attention by heads, the MLP by its hidden units."""
         plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
-        return plan | {
-            "layers.*.attention.out": "rowwise",
-            "layers.*.mlp.up": "colwise",
-            "layers.*.mlp.down": "rowwise",
-        }
+        return plan | {"layers.*.attention.out": "rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the logits, shape (B, K)."""

@@ -4,6 +4,7 @@
 devices fails as it does on CUDA. To be imported in a process of its own: torch cannot take the name back.
 """
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
+from framework.distributed.groups import Groups
 from framework.distributed.world import World
 
 
@@ -155,18 +157,16 @@ def plant(num_devices: int) -> None:
     """Make every World of this process one with so many emulated devices."""
     dist.Backend.register_backend("emu", _Gloo, devices=["emu"])
     start: Callable[..., World] = World.start
-    join = World._join
+    join = Groups.join
 
-    def emulated_join(self: World, store: dist.Store) -> None:
+    def emulated_join(self: Groups, store: dist.Store) -> None:
         self.backend = "cpu:gloo,emu:emu"
         join(self, store)
 
     def emulated_start(*args: Any, **kwargs: Any) -> World:
         world = start(*args, **kwargs)
         first = world.local_rank * num_devices
-        world.devices = [torch.device("emu", first + index) for index in range(num_devices)]
-        world.device = world.devices[0]
-        return world
+        return dataclasses.replace(world, devices=[torch.device("emu", first + index) for index in range(num_devices)])
 
-    World._join = emulated_join  # type: ignore[method-assign]
+    Groups.join = emulated_join  # type: ignore[method-assign]
     World.start = emulated_start  # type: ignore[method-assign,assignment]

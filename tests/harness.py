@@ -16,13 +16,14 @@ from typing import Any
 import matplotlib.figure  # noqa: F401  # these are what a run would import: every forked child has them
 import pytest
 import torch
-import torch._dynamo  # noqa: F401
-import torch.distributed.checkpoint  # noqa: F401
-import torch.distributed.fsdp  # noqa: F401
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
 from safetensors.torch import load_file
 
-import framework.modes.train  # noqa: F401
-from framework.cli.run import start
+import framework.modes.train
+from framework.cli.run import checked_line, start
+from framework.config.schema import RunConfig
 from framework.runs.metrics_file import MACHINE
 from train import main
 
@@ -42,9 +43,7 @@ class Ended:
     @property
     def directory(self) -> Path:
         """The one run directory under the root."""
-        found = [
-            path.parent for path in files_below(self.root, "config.yaml") if "wandb" not in path.parts
-        ]  # it has one too
+        found = [path.parent for path in files_below(self.root, "config.yaml") if "wandb" not in path.parts]  # it has one too
         assert len(found) == 1, f"{len(found)} run directories in {self.root}: {found}\n{self.output}"
         return found[0]
 
@@ -59,6 +58,13 @@ class Ended:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.directory / "model.safetensors")
+
+
+def checked(*overrides: str) -> RunConfig:
+    """Return the complete configuration of a command line that has no problem."""
+    found = checked_line(list(overrides))
+    assert found.config is not None, found.problems
+    return found.config
 
 
 def files_below(root: Path, pattern: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +13,7 @@ import torch
 
 from framework.checkpoint.canonical import restore, state_tensors
 from framework.checkpoint.store import CheckpointStore
-from framework.config import compose
-from framework.config.compose import CONF, options
+from framework.config.folders import CONF, options
 from framework.distributed.world import World
 from framework.modes import train as run
 from framework.modules.shards import whole
@@ -45,18 +45,16 @@ def own_option(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
     conf = tmp_path_factory.mktemp("own") / "conf"
     shutil.copytree(CONF, conf)
     (conf / "model" / "frozen_gpt.yaml").write_text(OPTION)
-    return lambda: setattr(compose, "CONF", conf)
+    return lambda: os.environ.update(STEADFAST_CONF=str(conf))
 
 
 def note_state(path: Path) -> Callable[[], None]:
     """Return what makes a command write down the hash of each whole tensor of its state, whenever it saves or restores."""
 
     def write(tensors: dict[str, torch.Tensor], world: World) -> None:
-        mine = {
-            name: hashlib.sha256(whole(tensor).cpu().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()
-        }
+        mine = {name: hashlib.sha256(whole(tensor).cpu().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
         merged: dict[str, str] = {}
-        for theirs in world.gather(mine):
+        for theirs in world.agreement.gather(mine):
             assert all(merged.setdefault(name, value) == value for name, value in theirs.items()), "ranks differ"
         if world.rank == 0:
             path.write_text(json.dumps(merged))
@@ -93,9 +91,7 @@ def uninterrupted(own_option: Callable[[], None], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def begun(
-    own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Ended, str]]:
+def begun(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ended, str]]:
     """Return a function: a strategy -> its run, stopped after step 5, and the hashes of its state."""
     done: dict[str, tuple[Ended, str]] = {}
 
@@ -143,14 +139,7 @@ CHAINS = [
     [("ddp", 2), ("fsdp", 3), ("tensor", 2), ("single", None), ("hsdp", 4), ("ddp", 4)],
     [("zero", 3), ("context", 4), ("fsdp+tp", 4), ("zero", 2), ("dp", None), ("fsdp", 2)],
     [("ddp", 2), ("fsdp", 3), ("pipeline", 2), ("tensor", 2), ("single", None), ("hsdp", 4), ("ddp", 4)],
-    [
-        ("parameter-server", 3),
-        ("pp+fsdp+tp", 4),
-        ("ddp+pp", 4),
-        ("model-parallel", None),
-        ("auto", 2),
-        ("pp+fsdp+tp", 2),
-    ],
+    [("parameter-server", 3), ("pp+fsdp+tp", 4), ("ddp+pp", 4), ("model-parallel", None), ("auto", 2), ("pp+fsdp+tp", 2)],
 ]
 
 

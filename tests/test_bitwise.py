@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from framework.parallel import tree_sum
-from framework.parallel.tree_sum import TreeSum
+from framework.parallel import invariant
+from framework.parallel.invariant import TreeSum
 from tests.harness import Ended, command, exact_rows, finished
 from tests.test_conformance import SMALL, TOKENS
 from tests.test_resume import after_step, preempt
@@ -146,7 +146,7 @@ def test_no_rank_sends_or_receives_more_sums_than_the_logarithm_of_the_leaves(
     for num_ranks in range(2, count + 1):
         bounds = [-(-rank * count // num_ranks) for rank in range(num_ranks + 1)]
         for rank in range(num_ranks):
-            monkeypatch.setattr(tree_sum, "dist", counting := Counting())
+            monkeypatch.setattr(invariant, "dist", counting := Counting())
             tree = TreeSum(bounds, rank=rank)
             for leaf in range(bounds[rank], bounds[rank + 1]):
                 tree.add(leaf, value.clone())

@@ -64,9 +64,7 @@ def test_a_run_does_not_need_its_streams(streams: str, tmp_path: Path) -> None:
     (log,) = tmp_path.glob("runs/*/*/train.log")
     assert "Traceback" not in log.read_text()
     for path in log.parent.glob("checkpoints/*/*"):
-        assert b"step 2/2" not in path.read_bytes(), (
-            "what was printed has gone into a file that has the number of a stream"
-        )
+        assert b"step 2/2" not in path.read_bytes(), "what was printed has gone into a file that has the number of a stream"
 
 
 @pytest.mark.parametrize("package", ["hydra", "torch"])
@@ -191,9 +189,7 @@ def test_a_completion_is_quick_and_does_without_torch(tmp_path: Path) -> None:
     durations = []
     for _ in range(5):  # the machine is shared: the best of five, in the processor's time
         begun = os.times()
-        done = subprocess.run(
-            [*TRAIN.split(), "-sc", "query=bash"], cwd=tmp_path, env=env, text=True, capture_output=True
-        )
+        done = subprocess.run([*TRAIN.split(), "-sc", "query=bash"], cwd=tmp_path, env=env, text=True, capture_output=True)
         ended = os.times()
         assert "model.patch_size=" in done.stdout.split()
         durations.append(ended.children_user + ended.children_system - begun.children_user - begun.children_system)
@@ -210,7 +206,7 @@ def test_a_completion_is_quick_and_does_without_torch(tmp_path: Path) -> None:
 
 
 def test_help_says_how_to_get_completion() -> None:
-    assert 'eval "$(python train.py --shell-completion install=bash)"' in help_text()
+    assert 'eval "$(python train.py --shell-completion install=bash)"' in help_text([])
 
 
 def test_from_another_directory_a_run_lives_there(tmp_path: Path) -> None:

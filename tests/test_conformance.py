@@ -1,5 +1,6 @@
 """The promise: how a run is executed does not change what it computes. Every strategy against one process, in float64."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.config import compose
-from framework.config.compose import CONF, options
+from framework.config.folders import CONF, options
 from framework.distributed.mesh import MESH_AXES
 from tests.harness import Ended, assert_close, command, finished
 
@@ -57,13 +57,7 @@ OWN_OPTIONS = {
 OPTIMIZERS = {
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.1"],
     # the average of the weights is what is evaluated, and kept
-    "sgd": [
-        "optimizer=sgd",
-        "optimizer.lr=0.05",
-        "optimizer.momentum=0.9",
-        "trainer.ema_decay=0.8",
-        "trainer.eval_every=2",
-    ],
+    "sgd": ["optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9", "trainer.ema_decay=0.8", "trainer.eval_every=2"],
 }
 
 
@@ -114,7 +108,7 @@ def own_options(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
     shutil.copytree(CONF, conf)
     for name, text in OWN_OPTIONS.items():
         (conf / name).write_text(text)
-    return lambda: setattr(compose, "CONF", conf)
+    return lambda: os.environ.update(STEADFAST_CONF=str(conf))
 
 
 @pytest.fixture(scope="session")
@@ -137,11 +131,7 @@ REFUSED = {
         3,
         "vit",
     ): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a divisor, or ",
-    (
-        "tensor",
-        3,
-        "gpt, tied",
-    ): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a ",
+    ("tensor", 3, "gpt, tied"): "parallel.tensor: 3: does not divide the 16 features of layers.0.attention.query; take a ",
     (
         "tensor",
         3,
@@ -156,16 +146,12 @@ REFUSED = {
 ANSWERS_NOT = "parallel: {} does not answer mixers(), which lists the modules in which tokens meet; ddp, zero, fsdp "
 REFUSED |= {("context", ranks, model): ANSWERS_NOT.format(kind) for ranks in (2, 3, 4) for model, kind in [
     ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
-NO_CHAIN = (
-    "parallel: {} does not answer chain(), which lists the modules that, one after the other, are its forward; ddp, "
-)
+NO_CHAIN = "parallel: {} does not answer chain(), which lists the modules that, one after the other, are its forward; ddp, "
 REFUSED |= {("pipeline", ranks, model): NO_CHAIN.format(kind) for ranks in (2, 3, 4) for model, kind in [
     (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
 REFUSED |= {(strategy, *key[1:]): line for key, line in REFUSED.items() if key[0] == "pipeline"
             for strategy in ("ddp+pp", "pp+fsdp+tp")}  # fmt: skip
-REFUSED["context", 3, "gpt, tied"] = (
-    "parallel.context: 3: does not divide the 4 heads of the model; take a divisor, or another"
-)
+REFUSED["context", 3, "gpt, tied"] = "parallel.context: 3: does not divide the 4 heads of the model; take a divisor, or another"
 REFUSED |= {("fsdp+tp", 3, model): REFUSED["tensor", 3, model] for model in ("vit", "gpt, tied", "cnn with BatchNorm")}
 
 
@@ -196,9 +182,7 @@ def one_process_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", root=tmp_path_factory.mktemp("dropout") / "runs")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("ddp", 3), ("fsdp", 2), ("pipeline", 2), ("pipeline", 4), ("ddp+pp", 4)]
-)
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2), ("pipeline", 2), ("pipeline", 4), ("ddp+pp", 4)])
 def test_dropout_draws_the_same_wherever_its_layer_lies(
     strategy: str, ranks: int, one_process_with_dropout: Ended, tmp_path: Path
 ) -> None:

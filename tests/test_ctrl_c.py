@@ -67,9 +67,7 @@ CASES += [("two ranks", "training"), ("two ranks", "saving"), ("sweep", "trainin
 
 
 @pytest.mark.parametrize(("way", "moment"), CASES)
-def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(
-    way: str, moment: str, undisturbed: Ended, tmp_path: Path
-) -> None:
+def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: str, undisturbed: Ended, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     process, output = begin_held(way, moment, seconds=120, root=root)
     os.killpg(process.pid, signal.SIGINT)

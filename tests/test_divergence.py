@@ -10,26 +10,23 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from framework.checkpoint import manifest
-from framework.config.compose import options
+from framework.config.folders import options
 from framework.data.loader import Loader
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Step
 from framework.modules.shards import local
 from framework.runtime.environment import Environment
-from framework.training import recovery
+from framework.runtime.exits import Diverged
+from framework.training.progress import Progress
+from framework.training.recovery import Recovery
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 from tests.test_conformance import MODELS, layouts
 from tests.test_conformance import RUN as CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 
-LINE = [
-    *RUN,
-    "micro_batch_size=4",
-    "precision=fp64",
-    "trainer.clip_grad_norm=1.0",
-]  # 21 steps; checkpoints at 4, 8, ...
+LINE = [*RUN, "micro_batch_size=4", "precision=fp64", "trainer.clip_grad_norm=1.0"]  # 21 steps; checkpoints at 4, 8, ...
 BAD = 148  # samples seen before step 11 (7 steps an epoch of 100 samples)
 SKIP, ROLLBACK = "trainer.divergence.action=skip", "trainer.divergence.action=rollback"
 ALL = ["single", "ddp 2", "ddp 3", "fsdp 2"]
@@ -109,9 +106,7 @@ def left_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return {name: finished(*LINE, *STRATEGIES[name], root=root / name, before=without_step_11) for name in ALL}
 
 
-@pytest.mark.parametrize(
-    "fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"]
-)
+@pytest.mark.parametrize("fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"])
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], ["single", "ddp 2", "fsdp 2"]))
 def test_a_skipped_step_leaves_no_trace(
     strategy: str, fault: Callable[[], None], left_out: dict[str, Ended], tmp_path: Path
@@ -197,13 +192,13 @@ def test_killed_about_a_rollback_it_ends_with_the_same_bits(number: int, tmp_pat
 
     def plant_after() -> None:
         bad_batches(BAD)()
-        original = recovery.roll_back
+        original = Recovery.recover
 
-        def roll_back(trainer: Trainer, *, past: Step) -> None:
-            original(trainer, past=past)
+        def recover(self: Recovery, error: Diverged, *, step: Step, progress: Progress) -> None:
+            original(self, error, step=step, progress=progress)
             crash()
 
-        recovery.roll_back = roll_back
+        Recovery.recover = recover  # type: ignore[assignment,method-assign]
 
     for fault in (plant, plant_after):
         assert command(*line, root=tmp_path / "runs", before=fault).code == -9
@@ -235,9 +230,7 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(action: str, tmp_path: Pa
 
 
 IMAGES = [*CONFORMANCE, *MODELS["vit"], "checkpoint.every=4"]  # steps 1 to 5 see 66 samples
-TWO_RANKS = [
-    (strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", "context")
-]
+TWO_RANKS = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", "context")]
 
 
 @pytest.fixture(scope="module")

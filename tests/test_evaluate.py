@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from framework.config.compose import options
+from framework.config.folders import options
 from framework.config.frozen_file import freeze, recall
 from framework.modes import evaluate
 from framework.modes import load_run as restored
@@ -53,15 +53,7 @@ def measured(run: Ended, *, step: int, split: str) -> dict[str, Any]:
     return row
 
 
-QUICK = {
-    ("single", 1),
-    ("ddp", 3),
-    ("fsdp", 2),
-    ("tensor", 2),
-    ("pipeline", 2),
-    ("parameter-server", 2),
-    ("pp+fsdp+tp", 4),
-}
+QUICK = {("single", 1), ("ddp", 3), ("fsdp", 2), ("tensor", 2), ("pipeline", 2), ("parameter-server", 2), ("pp+fsdp+tp", 4)}
 
 
 @pytest.mark.parametrize(
@@ -100,26 +92,18 @@ def test_a_run_in_fp32_measured_in_fp64_is_the_same_for_every_world_size(tmp_pat
     line = ["dataset=synthetic", "dataset.num_train=32", "dataset.num_val=7", "dataset.num_test=15", "dataset.image_size=8",
             "model=cnn", "model.channels=[4,8]", "model.norm=batch", "global_batch_size=8", "trainer.max_epochs=2"]  # fmt: skip
     trained = finished(*line, root=tmp_path / "runs")
-    ways = (
-        ["parallel=single"],
-        ["parallel=fsdp", "launch.nproc_per_node=2"],
-        ["parallel=ddp", "launch.nproc_per_node=3"],
-    )
+    ways = (["parallel=single"], ["parallel=fsdp", "launch.nproc_per_node=2"], ["parallel=ddp", "launch.nproc_per_node=3"])
     one, *others = (evaluated(trained.directory, "precision=fp64", *way, root=tmp_path / "none") for way in ways)
     for other in others:
         assert abs(other["loss"] - one["loss"]) <= 1e-10 * one["loss"]
         assert other["accuracy"] == one["accuracy"]
     assert abs(one["loss"] - measured(trained, step=8, split="test")["loss"]) <= 1e-5
-    assert (
-        evaluated(trained.directory, root=tmp_path / "none")["loss"] == measured(trained, step=8, split="test")["loss"]
-    )
+    assert evaluated(trained.directory, root=tmp_path / "none")["loss"] == measured(trained, step=8, split="test")["loss"]
 
 
 def contents(run: Path) -> dict[str, str]:
     return {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in run.rglob("*")
-        if path.is_file()
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in run.rglob("*") if path.is_file()
     }
 
 
@@ -152,13 +136,7 @@ def test_under_torchrun(run: Ended, tmp_path: Path) -> None:
 
 
 def test_a_run_is_evaluated_while_it_trains(tmp_path: Path) -> None:
-    line = [
-        *RUN,
-        "trainer.max_epochs=100000",
-        "checkpoint.every=50",
-        "trainer.eval_every=null",
-        "checkpoint.keep_last=20",
-    ]
+    line = [*RUN, "trainer.max_epochs=100000", "checkpoint.every=50", "trainer.eval_every=null", "checkpoint.keep_last=20"]
     training = begin(*line, root=tmp_path / "runs")
     try:
         wait_for_checkpoint(tmp_path / "runs")
@@ -219,12 +197,7 @@ def leave(run: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "line", "code", "said"),
     [
-        (
-            leave,
-            "optimizer.lr=1",
-            78,
-            "optimizer.lr: is not to be given to mode=eval: it takes the run as it is (only run.dir",
-        ),
+        (leave, "optimizer.lr=1", 78, "optimizer.lr: is not to be given to mode=eval: it takes the run as it is (only run.dir"),
         (leave, "model=mlp", 78, "model: is not to be given to mode=eval"),
         (leave, "logger=tensorboard", 78, "logger: is not to be given to mode=eval"),
         (leave, "launch=slurm", 78, "launch: mode=eval is no job, and runs on one node"),
@@ -236,12 +209,7 @@ def leave(run: Path) -> None:
         (leave, "micro_batch_size=0", 78, "micro_batch_size: 0 is out of range (at least 1)"),
         (leave, "run.checkpoint=null", 78, "run.checkpoint: null is not valid (an integer, or text)"),
         (leave, "run.checkpoint=5", 65, "run.checkpoint: 5, but there is no "),
-        (
-            leave,
-            "run.checkpoint=lst",
-            65,
-            "(last, best, final, a path, or a step (of those there are: 2, 4, 6, 8, 10))",
-        ),
+        (leave, "run.checkpoint=lst", 65, "(last, best, final, a path, or a step (of those there are: 2, 4, 6, 8, 10))"),
         (remove_configuration, "", 65, "is no run: there is no config.yaml"),
         (spoil_configuration, "", 65, "config.yaml is not as it was frozen: its hash is another"),
         (remove_checkpoints, "", 65, "run.checkpoint: last, but there is no "),
@@ -289,18 +257,8 @@ def test_a_best_checkpoint_that_is_not_kept_is_said_to_be_gone(run: Ended, tmp_p
 
 def test_without_a_run_and_in_a_sweep(run: Ended, tmp_path: Path) -> None:
     refused = command("mode=eval", root=tmp_path / "none")
-    assert (refused.code, refused.output) == (
-        78,
-        "run.dir: is not given: mode=eval is about one run (run.dir=runs/NAME/ID)\n",
-    )
-    line = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        "-m",
-        "mode=eval",
-        f"run.dir={run.directory}",
-        "eval.split=val,test",
-    ]
+    assert (refused.code, refused.output) == (78, "run.dir: is not given: mode=eval is about one run (run.dir=runs/NAME/ID)\n")
+    line = [sys.executable, str(ROOT / "train.py"), "-m", "mode=eval", f"run.dir={run.directory}", "eval.split=val,test"]
     done = subprocess.run(line, text=True, capture_output=True, timeout=60)
     assert done.returncode == 78 and "mode: eval is about one run (without -m)" in done.stderr
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from framework.build import components
-from framework.config.compose import options
+from framework.config.folders import options
 from tests.harness import Ended, command, finished, slow_but
 from tests.test_conformance import IMAGES, MODELS, OPTIMIZERS, SMALL, own_options  # noqa: F401  # a fixture
 from tests.test_unpickling import note_unpickling
@@ -49,14 +49,15 @@ def exported(run: Ended, *overrides: str, root: Path, **options: Any) -> Ended:
 
 def model_of(run: Ended) -> torch.nn.Module:
     """Return the run's model with its final weights, in evaluation."""
-    model = components.model(yaml.safe_load((run.directory / "config.yaml").read_text()))
+    config = yaml.safe_load((run.directory / "config.yaml").read_text())
+    model = components.model(config["model"], seed=config["seed"])
     model.load_state_dict(run.weights)
     return model.eval()
 
 
 def inputs_of(run: Ended, *, num_samples: int) -> Any:
     config = yaml.safe_load((run.directory / "config.yaml").read_text())
-    dataset = components.dataset(config)
+    dataset = components.dataset(config["dataset"])
     source = dataset.load("val")
     stored = (torch.from_numpy(array) for array in source.gather(torch.arange(num_samples).numpy()))
     return dataset.transform(*stored, keys=None)[0]
@@ -112,12 +113,7 @@ def test_the_file_of_weights_says_what_it_is(run: Run, tmp_path: Path) -> None:
     exported(trained, "export.formats=[safetensors]", root=tmp_path / "none")
     config = yaml.safe_load((trained.directory / "config.yaml").read_text())
     with safe_open(trained.directory / "export" / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {
-            "format": "pt",
-            "run_id": config["run"]["id"],
-            "config_hash": config["hash"],
-            "step": "2",
-        }
+        assert file.metadata() == {"format": "pt", "run_id": config["run"]["id"], "config_hash": config["hash"], "step": "2"}
 
 
 def test_no_pickle_is_written_and_nothing_is_unpickled(run: Run, tmp_path: Path) -> None:
@@ -128,8 +124,7 @@ def test_no_pickle_is_written_and_nothing_is_unpickled(run: Run, tmp_path: Path)
         contents = {name: archive.read(name) for name in archive.namelist()}
     assert contents.pop("archive/data/sample_inputs/model.pt") == b""
     configs = [
-        json.loads(contents[f"archive/data/{kind}/model_{kind}_config.json"])["config"]
-        for kind in ("weights", "constants")
+        json.loads(contents[f"archive/data/{kind}/model_{kind}_config.json"])["config"] for kind in ("weights", "constants")
     ]
     entries = [entry for config in configs for entry in config.values()]
     assert entries and not any(entry["use_pickle"] for entry in entries)
@@ -174,20 +169,17 @@ def hide_onnxruntime() -> None:
 def test_without_onnx_there_are_the_others_and_a_line(run: Run, tmp_path: Path) -> None:
     copy = copied(run("mlp"), tmp_path)
     told = finished("mode=export", f"run.dir={copy}", root=tmp_path / "none", before=hide_onnxruntime).output
-    assert "no ONNX: that needs " in told and "onnxruntime (pip install " in told
+    assert "no ONNX: that needs " in told and "onnxruntime (pip install 'steadfast[export]'" in told
     assert {path.name for path in (copy / "export").iterdir()} == {"model.safetensors", "model.pt2"}
     line = ["mode=export", f"run.dir={copy}", "export.formats=[onnx]"]
     asked = command(*line, root=tmp_path / "none", before=hide_onnxruntime)
-    assert asked.code == 78 and "export.formats: onnx needs " in asked.output
+    assert asked.code == 78 and "export.formats: onnxruntime not installed" in asked.output
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (
-            "parallel=ddp",
-            "parallel: is not to be given to mode=export: it takes the run as it is (only run.dir, run.root, ",
-        ),
+        ("parallel=ddp", "parallel: is not to be given to mode=export: it takes the run as it is (only run.dir, run.root, "),
         ("export.formats=[pt3]", "export.formats: ['pt3'] is not valid"),
         ("eval.split=val", "eval.split: is not to be given to mode=export"),
     ],

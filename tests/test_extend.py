@@ -1,48 +1,56 @@
-"""docs/extend.md works as it stands: its files, written into a copy of the project, add what its commands use."""
+"""docs/extend.md works as it stands: its files, written into an empty folder, are a project that its commands use."""
 
 import csv
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.pages import Command, commands, files, project
+from tests.pages import ROOT, Command, blocks, commands, files
 
 PAGE = "docs/extend.md"
-KINDS = ("model", "dataset", "task", "parallel", "logger")
+KINDS = {"model": "linear", "dataset": "rings", "task": "focal", "parallel": "zero2", "logger": "csv_file"}
+
+
+def steadfast(folder: Path) -> dict[str, str]:
+    """Return an environment in which `steadfast` is this checkout's train.py."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "steadfast"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/train.py "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "PATH": f"{folder}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    }
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return project(tmp_path_factory.mktemp("extended") / "project", page=PAGE)
+    folder = tmp_path_factory.mktemp("extended")
+    for name, text in files(PAGE).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
 
 
 def test_two_files_of_each_kind() -> None:
-    assert sorted(files(PAGE)) == sorted(
-        [
-            "models/linear.py",
-            "framework/data/rings.py",
-            "framework/tasks/focal.py",
-            "framework/parallel/zero2.py",
-            "framework/loggers/csv_file.py",
-        ]
-        + [f"conf/{kind}/{name}.yaml" for kind, name in zip(KINDS, ("linear", "rings", "focal", "zero2", "csv_file"))]
-    )
+    named = {f"{name}.py" for name in KINDS.values()} | {f"conf/{kind}/{name}.yaml" for kind, name in KINDS.items()}
+    assert set(files(PAGE)) == named | {"conf/model/pretrained_style.yaml"}
     used = {word.partition("=")[0] for command in commands(PAGE) for word in command.line.split()}
-    assert used >= set(KINDS), "a command for each"
+    assert used >= KINDS.keys(), "a command for each"
 
 
 @pytest.mark.parametrize("command", commands(PAGE), ids=lambda command: command.line)
 def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) -> None:
-    line = f"{command.line} trainer.max_steps=3 trainer.log_every=1 run.root={tmp_path}"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    line = f"{command.line} trainer.max_steps=3 trainer.log_every=1 run.root={tmp_path}/runs"
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=extended,
-        env=os.environ | {"PATH": path},
+        env=steadfast(tmp_path / "bin"),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -53,6 +61,14 @@ def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) 
     if "csv_file" in line:
         rows = [json.loads(row) for row in metrics.read_text().splitlines()]
         with open(metrics.with_name("losses.csv")) as file:
-            assert list(csv.reader(file, delimiter="|")) == [
-                [str(row[name]) for name in ("step", "split", "loss")] for row in rows
-            ]
+            written = list(csv.reader(file, delimiter="|"))
+        assert written == [[str(row[name]) for name in ("step", "split", "loss")] for row in rows]
+
+
+def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
+    (script,) = (text for language, text in blocks(PAGE) if language == "python" and "from framework import" in text)
+    environment = steadfast(tmp_path / "bin") | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    (directory,) = tmp_path.glob("runs/default/*")
+    assert str(directory.relative_to(tmp_path)) in done.stdout

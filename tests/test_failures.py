@@ -135,9 +135,7 @@ def limit_files_to_16_kib() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_last_one_intact(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_last_one_intact(strategy: str, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy], "model.channels=[16,32]", "trainer.log_every=5", "checkpoint.max_failures=0"]
     whole = finished(*line, root=tmp_path / "whole")
     begun = command(*line, root=tmp_path / "runs", before=after_step(6, preempt))

@@ -17,8 +17,8 @@ import torch
 
 from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
-from framework.distributed.hang.board import Board, have_write
-from framework.distributed.hang.stacks import frames
+from framework.distributed.hang.board import Board, request_stacks
+from framework.distributed.hang.judge import frames
 from framework.engine.data_parallel import DataParallelEngine
 from framework.launch import worker
 from framework.runtime.environment import Environment
@@ -176,7 +176,7 @@ def test_a_rank_that_hangs_in_training_is_named_and_the_same_command_continues(
     strategy: str, rank: int, act: Act, manner: str, whole: Callable[[str], Ended], tmp_path: Path
 ) -> None:
     ended, elapsed_s = hang(strategy, rank, act, in_training, folder=tmp_path)
-    stacks = {other: "forward_backward" for other in range(int(strategy[-1]))} | {rank: act.__name__}
+    stacks = dict.fromkeys(range(int(strategy[-1])), "forward_backward") | {rank: act.__name__}
     check(ended, elapsed_s, rank=rank, stacks=stacks)
     assert f"rank {rank} hangs: it " in ended.summary["error"] and manner in ended.summary["error"]
     assert f"in step {AT + 1} (training), at {__file__}:" in ended.summary["error"]
@@ -199,7 +199,7 @@ def test_a_rank_that_hangs_in_evaluation_or_in_a_save_is_named_and_the_same_comm
     whole: Callable[[str], Ended], tmp_path: Path,
 ) -> None:  # fmt: skip
     ended, elapsed_s = hang(strategy, rank, act, where, folder=tmp_path)
-    stacks = {other: function for other in range(int(strategy[-1]))} | {rank: act.__name__}
+    stacks = dict.fromkeys(range(int(strategy[-1])), function) | {rank: act.__name__}
     check(ended, elapsed_s, rank=rank, stacks=stacks)
     assert f"({phase}), at {__file__}:" in ended.summary["error"]
     assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
@@ -216,11 +216,9 @@ def test_a_rank_that_hangs_at_its_start_is_named(act: Act, whole: Callable[[str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", [loop, stop])
-def test_a_rank_that_hangs_while_it_loads_the_data_is_named(
-    act: Act, whole: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_a_rank_that_hangs_while_it_loads_the_data_is_named(act: Act, whole: Callable[[str], Ended], tmp_path: Path) -> None:
     ended, elapsed_s = hang("ddp 2", 0, act, in_the_data, folder=tmp_path)  # rank 0 loads for its whole node
-    check(ended, elapsed_s, rank=0, stacks={0: act.__name__, 1: "execute"})
+    check(ended, elapsed_s, rank=0, stacks={0: act.__name__, 1: "train"})
     assert_same_bits(finished(*LINES["ddp 2"], root=tmp_path / "runs"), whole("ddp 2"))
 
 
@@ -236,8 +234,8 @@ def test_a_stack_is_of_where_a_process_was_stopped(tmp_path: Path) -> None:
             os._exit(0)
         os.waitpid(pid, os.WUNTRACED)
         board = Board(tmp_path / str(number), rank=1, local_rank=1, num_local=2)
-        have_write(pid)
-        wait_for(lambda: "in <module>" in board.stack(0), timeout_s=10, what="the stack")  # the last of its lines
+        request_stacks(pid)
+        wait_for(lambda board=board: "in <module>" in board.stack(0), timeout_s=10, what="the stack")  # the last of its lines
         stack = board.stack(0)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -281,8 +279,8 @@ def the_agreements(act: Act) -> None:
 
     def log_step(self, *args):  # type: ignore[no-untyped-def]
         if self.progress.step == AT + 1 and act():
-            self.world.sum = lambda values: values
-            self.world.any_flags = lambda *flags: [False] * len(flags)
+            self.world.agreement.sum = lambda values: values
+            self.world.agreement.any_flags = lambda *flags: [False] * len(flags)
         return original(self, *args)
 
     Trainer.log_step = log_step  # type: ignore[method-assign]
@@ -305,7 +303,7 @@ def test_a_rank_that_leaves_out_a_collective_is_named_and_the_same_command_conti
     whole: Callable[[str], Ended], tmp_path: Path,
 ) -> None:  # fmt: skip
     ended, elapsed_s = hang(strategy, rank, leave_out, what, folder=tmp_path, options=options)
-    check(ended, elapsed_s, rank=rank, stacks={other: "fit" for other in range(int(strategy[-1]))})
+    check(ended, elapsed_s, rank=rank, stacks=dict.fromkeys(range(int(strategy[-1])), "fit"))
     part = "logging" if what is the_agreements else "training"
     said = rf"rank {rank} hangs: in step {AT + 1} \({part}\) it has begun \d+ collectives on the {group} group, where "
     assert re.match(said, ended.summary["error"]), ended.summary["error"]
@@ -315,15 +313,8 @@ def test_a_rank_that_leaves_out_a_collective_is_named_and_the_same_command_conti
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_continues(
-    rank: int, tmp_path: Path
-) -> None:
-    line = [
-        *RUN,
-        "parallel=ddp",
-        "trainer.max_epochs=15",
-        f"launch.timeout_s={2 * TIMEOUT_S}",
-    ]  # nothing is imported yet
+def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_continues(rank: int, tmp_path: Path) -> None:
+    line = [*RUN, "parallel=ddp", "trainer.max_epochs=15", f"launch.timeout_s={2 * TIMEOUT_S}"]  # nothing is imported yet
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "train.py", *line]
     output = tmp_path / "output"
     with open(output, "w") as file:
@@ -341,9 +332,7 @@ def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_con
         agent.kill()
     assert_gone(list(workers.values()), timeout_s=5.0)
     # torchrun itself has but one code, and tells those of its processes
-    check(
-        Ended(71, output.read_text(), tmp_path / "runs"), elapsed_s - TIMEOUT_S, rank=rank, stacks={0: "fit", 1: "fit"}
-    )
+    check(Ended(71, output.read_text(), tmp_path / "runs"), elapsed_s - TIMEOUT_S, rank=rank, stacks={0: "fit", 1: "fit"})
     assert re.search(r"exitcode *: 71 ", output.read_text()), output.read_text()
     again = finished(*line, "launch.nproc_per_node=2", root=tmp_path / "runs")
     assert_same_bits(again, finished(*line, "launch.nproc_per_node=2", root=tmp_path / "whole"))

@@ -160,9 +160,7 @@ def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_chec
 
 def test_tensorboard_forgets_the_steps_of_a_run_that_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
     line = [*RUN, "checkpoint.every=null", "logger=tensorboard"]
-    killed = command(
-        *line, root=tmp_path / "runs", before=after_step(7, once(lambda: written(tmp_path, "events.*"), crash))
-    )
+    killed = command(*line, root=tmp_path / "runs", before=after_step(7, once(lambda: written(tmp_path, "events.*"), crash)))
     assert killed.code == -signal.SIGKILL, killed.output
     run = finished(*line, root=tmp_path / "runs")
     assert "continuing from" not in run.output
@@ -272,16 +270,15 @@ def test_wandb_is_one_run_equal_to_metrics_jsonl_after_three_resumes(strategy: l
     is_there = lambda: written(root, "*.wandb")  # noqa: E731
     for step, act in ((5, preempt), (9, crash), (11, preempt)):  # a preempted one may take a step more
         plants = [note_processes(tmp_path), after_step(step, once(is_there, act))]
-        ended = command(*line, root=root, before=lambda: [plant() for plant in plants] and None)
+        ended = command(*line, root=root, before=lambda plants=plants: [plant() for plant in plants] and None)
         assert ended.code == ended_by(act), ended.output
-        is_there = lambda n=len(files_below(root, "*.wandb")): len(files_below(root, "*.wandb")) > n  # type: ignore[misc]  # noqa: E731
+        before = len(files_below(root, "*.wandb"))
+        is_there = lambda n=before: len(files_below(root, "*.wandb")) > n  # type: ignore[misc]  # noqa: E731
     run = finished(*line, root=root)
     assert run.summary["restarts"] == 3
     assert [path.name for path in tmp_path.glob("opened_by_rank_*")] == ["opened_by_rank_0"]
     files = wandb_files(run.directory)
-    assert [file.name for file in files] == [
-        f"run-{run.summary['record_id']}.wandb"
-    ] * 4  # a file for each start, one id
+    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 4  # a file for each start, one id
     assert_equal(wandb_rows(files[-1]), scalars_of(run.rows))  # the last holds what the others may have lost
 
 
@@ -335,9 +332,7 @@ def test_wandb_gets_the_checkpoints_that_are_kept_on_demand(asked: bool, tmp_pat
     for artifact, path in zip(artifacts, kept):
         assert artifact.name == f"checkpoint-{run.summary['record_id']}"
         assert path.name in artifact.aliases
-        assert ("best" in artifact.aliases) == (
-            path.name == f"step_{run.summary['metrics']['val']['best']['step']:08d}"
-        )
+        assert ("best" in artifact.aliases) == (path.name == f"step_{run.summary['metrics']['val']['best']['step']:08d}")
         assert {entry.local_path for entry in artifact.manifest.contents} == {str(file) for file in path.iterdir()}
     assert len(kept) == (2 if asked else 0)
 
@@ -443,9 +438,7 @@ def test_online_steps_never_go_backwards_and_none_is_lost(tmp_path: Path) -> Non
         stop = [lambda step=step: (with_key_for(server)(), after_step(step, preempt)()) for step in (6, 11, 13)]
         first = command(*line, root=root, before=stop[0])
         assert first.code == 75 and "WARNING" not in first.output, first.output
-        shutil.rmtree(
-            first.directory / "checkpoints" / "step_00000006"
-        )  # the server has more than the checkpoint of step 4
+        shutil.rmtree(first.directory / "checkpoints" / "step_00000006")  # the server has more than the checkpoint of step 4
         assert command(*line, root=root, before=stop[1]).code == 75
         for number in (9, 10):  # the server has less than the checkpoint of step 11
             del server.history[number]
@@ -510,9 +503,7 @@ def test_a_sink_that_raises_is_a_warning_and_the_run_finishes(method: str, strat
 def test_a_sink_that_hangs_is_a_warning_and_the_run_finishes(method: str, base: Ended, tmp_path: Path) -> None:
     def plant() -> None:
         background.TIMEOUT_S = background._MARGIN_S = 0.2
-        setattr(
-            TensorBoard, method, lambda self, *args: [(tmp_path / "pid").write_text(str(os.getpid())), signal.pause()]
-        )
+        setattr(TensorBoard, method, lambda self, *args: [(tmp_path / "pid").write_text(str(os.getpid())), signal.pause()])
 
     run = finished(*RUN, *OFFLINE, "logger=[tensorboard,wandb]", root=tmp_path / "runs", before=plant)
     warning = "WARNING: logger tensorboard is off for the rest of this run: it did not end within 0 s"
@@ -529,9 +520,7 @@ def test_a_sink_has_no_longer_than_is_left_before_the_signal_that_kills(tmp_path
 
     stopped = command(*RUN, "logger=tensorboard", "launch.grace_s=2", root=tmp_path / "runs", before=plant)
     assert stopped.code == 75
-    assert re.search(
-        r"logger tensorboard is off for the rest of this run: it did not end within [012] s", stopped.output
-    )
+    assert re.search(r"logger tensorboard is off for the rest of this run: it did not end within [012] s", stopped.output)
 
 
 @pytest.mark.parametrize("method", ["__init__", "open", "log", "close"])
@@ -609,9 +598,7 @@ class Screen:
                 self.column += 1
 
 
-def on_terminal(
-    *overrides: str, root: Path, columns: int, before: Callable[[], None] = lambda: None
-) -> tuple[Ended, str]:
+def on_terminal(*overrides: str, root: Path, columns: int, before: Callable[[], None] = lambda: None) -> tuple[Ended, str]:
     """Run a command whose stderr is a terminal; return how it ended and all that the terminal got."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -641,9 +628,7 @@ def on_terminal(
 
 @pytest.mark.parametrize("strategy", [[], DDP], ids=["single", "ddp 2"])
 @pytest.mark.parametrize("columns", [80, 140])
-def test_a_terminal_shows_one_progress_line_below_the_evaluations(
-    columns: int, strategy: list[str], tmp_path: Path
-) -> None:
+def test_a_terminal_shows_one_progress_line_below_the_evaluations(columns: int, strategy: list[str], tmp_path: Path) -> None:
     run, text = on_terminal(*RUN, *strategy, root=tmp_path / "runs", columns=columns)
     assert run.code == 0, text
     screen = Screen()

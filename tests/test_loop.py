@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from framework.build import components
-from framework.modules.compile import has_compiler
+from framework.runtime.torch_internals import has_compiler
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished
 from tests.test_resume import after_step, preempt
@@ -137,13 +137,7 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
 
 
 def test_the_best_by_a_training_metric_are_kept(tmp_path: Path) -> None:
-    line = [
-        *TINY,
-        "checkpoint.monitor=train/loss",
-        "checkpoint.keep_best=2",
-        "checkpoint.every=null",
-        "trainer.log_every=1",
-    ]
+    line = [*TINY, "checkpoint.monitor=train/loss", "checkpoint.keep_best=2", "checkpoint.every=null", "trainer.log_every=1"]
     run = finished(*line, root=tmp_path / "runs")
     losses = {row["loss"]: row["step"] for row in rows_of(run, "train")}
     best = {losses[loss] for loss in sorted(losses)[:2]}
@@ -228,10 +222,10 @@ def run_config(ended: Ended) -> dict[str, Any]:
 
 def measured(config: dict[str, Any], weights: dict[str, torch.Tensor], split: str) -> dict[str, float]:
     """Measure by hand, with torch alone, what these weights are worth: the whole split at once."""
-    module = components.model(config)
+    module = components.model(config["model"], seed=config["seed"])
     module.load_state_dict(weights, strict=True)
     module.to(next(iter(weights.values())).dtype).load_state_dict(weights)
-    dataset = components.dataset(config)
+    dataset = components.dataset(config["dataset"])
     inputs, targets = dataset.load(split).gather(torch.arange(config["dataset"][f"num_{split}"]).numpy())
     x, y = dataset.transform(torch.from_numpy(inputs), torch.from_numpy(targets), keys=None)
     module.eval()
@@ -249,9 +243,7 @@ def test_the_exported_weights_load_strictly_and_give_the_rows_numbers(base: Ende
 
 
 @pytest.mark.parametrize("strategy", [[], ["parallel=fsdp", "launch.nproc_per_node=2"]], ids=["single", "fsdp 2"])
-def test_the_averaged_weights_are_what_is_evaluated_and_exported(
-    strategy: list[str], base: Ended, tmp_path: Path
-) -> None:
+def test_the_averaged_weights_are_what_is_evaluated_and_exported(strategy: list[str], base: Ended, tmp_path: Path) -> None:
     run = finished(*BASE, *strategy, "trainer.ema_decay=0.8", root=tmp_path / "runs")
     expected = measured(run_config(run), run.weights, "val")
     last = rows_of(run, "val")[-1]
@@ -373,9 +365,7 @@ def test_the_star_is_where_the_configuration_says_the_best_is(base: Ended, monke
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
     losses = [row["loss"] for row in rows_of(base, "val")]
     for mode, best in (("min", min(losses)), ("max", max(losses))):
-        draw_curves(
-            base.directory / "metrics.jsonl", Path("x.png"), title="t", restarts=[], monitor="val/loss", mode=mode
-        )
+        draw_curves(base.directory / "metrics.jsonl", Path("x.png"), title="t", restarts=[], monitor="val/loss", mode=mode)
         labels = [line.get_label() for line in drawn[-1].axes[0].lines]
         assert any(label.startswith(f"best {best:.4g} at") for label in labels), labels
 

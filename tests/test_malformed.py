@@ -12,11 +12,11 @@ from typing import get_args
 import pytest
 import torch
 
-from framework.cli.run import check
-from framework.config.compose import groups, options
-from framework.config.schema import Config
+from framework.cli.run import checked_line
+from framework.config.folders import groups, options
+from framework.config.schema import RunConfig
 from framework.distributed.mpi import start as mpi
-from framework.launch.claim import report
+from framework.launch.claim import print_problems
 from framework.runtime.exits import Exit
 from tests.harness import command
 
@@ -29,7 +29,7 @@ def one_of(group: str) -> str:
 
 def choices(key: str) -> str:
     """What the schema says of a key with a fixed choice."""
-    return "one of " + ", ".join(get_args(Config.model_fields[key].annotation))
+    return "one of " + ", ".join(get_args(RunConfig.model_fields[key].annotation))
 
 
 CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout, init_from"
@@ -39,7 +39,7 @@ HYDRA = "is Hydra's own and does nothing in a single run (run.root and run.dir s
 MONITOR = "one of val/loss, val/accuracy, val/top5, train/loss, train/accuracy, train/top5"
 GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
 GIVES_TOKENS = "needs a value, and the dataset does not give one (it gives vocab_size, seq_len, which fits model=gpt)"
-NO_CLASS = "(the dotted path of a class or function, in the module that defines it)"
+NO_CLASS = "(the dotted path of a class or function)"
 
 # A command line and its lines on stderr.
 MALFORMED: dict[str, list[str]] = {
@@ -51,14 +51,14 @@ MALFORMED: dict[str, list[str]] = {
     "gpus=2": ["gpus: unknown key (did you mean launch.nproc_per_node?)"],
     "launch.nproc=2": ["launch.nproc: unknown key (did you mean launch.nproc_per_node?)"],
     "optimizer=AdamW": [f"optimizer: no option 'AdamW' ({one_of('optimizer')}; did you mean adamw?)"],
-    "model=resnet18": [f"model: no option 'resnet18' ({one_of('model')}; did you mean resnet?)"],
+    "model=resnet18": [f"model: no option 'resnet18' ({one_of('model')}; did you mean model=torchvision model.name=resnet18?)"],
     "dataset=fashion-mnist": [f"dataset: no option 'fashion-mnist' ({one_of('dataset')}; did you mean fashion_mnist?)"],
     "precision=16": [f"precision: no option 16 ({one_of('precision')}; did you mean fp16?)"],
     "parallel=DDP": [f"parallel: no option 'DDP' ({one_of('parallel')}; did you mean ddp?)"],
     "parallel.name=ddp": ["parallel.name: unknown key (did you mean parallel=ddp?)"],
     "optimizer.type=sgd": ["optimizer.type: unknown key (did you mean optimizer=sgd?)"],
     "seed=1.5": ["seed: 1.5 is not valid (an integer)"],
-    "device=cuda": ["device: unknown key (python train.py --help lists the keys)"],
+    "device=cuda": ["device: unknown key (--help lists the keys; +device is one of your own)"],
     "trainer.max_steps=1e5": ["trainer.max_steps: 100000.0 is not valid (an integer, or null; did you mean 100000?)"],
     "trainer.clip_grad_norm=None": ["trainer.clip_grad_norm: 'None' is not valid (a number, or null; did you mean null?)"],
     "name=3": ["name: 3 is not valid (text; did you mean \"name='3'\"?)"],
@@ -70,7 +70,7 @@ MALFORMED: dict[str, list[str]] = {
     "trainer.lr=3": ["trainer.lr: unknown key (did you mean optimizer.lr?)"],
     "optimizer.weigth_decay=0.1": ["optimizer.weigth_decay: unknown key (did you mean optimizer.weight_decay?)"],
     "model.dimm=3": [f"model.dimm: unknown key ({CNN})"],
-    "optimizer=sgd optimizer.betas=[0.9,0.9]": ["optimizer.betas: unknown key (optimizer has lr, momentum, nesterov, weight_decay)"],
+    "optimizer=sgd optimizer.betas=[0.9,0.9]": ["optimizer.betas: unknown key (optimizer has lr, momentum, nesterov, weight_decay, groups)"],
     "dataset.root=/x": ["dataset.root: unknown key (dataset has augment, num_workers)"],
     "parallel.replicate=2": ["parallel.replicate: unknown key (this parallel has no keys)"],
     "logger.wandb.project=a": ["logger.wandb.project: unknown key (only with logger=wandb)"],
@@ -116,9 +116,9 @@ MALFORMED: dict[str, list[str]] = {
     "trainer.ema_decay=1": ["trainer.ema_decay: 1 is out of range (above 0 and below 1)"],
     "trainer.max_steps=0": ["trainer.max_steps: 0 is out of range (at least 1)"],
     "checkpoint.every=0": ["checkpoint.every: 0 is out of range (at least 1)"],
-    "model.dropout=1": ["model.dropout: 1 is out of range (at least 0 and below 1)"],
+    "model.dropout=1": ["model.dropout: 1: is out of range (at least 0 and below 1)"],
     "launch.timeout_s=0": ["launch.timeout_s: 0 is out of range (above 0)"],
-    "dataset.num_workers=-1": ["dataset.num_workers: -1 is out of range (at least 0)"],
+    "dataset.num_workers=-1": ["dataset.num_workers: -1: is out of range (at least 0)"],
     # choices
     "mode=trian": [f"mode: 'trian' is not valid ({choices('mode')}; did you mean train?)"],
     "invariance=bits": [f"invariance: 'bits' is not valid ({choices('invariance')}{'; did you mean bitwise?' if 'bitwise' in choices('invariance') else ''})"],
@@ -151,10 +151,10 @@ MALFORMED: dict[str, list[str]] = {
     "model=cnn,mlp": [f"model: {SWEEP}"],
     "seed=range(1,3)": [f"seed: {SWEEP}"],
     "~seed": ["~seed: a key cannot be deleted (null switches off what can be off)"],
-    "+foo=1": ["foo: unknown key (python train.py --help lists the keys)"],
+    "+model.foo=1": [f"model.foo: unknown key ({CNN})"],
     "++seed=x": ["seed: 'x' is not valid (an integer)"],
     "hydra.run.dir=x": [f"hydra.run.dir: {HYDRA}"],
-    "hydra/launcher=basic": [f"hydra/launcher: {HYDRA}"],
+    "hydra/launcher=basic": ["hydra/launcher: is about the jobs of a sweep (add -m; a single run has launch=local or launch=slurm)"],
     "name=${nope}": ["name: its interpolation does not resolve (Interpolation key 'nope' not found)"],
     "optimizer.lr=${optimizer.lr}": ["optimizer.lr: its interpolation does not resolve (it refers to itself)"],
     "optimizer.lr=${run.id}": ["optimizer.lr: its interpolation does not resolve (it refers to itself)"],
@@ -164,7 +164,7 @@ MALFORMED: dict[str, list[str]] = {
     # numbers that do not fit each other
     "micro_batch_size=128": ["micro_batch_size: 128 is more than global_batch_size=64 (at most 64)"],
     "trainer.max_epochs=null": ["trainer.max_steps: null, as is trainer.max_epochs: the run would never end (a number for one of them)"],
-    "model=gpt dataset=text model.dim=30": ["model.num_heads: 4 does not divide model.dim=30 (one of 1, 2, 3, 5, 6, 10, 15, 30)"],
+    "model=gpt dataset=text model.dim=30": ["model.dim: 30 is not a multiple of 2 * num_heads=8: every head gets an equal share, and rotary positions turn its dims in pairs; set dim to a multiple of 8"],
     "checkpoint.monitor=loss": [f"checkpoint.monitor: 'loss' is not valid ({MONITOR}; did you mean val/loss?)"],
     "checkpoint.monitor=val/acuracy": [f"checkpoint.monitor: 'val/acuracy' is not valid ({MONITOR}; did you mean val/accuracy?)"],
     "trainer.early_stopping.monitor=mae": [f"trainer.early_stopping.monitor: 'mae' is not valid ({MONITOR})"],
@@ -196,7 +196,7 @@ MALFORMED: dict[str, list[str]] = {
     "run.resume=/nowhere": ["run.resume: no run or checkpoint at '/nowhere' (auto, never, must, or a path)"],
     "run.resume=true": ["run.resume: true is not valid (text; did you mean \"run.resume='true'\"?)"],
     # what only a constructor knows
-    "model._target_=models.nope.X": [f"model._target_: 'models.nope.X' is not valid {NO_CLASS}"],
+    "model._target_=models.nope.X": [f"model._target_: models.nope.X cannot be imported (ModuleNotFoundError: No module named 'models.nope') {NO_CLASS}"],
     "model.channels=[]": ["model.channels: []: a CNN needs at least one block; give one width per block, e.g. [32, 64]"],
     "optimizer.betas=[0.9]": ["optimizer.betas: [0.9] must be two numbers, as in [0.9, 0.999]"],
     "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": ["optimizer.nesterov: true: needs momentum above 0"],
@@ -222,7 +222,7 @@ def test_a_backend_that_this_build_lacks_is_refused() -> None:
         "ucc": torch.distributed.is_ucc_available(),
     }
     for name, is_available in has.items():
-        _, problems = check([f"backend={name}"], world_size=None)
+        problems = checked_line([f"backend={name}"]).problems
         assert [problem.key for problem in problems] == ([] if is_available else ["backend"])
 
 
@@ -243,9 +243,7 @@ def test_every_problem_of_a_command_is_in_one_report(tmp_path: Path) -> None:
 
 def test_resume_must_needs_a_checkpoint(tmp_path: Path) -> None:
     ended = command("run.resume=must", "run.dir=" + str(tmp_path / "there"), root=tmp_path / "runs")
-    assert lines(ended.output) == [
-        f"run.resume: must, but {tmp_path}/there has no checkpoint (auto, or the path of a run)"
-    ]
+    assert lines(ended.output) == [f"run.resume: must, but {tmp_path}/there has no checkpoint (auto, or the path of a run)"]
     ended = command(f"run.resume={tmp_path}", root=tmp_path / "runs")
     assert lines(ended.output) == [f"run.resume: '{tmp_path}' has no checkpoint (the path of a run or of a checkpoint)"]
 
@@ -258,8 +256,8 @@ def test_torchvision_names_are_checked(tmp_path: Path) -> None:
 
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    _, problems = check([f"run.root={tmp_path / 'file'}"], world_size=None)
-    assert report(problems) == Exit.CONFIGURATION
+    problems = checked_line([f"run.root={tmp_path / 'file'}"]).problems
+    assert print_problems(problems) == Exit.CONFIGURATION
     expected = f"run.root: {tmp_path}/file is not a directory (a directory, or a path where one can be made)\n"
     assert capsys.readouterr().err == expected
 
@@ -282,9 +280,7 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def python(*arguments: str, directory: Path) -> "subprocess.CompletedProcess[str]":
     path = {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=directory, capture_output=True, text=True, env=os.environ | path
-    )
+    return subprocess.run([sys.executable, *arguments], cwd=directory, capture_output=True, text=True, env=os.environ | path)
 
 
 def test_a_malformed_command_ends_in_three_seconds(tmp_path: Path) -> None:
@@ -302,16 +298,11 @@ def test_a_malformed_command_ends_in_three_seconds(tmp_path: Path) -> None:
 
 
 def test_what_can_be_checked_without_torch_is() -> None:
-    program = (
-        "import sys; from framework.cli.run import check; check({}, world_size=None); print('torch' in sys.modules)"
-    )
+    program = "import sys; from framework.cli.run import checked_line; checked_line({}); print('torch' in sys.modules)"
     ended = python("-c", program.format(["seed=x", "backend=nccl", "dataset=mnist", "model=vit"]), directory=REPOSITORY)
     assert (ended.stdout, ended.stderr) == ("False\n", "")
 
 
-ONE_CONF = (
-    "the configuration is conf/config.yaml; a recipe of your own is conf/experiment/NAME.yaml, and experiment=NAME"
-)
 SHELLS = "one of " + ", ".join(
     f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")
 )
@@ -344,16 +335,14 @@ FLAGS = {
     "seed==1": ["seed: two = signs (did you mean seed=1?)"],
     # Hydra's flags
     **{
-        f"{flag} x": [f"{flag}: is Hydra's, and not taken here ({ONE_CONF})"]
-        for flag in ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
+        f"{flag} nowhere": ["--config-dir: nowhere is not a directory (a folder that holds groups, as conf/ does)"]
+        for flag in ("--config-path", "-cp", "--config-dir", "-cd")
     },
-    "--config-name=x": [f"--config-name: is Hydra's, and not taken here ({ONE_CONF})"],
+    "-cd": ["--config-dir: has no value (--config-dir DIR)"],
     "--package x": ["--package: is Hydra's, and not taken here (--cfg job prints the whole)"],
     "--run": ["--run: is Hydra's, and not taken here (a run is what there is without it)"],
-    "--experimental-rerun x": [
-        "--experimental-rerun: is Hydra's, and not taken here (the same command continues a run)"
-    ],
-    "--info": ["--info: '' is not valid (one of all, config, defaults, defaults-tree, plugins, searchpath)"],
+    "--experimental-rerun x": ["--experimental-rerun: is Hydra's, and not taken here (the same command continues a run)"],
+    "--info no": ["--info: 'no' is not valid (one of all, config, defaults, defaults-tree, plugins, searchpath)"],
     "-sc": [f"--shell-completion: '' is not valid ({SHELLS})"],
     "-sc install=ksh": [f"--shell-completion: 'install=ksh' is not valid ({SHELLS})"],
     "--cfg nonsense": ["--cfg: 'nonsense' is not valid (one of job, hydra, all)"],
@@ -395,4 +384,4 @@ def test_a_component_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     program = f"import sys; sys.path.append({str(tmp_path)!r}); from framework.cli.run import start; "
     ended = python("-c", program + "start(['model=mlp', 'model._target_=broken.Broken'])", directory=tmp_path)
     what = "cannot be imported (ModuleNotFoundError: No module named 'torhc')"
-    assert lines(ended.stderr) == [f"model._target_: broken.Broken {what}"]
+    assert lines(ended.stderr) == [f"model._target_: broken.Broken {what} {NO_CLASS}"]

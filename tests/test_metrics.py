@@ -14,7 +14,6 @@ from torch import nn
 
 import framework.modes.train
 from framework.build import components
-from framework.cli.run import check
 from framework.data.loader import Loader
 from framework.modules import flops
 from framework.runs.metrics_file import MACHINE
@@ -22,7 +21,7 @@ from framework.tasks.classification import Classification
 from framework.tasks.language_modeling import LanguageModeling
 from framework.training.speed import PARTS, Speed
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_close, command, finished
+from tests.harness import Ended, assert_close, checked, command, finished
 from tests.test_loop import GPT, TINY, rows_of
 from tests.test_resume import after_step, crash
 
@@ -88,10 +87,7 @@ def test_text_knows_that_a_token_is_a_byte(tmp_path: Path) -> None:
 def test_a_monitor_that_is_not_measured_for_these_data_ends_the_run_with_a_word(key: str, tmp_path: Path) -> None:
     run = command(*GPT, f"{key}=val/bits_per_byte", "trainer.early_stopping.patience=2", root=tmp_path / "runs")
     assert run.code == 78
-    assert (
-        f"{key}: val/bits_per_byte is not measured here (there are loss, accuracy, bits_per_token, perplexity)"
-        in run.output
-    )
+    assert f"{key}: val/bits_per_byte is not measured here (there are loss, accuracy, bits_per_token, perplexity)" in run.output
     assert "Traceback" not in run.output
 
 
@@ -235,13 +231,12 @@ def test_a_linear_layer_needs_two_operations_a_weight_and_pass() -> None:
 
 
 def test_a_gpt_needs_six_operations_a_weight_and_token_and_its_attention() -> None:
-    config, problems = check([*GPT, "model.dropout=0", "dataset.seq_len=32", "model.dim=64"], world_size=None)
-    assert not problems
+    config = checked(*GPT, "model.dropout=0", "dataset.seq_len=32", "model.dim=64")
     with torch.device("meta"):
-        model = components.model(config)
-    batch = components.example(components.dataset(config).info)
+        model = components.model(config.model, seed=config.seed)
+    batch = components.example(components.dataset(config.dataset).info)
     assert batch is not None
-    dim, seq_len, num_layers = 64, 32, config["model"]["num_layers"]
+    dim, seq_len, num_layers = 64, 32, config.model["num_layers"]
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     head = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
@@ -276,9 +271,11 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices(tmp_path: Path) -> None:
 
     line = [*TINY, "trainer.max_steps=2", "parallel=ddp", "launch.nproc_per_node=2"]
     run = finished(*line, root=tmp_path / "runs", before=plant)
-    config, _ = check(line, world_size=None)
+    config = checked(*line)
     with torch.device("meta"):
-        needed = flops.flops_per_sample(components.model(config), components.example(components.dataset(config).info))  # type: ignore[arg-type]
+        needed = flops.flops_per_sample(
+            components.model(config.model, seed=config.seed), components.example(components.dataset(config.dataset).info)
+        )  # type: ignore[arg-type]
     assert needed
     for row in rows_of(run, "train"):
         assert row["mfu"] == pytest.approx(row["samples_per_s"] * needed / 2e9)

@@ -1,5 +1,6 @@
 """Strategies promise to take any model. These are what people have, and no row of blocks."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from framework.config import compose
-from framework.config.compose import CONF
+from framework.config.folders import CONF
 from tests.harness import Ended, assert_close, command, finished
 from tests.parallel.test_model_parallel import on_emulated
 from tests.test_conformance import CASES, RUN, SMALL, name
@@ -21,7 +21,7 @@ SHARDED = ("fsdp", "hsdp", "fsdp+tp", "pp+fsdp+tp")
 PAIRS = [case for case in CASES if case[1] <= 2]
 TAKES_NONE = {  # what a strategy asks and a model does not answer
     "context": "does not answer mixers()",
-    **{strategy: "does not answer chain()" for strategy in ("pipeline", "ddp+pp", "pp+fsdp+tp")},
+    **dict.fromkeys(("pipeline", "ddp+pp", "pp+fsdp+tp"), "does not answer chain()"),
 }
 
 
@@ -31,7 +31,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
     shutil.copytree(CONF, conf)
     for model in MODELS:
         (conf / "model" / f"{model}.yaml").write_text(NODE.format(model))
-    return lambda: setattr(compose, "CONF", conf)
+    return lambda: os.environ.update(STEADFAST_CONF=str(conf))
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,9 @@ def refusal(strategy: str, model: str) -> str | None:
         if asked is not None:
             return f"parallel: {model} {asked}"
     if model == "Scalar" and strategy in SHARDED:
-        return "parallel: the model's temperature is a number without dimensions, which FSDP cannot shard; give it the shape (1,)"
+        return (
+            "parallel: the model's temperature is a number without dimensions, which FSDP cannot shard; give it the shape (1,)"
+        )
     if model == "Unused" and strategy in ("ddp", "zero", "ddp+mp", "auto"):
         return "parallel.find_unused_parameters: false, but the model's forward does not use spare.weight, spare.bias in every step"
     return None

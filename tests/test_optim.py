@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from framework.build.components import component
-from framework.config.compose import options
+from framework.config.components import component
+from framework.config.folders import options
 from framework.engine.data_parallel import DataParallelEngine
 from framework.optim import schedules
-from framework.optim.averaging import AveragedWeights
-from framework.optim.loss_scale import LossScale
-from framework.optim.optimizers import Trainable, adamw, hidden_matrices, muon, sgd, trainable
-from framework.optim.precision import PRECISIONS
+from framework.optim.groups import Trainable
+from framework.optim.optimizers import adamw, hidden_matrices, muon, sgd, trainable
+from framework.optim.precision import PRECISIONS, LossScale
+from framework.optim.update import AveragedWeights
 from framework.runtime.exits import Diverged
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished
@@ -150,7 +150,7 @@ def test_one_muon_step_is_the_formula() -> None:
     made.step()
     update = (before * (1 - 0.02 * 0.1) - hidden.detach()) / (0.02 * 0.2 * math.sqrt(6))
     left, singular, right = torch.linalg.svd(update, full_matrices=False)
-    assert 0.6 < singular.min() and singular.max() < 1.3  # "nearly orthogonal": Jordan et al. 2024
+    assert singular.min() > 0.6 and singular.max() < 1.3  # "nearly orthogonal": Jordan et al. 2024
     left_grad, _, right_grad = torch.linalg.svd(grad, full_matrices=False)
     polar, polar_of_grad = left @ right, left_grad @ right_grad
     assert torch.allclose(polar, polar_of_grad, atol=1e-10)
@@ -230,7 +230,7 @@ def note_steps(file: Path) -> Callable[[], None]:
         original = Trainer.train_step
 
         def train_step(self: Trainer, *args: object, **kwargs: object) -> object:
-            scale, before = self.loss_scale.value, [p.detach().clone() for p in self.parameters]
+            scale, before = self.update.loss_scale.value, [p.detach().clone() for p in self.parameters]
             result = original(self, *args, **kwargs)  # type: ignore[arg-type]
             moved = any(not torch.equal(p, q) for p, q in zip(self.parameters, before))
             with open(file, "a") as out:

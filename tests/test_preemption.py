@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from framework.build import training
+from framework.build.training import Builder
 from framework.checkpoint.store import CheckpointStore
 from framework.engine.forward import Forward
 from framework.runtime.environment import Environment
@@ -19,11 +19,7 @@ from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished
 from tests.test_resume import RUN, STRATEGIES
 
-LINE = [
-    *RUN,
-    "micro_batch_size=3",
-    "checkpoint.every=4",
-]  # 21 steps of six micro-batches; an evaluation after every fifth
+LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
 STEP = 5
 
@@ -43,7 +39,7 @@ def once_at(owner: Any, name: str, condition: Callable[..., bool], act: Callable
 
 # moment -> (where, the call's name, which of its calls)
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "start-up": (training, "trainer", lambda *_, **__: True),
+    "start-up": (Builder, "trainer", lambda *_, **__: True),
     "training": (Trainer, "train_step", lambda trainer, *_, **__: trainer.progress.step == STEP - 1),
     # the second of either rank's three
     "accumulation": (Forward, "seed_draws", lambda _, step, micro_batch: step == STEP - 1 and micro_batch in (1, 4)),
@@ -121,8 +117,6 @@ def test_one_process(moment: str, undisturbed: dict[str, Ended], tmp_path: Path)
 
 
 @pytest.mark.parametrize("moment", ["training", "saving"])
-def test_while_a_checkpoint_is_written_beside_the_steps(
-    moment: str, undisturbed: dict[str, Ended], tmp_path: Path
-) -> None:
+def test_while_a_checkpoint_is_written_beside_the_steps(moment: str, undisturbed: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], "checkpoint.async_save=true"]
     stops_and_continues(line, (moment, "rank 1", signal.SIGUSR1), whole=undisturbed["ddp 2"], root=tmp_path / "runs")

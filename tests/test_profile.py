@@ -35,9 +35,7 @@ def test_the_trace_of_three_steps_has_the_models_operations(plain: Ended, tmp_pa
     assert traces(run) == ["step_00000004_rank_0.json"]
     names = operations(run, "step_00000004_rank_0.json")
     assert {"aten::conv2d", "aten::linear", "aten::convolution_backward", "aten::_fused_adamw_"} <= set(names)
-    assert (
-        names.count("aten::linear") == 3 * 2
-    )  # steps of two micro-batches; the fifth step, which ends the epoch, has two too
+    assert names.count("aten::linear") == 3 * 2  # steps of two micro-batches; the fifth step, which ends the epoch, has two too
     assert run.directory.name == plain.directory.name  # it is the same run
     assert_same_bits(run, plain)
 
@@ -88,5 +86,5 @@ def test_without_it_nothing_is_recorded(plain: Ended) -> None:
 
 
 def test_it_is_not_in_the_runs_id() -> None:
-    ids = {compose(line)[0]["run"]["id"] for line in ([], [PROFILE], ["trainer.profile=all"])}
+    ids = {compose(line).config["run"]["id"] for line in ([], [PROFILE], ["trainer.profile=all"])}
     assert len(ids) == 1

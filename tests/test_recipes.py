@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from framework.cli.run import check
-from framework.config.compose import options
+from framework.cli.run import checked_line
+from framework.config.folders import options
 from framework.data.fashion_mnist import DEBIAN
-from framework.preflight.dry_build import try_out
+from framework.preflight.dry_build import dry_build
 from framework.runtime.exits import Exit
 from tests.harness import assert_close, command, exact_rows, finished, slow_but
 
@@ -91,16 +91,14 @@ def test_without_its_data_it_says_where_to_get_it_and_nothing_else(name: str, tm
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(
-    "launch",
-    [[], ["launch=slurm", "launch.nnodes=4", "launch.nproc_per_node=8", "parallel=ddp"]],
-    ids=["here", "cluster"],
+    "launch", [[], ["launch=slurm", "launch.nnodes=4", "launch.nproc_per_node=8", "parallel=ddp"]], ids=["here", "cluster"]
 )
 def test_at_full_size_nothing_is_wrong_with_it(name: str, launch: list[str], tmp_path: Path) -> None:
     RECIPES[name].write(tmp_path / "data")
     line = [f"experiment={name}", f"dataset.root={tmp_path / 'data'}", f"run.root={tmp_path / 'runs'}", *launch]
-    config, problems = check(line, world_size=None)
-    assert [problem for problem in problems if "CUDA devices" not in problem.what] == []
-    assert try_out(config) == [], "the whole model, without storage, takes a batch of this data"
+    found = checked_line(line)
+    assert found.config is not None, found.problems
+    assert dry_build(found.config) == [], "the whole model, without storage, takes a batch of this data"
 
 
 @pytest.mark.parametrize("name", slow_but({"gpt2_124m"}, RECIPES))

@@ -24,16 +24,12 @@ from tests.test_loop import TINY
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def write_run(
-    path: Path, *, losses: list[float], config: dict[str, Any], summary: dict[str, Any] | None = None
-) -> None:
+def write_run(path: Path, *, losses: list[float], config: dict[str, Any], summary: dict[str, Any] | None = None) -> None:
     """Write a run's files: a validation and a training row for each loss."""
     path.mkdir(parents=True)
     (path / "lock").touch()
     (path / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"monitor": "val/loss", "mode": "min"}, **config}))
-    rows = [
-        {"step": 10 * i, "split": split, "loss": loss} for i, loss in enumerate(losses, 1) for split in ("train", "val")
-    ]
+    rows = [{"step": 10 * i, "split": split, "loss": loss} for i, loss in enumerate(losses, 1) for split in ("train", "val")]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = {"status": "preempted", "step": 10 * len(losses), "wall_s": 3723.4, "restarts": 0} | (summary or {})
     (path / "summary.json").write_text(json.dumps(summary))
@@ -108,12 +104,7 @@ def driver() -> Iterator[Any]:
         pytest.skip("no Chromium and its driver here: tests/install_debian.sh installs them")
     webdriver = pytest.importorskip("selenium.webdriver", reason="pip install -r requirements-dev.txt")
     options = webdriver.ChromeOptions()
-    for argument in (
-        "--headless=new",
-        "--window-size=1500,1400",
-        "--disable-dev-shm-usage",
-        "--force-device-scale-factor=1",
-    ):
+    for argument in ("--headless=new", "--window-size=1500,1400", "--disable-dev-shm-usage", "--force-device-scale-factor=1"):
         options.add_argument(argument)
     if os.geteuid() == 0:
         options.add_argument("--no-sandbox")
@@ -208,9 +199,7 @@ def test_words_narrow_the_table_and_the_curves(page: Page) -> None:
 
 
 def test_the_page_asks_for_nothing_else(page: Page) -> None:
-    assert (
-        page.driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
-    )
+    assert page.driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
     assert [line for line in page.driver.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
@@ -219,14 +208,11 @@ SCRIPT, IMAGE = "<script>window.hacked = 1</script>", "<img src=x onerror='windo
 
 def test_what_names_and_values_hold_is_shown_and_never_run(driver: Any, tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    metrics = '{"step": 1, "split": "val", "loss": 1.0, "%s": 2.0}\n' % SCRIPT
+    metrics = json.dumps({"step": 1, "split": "val", "loss": 1.0, SCRIPT: 2.0}) + "\n"
     for number, name in enumerate((SCRIPT, IMAGE, "a", "b\u202ec")):  # the first becomes two directories
         config = {"model": {IMAGE: number, "kind": [SCRIPT, IMAGE, "<%= window.hacked = 1 %>", "{{7*7}}"][number]}}
         write_run(
-            root / name,
-            losses=[1.0, 2.0],
-            config=config,
-            summary={"status": SCRIPT, "error": f"{SCRIPT}\ud800 {number}"},
+            root / name, losses=[1.0, 2.0], config=config, summary={"status": SCRIPT, "error": f"{SCRIPT}\ud800 {number}"}
         )
         with open(root / name / "metrics.jsonl", "a") as file:
             file.write(metrics)

@@ -145,9 +145,7 @@ def test_a_run_that_begins_with_another_has_its_own_test_row_alone(across: Ended
 
 def test_what_is_best_and_when_to_stop_follow_from_the_runs_own_settings(tmp_path: Path) -> None:
     other = ["checkpoint.mode=max", "trainer.early_stopping.monitor=val/accuracy", "trainer.early_stopping.mode=max"]
-    first = finished(
-        *RUN, *other, "trainer.early_stopping.patience=99", "trainer.max_epochs=1", root=tmp_path / "first"
-    )
+    first = finished(*RUN, *other, "trainer.early_stopping.patience=99", "trainer.max_epochs=1", root=tmp_path / "first")
     ended_at = time.time()
     own = ["trainer.early_stopping.patience=99", "trainer.max_epochs=2", f"run.resume={first.directory}"]
     second = finished(*RUN, *own, root=tmp_path / "second")
@@ -212,9 +210,7 @@ def test_lost_rows_are_said_to_be_lost(tmp_path: Path) -> None:
     assert ended.rows[0]["step"] == 10
 
 
-def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(
-    uninterrupted: dict[str, Ended], tmp_path: Path
-) -> None:
+def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(uninterrupted: dict[str, Ended], tmp_path: Path) -> None:
     ended = finished(*RUN, root=tmp_path / "runs")
     with open(ended.directory / "model.safetensors", "r+b") as file:
         file.truncate(1000)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.config.compose import groups, option_node, options
+from framework.config.folders import groups, option_node, options
 from framework.data.synthetic import Synthetic
 from framework.loggers.tensorboard import TensorBoard
 from framework.runtime.secrets import HIDDEN, is_secret_key, redact, secrets_in
@@ -27,9 +27,7 @@ VARIABLES = {  # every value has the canary in it
     "WANDB_API_KEY": "canary" * 6 + "0123",
 }
 URL = "postgres://someone:canary-p4ss@host.example/db"
-STORY = (
-    f"cannot reach {URL} with {VARIABLES['SERVICE_API_KEY']}, {VARIABLES['DB_PASSWORD']}\nor {VARIABLES['SIGNING_KEY']}"
-)
+STORY = f"cannot reach {URL} with {VARIABLES['SERVICE_API_KEY']}, {VARIABLES['DB_PASSWORD']}\nor {VARIABLES['SIGNING_KEY']}"
 
 
 def assert_no_canary(ended: Ended) -> None:
@@ -104,22 +102,10 @@ def test_an_error_of_the_data_is_told_without_its_secrets(ranks: str, workers: i
 REFUSED = [
     ("name", ["name=run-canary-3141592653589793"], "the value of the environment variable SERVICE_API_KEY"),
     ("name", ["name=${oc.env:SERVICE_API_KEY}"], "the value of the environment variable SERVICE_API_KEY"),
-    (
-        "logger.wandb.project",
-        ["logger=wandb", "logger.wandb.project=x-${oc.env:WANDB_API_KEY}"],
-        "variable WANDB_API_KEY",
-    ),
+    ("logger.wandb.project", ["logger=wandb", "logger.wandb.project=x-${oc.env:WANDB_API_KEY}"], "variable WANDB_API_KEY"),
     ("dataset.root", ["dataset=text", f"dataset.root='{URL}'"], "a URL with a password"),
-    (
-        "logger.wandb.project",
-        ["logger=wandb", "logger.wandb.project='https://x.example/?a=1&api_key=canary1'"],
-        "a URL with",
-    ),
-    (
-        "logger.wandb.project",
-        ["logger=wandb", "logger.wandb.project=ghp_canary" + "a1" * 16],
-        "what looks like a token",
-    ),
+    ("logger.wandb.project", ["logger=wandb", "logger.wandb.project='https://x.example/?a=1&api_key=canary1'"], "a URL with"),
+    ("logger.wandb.project", ["logger=wandb", "logger.wandb.project=ghp_canary" + "a1" * 16], "what looks like a token"),
     ("logger.wandb.api_key", ["logger=wandb", "+logger.wandb.api_key=canary"], "has the name of a secret"),
     ("dataset.password", ["dataset.password=canary"], "has the name of a secret"),
     ("dataset.password", ["dataset.password=[canary"], "has the name of a secret"),

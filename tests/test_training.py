@@ -13,9 +13,9 @@ from safetensors import safe_open
 from torch import nn
 
 from framework.build import components
-from framework.modules.freeze_parameters import freeze
-from framework.optim.gradients import ClipValues, Noise
+from framework.modules.freeze_parameters import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
+from framework.optim.update import ClipValues, Noise
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 from tests.test_bitwise import digest
@@ -38,6 +38,12 @@ QUICK = ["all"]  # one after the other is for `-m slow`
 STRATEGIES = [case for case in CASES if case[1] <= 2 or (case[0] == "pp+fsdp+tp" and case[1] == 4)]
 STRATEGIES += [("tensor", 2, ["parallel.sequence=true"]), ("fsdp+tp", 4, ["parallel.shard=2", "parallel.tensor=2", "parallel.sequence=true"]),
                ("pipeline", 2, ["parallel.schedule=zero-bubble"]), ("fsdp", 3, []), ("zero", 3, []), ("hsdp", 4, ["parallel.replicate=2", "parallel.shard=2"])]  # fmt: skip
+
+
+def model_of(ended: Ended) -> nn.Module:
+    """Return the run's model as it was drawn."""
+    config = yaml.safe_load((ended.directory / "config.yaml").read_text())
+    return components.model(config["model"], seed=config["seed"])
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +90,9 @@ def test_ranks_compute_what_one_process_does(
 
 def assert_frozen(ended: Ended) -> None:
     """The frozen parameters are in checkpoint and weights as they began, and have no optimizer state; the others do."""
-    model = components.model(yaml.safe_load((ended.directory / "config.yaml").read_text()))
+    model = model_of(ended)
     begun = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    freeze(model, FROZEN)
+    freeze_parameters(model, FROZEN)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     (last,) = (ended.directory / "checkpoints").iterdir()
     stored = {key for file in last.glob("*.safetensors") for key in safe_open(file, framework="pt").keys()}
@@ -110,9 +116,7 @@ def test_killed_it_ends_with_the_same_bits(parallel: list[str], tmp_path: Path) 
 
 def test_it_continues_under_other_strategies(one: Callable[[str], Ended], tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    begun = command(
-        *LINES["all"], "parallel=pipeline", "launch.nproc_per_node=2", root=root, before=after_step(3, preempt)
-    )
+    begun = command(*LINES["all"], "parallel=pipeline", "launch.nproc_per_node=2", root=root, before=after_step(3, preempt))
     assert begun.code == 75, begun.output
     line = [*LINES["all"], f"run.resume={begun.directory}", "parallel=fsdp", "launch.nproc_per_node=3"]
     assert_close(finished(*line, root=tmp_path / "second"), one("all"))
@@ -166,7 +170,7 @@ def test_a_clipped_step_is_no_longer_than_its_rate(parallel: list[str], expected
     line = [*SMALL, "model=mlp", "model.dim=8", "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "scheduler=constant",
             "precision=fp64", "trainer.max_epochs=null", "trainer.max_steps=3", "trainer.clip_grad_value=0.001", "trainer.eval_every=null", "checkpoint.every=null"]  # fmt: skip
     run = finished(*line, *parallel, root=tmp_path / "runs")
-    begun = dict(components.model(yaml.safe_load((run.directory / "config.yaml").read_text())).named_parameters())
+    begun = dict(model_of(run).named_parameters())
     farthest = max((run.weights[name] - begun[name].double()).abs().max().item() for name in begun)
     assert farthest == pytest.approx(expected, abs=1e-12)
 
@@ -229,7 +233,7 @@ def test_norms_and_biases_of_any_shape_are_not_decayed_nor_orthogonalised() -> N
 def test_a_frozen_first_layer_leaves_the_hidden_matrices_as_they_are() -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     hidden = hidden_matrices(model)
-    freeze(model, ["0.*"])
+    freeze_parameters(model, ["0.*"])
     assert hidden_matrices(model) == hidden == ["1.weight", "2.weight"]
 
 
@@ -264,7 +268,7 @@ def test_a_tied_weight_is_frozen_by_either_name() -> None:
     for pattern in ("0.*", "2.*"):
         model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
         model[2].weight = model[0].weight
-        freeze(model, [pattern])
+        freeze_parameters(model, [pattern])
         assert [item.name for item in trainable(model, hidden=[])] == ["1.weight", "1.bias"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from framework.modules.compile import has_compiler
+from framework.runtime.torch_internals import has_compiler
 from tests.harness import command, finished
 from tests.test_layout import FRAMEWORK, MODELS, ROOT, name
 from tests.test_loggers import RUN
@@ -86,9 +86,7 @@ def note_unpickling(file: Path) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    "more",
-    [[], pytest.param(["trainer.compile=true"], marks=[NEEDS_COMPILER, pytest.mark.slow])],
-    ids=["plain", "compiled"],
+    "more", [[], pytest.param(["trainer.compile=true"], marks=[NEEDS_COMPILER, pytest.mark.slow])], ids=["plain", "compiled"]
 )
 def test_a_run_and_its_continuation_unpickle_nothing(more: list[str], tmp_path: Path) -> None:
     line = [*RUN, *more, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]

@@ -4,14 +4,13 @@ import faulthandler
 import threading
 from pathlib import Path
 
-from framework.distributed.hang.board import Beat, Board, Place, State
-from framework.distributed.hang.judge import Seen, judge
-from framework.distributed.hang.stacks import frames, own_frame
+from framework.distributed.hang.board import Beat, Board, RankSlot, State
+from framework.distributed.hang.judge import RankReport, frames, judge, own_frame
 
 USUAL = {"training": (4, 1), "logging": (0, 1)}  # collectives of a step's parts, on both groups
 
 
-def seen(rank: int, parts: list[str], *, begun: tuple[int, int] = (0, 0), odd: dict[int, int] | None = None) -> Seen:
+def seen(rank: int, parts: list[str], *, begun: tuple[int, int] = (0, 0), odd: dict[int, int] | None = None) -> RankReport:
     """A rank that has gone through these parts of the program, and begun so many collectives in the last.
 
     `odd`: how many it has begun on the default group where that was unusual, by the part's number.
@@ -21,10 +20,10 @@ def seen(rank: int, parts: list[str], *, begun: tuple[int, int] = (0, 0), odd: d
         beats.append(Beat(number, 1 + number // 2, part, totals))
         made = ((odd or {}).get(number, USUAL[part][0]), USUAL[part][1]) if number < len(parts) - 1 else begun
         totals = (totals[0] + made[0], totals[1] + made[1])
-    return Seen(Place(rank, rank, 100 + rank, State.TIMED_OUT, 0.0, totals, tuple(beats)), "", "")
+    return RankReport(RankSlot(rank, rank, 100 + rank, State.TIMED_OUT, 0.0, totals, tuple(beats)), "", "")
 
 
-def verdict(*ranks: Seen) -> str:
+def verdict(*ranks: RankReport) -> str:
     return judge(ranks, timeout_s=3.0, spans_nodes=False)
 
 

@@ -45,12 +45,7 @@ def test_under_any_strategy_a_run_begins_with_the_files_weights(
     strategy: str, ranks: int, first: Ended, tmp_path: Path
 ) -> None:
     mesh = next(mesh for count, mesh in layouts(strategy) if count == ranks)
-    line = [
-        f"parallel={strategy}",
-        f"launch.nproc_per_node={ranks}",
-        *mesh,
-        init(first.directory / "model.safetensors"),
-    ]
+    line = [f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, init(first.directory / "model.safetensors")]
     run = finished(*RUN, *STILL, *line, root=tmp_path / "runs")
     assert_begun_with(run, first.weights)
     assert "model.init_from: 24 of the model's 24 tensors are those of " in run.output
@@ -97,9 +92,7 @@ def test_what_does_not_fit_is_named_and_left_as_it_was(first: Ended, tmp_path: P
                  "norm.weight (F32 [3, 5] in the file, float64 [16] in the model)"]  # fmt: skip
     assert f"WARNING: model.init_from: of another shape or kind: {', '.join(differing)}\n" in run.output
     assert torch.equal(run.weights["norm.weight"].round(), torch.ones(16))
-    assert_begun_with(
-        run, {"embedding.weight": first.weights["embedding.weight"], "head.weight": first.weights["head.weight"]}
-    )
+    assert_begun_with(run, {"embedding.weight": first.weights["embedding.weight"], "head.weight": first.weights["head.weight"]})
 
 
 def test_an_evaluation_does_not_ask_for_the_file(first: Ended, tmp_path: Path) -> None:
@@ -127,9 +120,7 @@ def an_endless_header(path: Path) -> None:
 
 
 def an_overlap(path: Path) -> None:
-    header = (
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'
-    )
+    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
 
 

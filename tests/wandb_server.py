@@ -30,15 +30,11 @@ class WandbServer(ThreadingHTTPServer):
             return self._take(request)
         query = request.get("query", "")
         if "query RunResumeStatus" in query:
-            return {
-                "data": {"model": {"id": "project", "name": "steadfast", "entity": OWNER, "bucket": self._bucket()}}
-            }
+            return {"data": {"model": {"id": "project", "name": "steadfast", "entity": OWNER, "bucket": self._bucket()}}}
         if "mutation UpsertBucket" in query:
             self.ids.append(request["variables"]["name"])
             return {
-                "data": {
-                    "upsertBucket": {"bucket": self._bucket(request["variables"]["name"]), "inserted": not self.history}
-                }
+                "data": {"upsertBucket": {"bucket": self._bucket(request["variables"]["name"]), "inserted": not self.history}}
             }
         if "mutation CreateRunFiles" in query:
             files = [{"name": name, "uploadUrl": f"{self.url}/uploaded"} for name in request["variables"]["files"]]

@@ -1,215 +1,227 @@
-"""The composition root: a run's configuration as a trainer."""
+"""The composition root: a run's configuration as the objects that train and measure it."""
 
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from framework.build import components
+from framework.checkpoint.saver import Saver
+from framework.checkpoint.store import CheckpointStore
+from framework.checkpoint.weights import warm_start
+from framework.config.components import component
 from framework.config.renamed import first_target
+from framework.config.schema import Node, RunConfig, TrainerSection
+from framework.data.loader import Splits
+from framework.data.source import Dataset
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine, Task
+from framework.loggers.background import Background
+from framework.loggers.console import Console
+from framework.loggers.sink import Sink
+from framework.modules import flops
+from framework.modules.compile import compile_blocks, recompute_activations
+from framework.modules.freeze_parameters import freeze_parameters
+from framework.modules.structure import blocks_of, chain_of, has_dropout
+from framework.optim.groups import Trainable
+from framework.optim.optimizers import hidden_matrices, trainable
+from framework.optim.precision import PRECISIONS
+from framework.optim.update import AveragedWeights, ChangeGradients, ClipValues, Noise, Update
+from framework.parallel.sync_batchnorm import synchronise
+from framework.runs.directory import RunDirectory
 from framework.runtime.log import LOGGER
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from framework.distributed.world import World
-    from framework.engine.seam import Engine
-    from framework.loggers.sink import Sink
-    from framework.optim.gradients import ChangeGradients
-    from framework.optim.optimizers import Trainable
-    from framework.runs.directory import RunDirectory
-    from framework.training.speed import Speed
-    from framework.training.trainer import Trainer
-from framework.build.components import Config, component, dataset, derived, example, model, task
+from framework.runtime.torch_internals import has_compiler
+from framework.training.profile import Profile
+from framework.training.progress import Plan
+from framework.training.recorder import Recorder
+from framework.training.recovery import Recovery
+from framework.training.speed import Speed
+from framework.training.tracking import Patience, Tracker
+from framework.training.trainer import Trainer
 
 
-def engine(config: Config, module: "nn.Module", *, world: "World") -> "Engine":
-    """Put the model under the chosen precision and strategy. Collective."""
-    import torch
+class Builder:
+    """Builds what a frozen configuration names, on one rank of its world."""
 
-    from framework.engine.forward import Forward
-    from framework.modules.compile import compile_blocks, has_compiler, recompute_activations
-    from framework.modules.structure import blocks_of, chain_of, has_dropout
-    from framework.optim.precision import PRECISIONS
-    from framework.parallel.sync_batchnorm import synchronise
-
-    precision = PRECISIONS[config["precision"]["name"]]
-    torch.set_float32_matmul_precision(precision.matmul)
-    module.to(precision.parameters)
-    if config["trainer"]["activation_checkpointing"]:
-        recompute_activations(module)
-    if config["trainer"]["compile"] and has_compiler():
-        compile_blocks(module)
-    elif config["trainer"]["compile"] and world.rank == 0:
-        LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
-                       "without, at the model's own speed")  # fmt: skip
-    forward = Forward(
-        task(config),
-        seed=config["seed"],
-        devices=world.devices,
-        autocast=precision.autocast,
-        example=example(dataset(config).info, dtype=precision.parameters),
-    )
-    if has_dropout(module):
-        forward.key_draws(chain_of(module) or blocks_of(module))
-    if config["invariance"] == "bitwise":
-        target = config["parallel"]["_target_"].rpartition(".")[0]
-        node = {"_target_": f"{target}.invariant", "micro_batch_size": config["micro_batch_size"]}
-    else:
-        node = config["parallel"]
-    built: Engine = component(node)(module, world=world, forward=forward)
-    if config["trainer"]["sync_batchnorm"] and built.dp_size > 1:
-        assert built.dp_size == world.world_size  # the preflight has refused strategies in which it is not
-        synchronise(module, group=world.new_group(), forward=forward)
-    return built
-
-
-def sinks(config: Config) -> "dict[str, Sink]":
-    """Return the run's sinks by name, every logger in a process of its own, which is forked here."""
-    from framework.loggers.background import TIMEOUT_S, Background
-    from framework.loggers.console import Console
-
-    def background(node: Config) -> Background:
-        return Background(lambda: component(node)(), timeout_s=node.get("timeout_s", TIMEOUT_S))
-
-    return {"console": Console()} | {name: background(node) for name, node in config["logger"].items()}
-
-
-class Loaders(dict):  # type: ignore[type-arg]  # str -> Loader
-    """A run's loaders by split, each loaded when it is first asked for. Asking is collective."""
-
-    def __init__(self, config: Config, *, world: "World", engine: "Engine") -> None:
-        super().__init__()
+    def __init__(self, config: RunConfig, *, world: World) -> None:
         self.config = config
         self.world = world
-        self.engine = engine
-        self.dataset = dataset(config)
+        self.precision = PRECISIONS[config.precision.name]
 
-    def __missing__(self, split: Any) -> Any:
-        from framework.data.loader import Loader
-        from framework.data.order import Order
-        from framework.data.sharing import load_shared
-        from framework.optim.precision import PRECISIONS
+    @cached_property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(Path(self.config.run.dir))
 
+    @cached_property
+    def dataset(self) -> Dataset:
+        return components.dataset(self.config.dataset)
+
+    @cached_property
+    def task(self) -> Task:
+        return components.task(self.config.task)
+
+    def model(self) -> nn.Module:
+        """Return the model as it was drawn from the seed, in the precision's type."""
+        return components.model(self.config.model, seed=self.config.seed).to(self.precision.parameters)
+
+    def engine(self, module: nn.Module) -> Engine:
+        """Put the model under the chosen strategy. Collective."""
         config = self.config
-        source = load_shared(self.dataset, split, world=self.world)
-        order = Order(
-            num_samples=len(source),
-            global_batch_size=config["global_batch_size"],
-            seed=config["seed"],
-            drop_last=config["drop_last"] and split == "train",
+        torch.set_float32_matmul_precision(self.precision.matmul)
+        self._transform_blocks(module, config.trainer)
+        forward = Forward(
+            self.task,
+            seed=config.seed,
+            devices=self.world.devices,
+            autocast=self.precision.autocast,
+            example=components.example(self.dataset.info, dtype=self.precision.parameters),
         )
-        self[split] = Loader(
-            self.dataset,
-            source,
-            order=order,
-            micro_batch_size=config["micro_batch_size"],
-            dp_rank=self.engine.dp_rank,
-            dp_size=self.engine.dp_size,
-            device=self.world.device,
-            dtype=PRECISIONS[config["precision"]["name"]].parameters,
+        if has_dropout(module):
+            forward.key_draws(chain_of(module) or blocks_of(module))
+        bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
+        built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)
+        if config.trainer.sync_batchnorm and built.dp_size > 1:
+            assert built.dp_size == self.world.world_size  # the preflight has refused strategies in which it is not
+            synchronise(module, group=self.world.groups.new_group(), forward=forward)
+        return built
+
+    def _transform_blocks(self, module: nn.Module, settings: TrainerSection) -> None:
+        if settings.activation_checkpointing:
+            recompute_activations(module)
+        if settings.compile and has_compiler():
+            compile_blocks(module)
+        elif settings.compile and self.world.rank == 0:
+            LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
+                           "without, at the model's own speed")  # fmt: skip
+
+    def splits(self, engine: Engine) -> Splits:
+        """Return this rank's part of the dataset, loaded when it is first asked for."""
+        config = self.config
+        return Splits(
+            dataset=self.dataset,
+            world=self.world,
+            dp_rank=engine.dp_rank,
+            dp_size=engine.dp_size,
+            seed=config.seed,
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.micro_batch_size,
+            drop_last=config.drop_last,
+            dtype=self.precision.parameters,
         )
-        return self[split]
+
+    def store(self) -> CheckpointStore:
+        saving = self.config.checkpoint
+        return CheckpointStore(
+            self.directory.checkpoints,
+            world=self.world,
+            keep_last=saving.keep_last,
+            keep_best=saving.keep_best,
+            mode=saving.mode,
+        )
+
+    def trainer(self) -> Trainer:
+        """Build a run's trainer, at step 0. Collective."""
+        config, world, store = self.config, self.world, self.store()
+        sinks = build_sinks(config.logger) if world.rank == 0 else {}
+        recorder = Recorder(self.directory, world=world, sinks=sinks)
+        module = self.model()
+        freeze_parameters(module, config.trainer.freeze)
+        if config.model.get("init_from") and store.is_empty:
+            warm_start(module, Path(config.model["init_from"]), digest=config.model["init_digest"], world=world)
+        hidden = hidden_matrices(module)
+        engine = self.engine(module)
+        splits = self.splits(engine)
+        order = splits.loader("train").order
+        plan = self._plan(steps_per_epoch=order.steps_per_epoch)
+        update = self._update(engine, trainable(engine.module, hidden=hidden), total_steps=plan.total_steps)
+        saver = Saver(
+            store,
+            world=world,
+            is_async=config.checkpoint.async_save,
+            max_failures=config.checkpoint.max_failures,
+            facts={"num_samples": order.num_samples, "optimizer": first_target(config.optimizer["_target_"])},
+        )
+        divergence = config.trainer.divergence
+        return Trainer(
+            world=world,
+            engine=engine,
+            update=update,
+            splits=splits,
+            saver=saver,
+            recorder=recorder,
+            plan=plan,
+            tracker=self.tracker(),
+            recovery=Recovery(divergence, world=world, engine=engine, update=update, saver=saver, recorder=recorder),
+            speed=self._speed(),
+        )
+
+    def tracker(self) -> Tracker:
+        saving, patience = self.config.checkpoint, Patience(self.config.trainer.early_stopping)
+        return Tracker(monitor=saving.monitor, mode=saving.mode, patience=patience, derive=components.derived(self.task))
+
+    def _plan(self, *, steps_per_epoch: int) -> Plan:
+        settings = self.config.trainer
+        steps = [settings.max_steps, settings.max_epochs and settings.max_epochs * steps_per_epoch]
+        return Plan(
+            total_steps=min(count for count in steps if count is not None),
+            log_every=settings.log_every,
+            eval_every=settings.eval_every,
+            checkpoint_every=self.config.checkpoint.every,
+            clip_grad_norm=settings.clip_grad_norm,
+            grace_s=self.config.launch.grace_s,
+        )
+
+    def _update(self, engine: Engine, trained: list[Trainable], *, total_steps: int) -> Update:
+        config = self.config
+        optimizer = engine.make_optimizer(components.optimizer_builder(config.optimizer), trained)
+        lr = config.optimizer.get("lr", optimizer.param_groups[0]["lr"])
+        decay = config.trainer.ema_decay
+        return Update(
+            optimizer,
+            peak_lr=lr,
+            schedule=components.share_of_peak(config.scheduler, total_steps=total_steps, lr=lr),
+            loss_scale=self.precision.loss_scale(),
+            changes=gradient_changes(config.trainer, trained, seed=config.seed),
+            average=AveragedWeights(trained, decay=decay) if decay else None,
+        )
+
+    def _speed(self) -> Speed:
+        """Build what measures a run's speed. What the model needs is counted only where the device's peak is known."""
+        info, world = self.dataset.info, self.world
+        batch, needed = components.example(info), None
+        peak = flops.peak_flops(world.device, precision=self.config.precision.name)
+        if peak is not None and batch is not None:
+            with torch.device("meta"):
+                model = components.model(self.config.model, seed=self.config.seed)
+                needed = flops.flops_per_sample(model, batch)
+            peak *= world.world_size * len(world.devices)
+        profile = self.config.trainer.profile
+        is_profiled = profile == "all" or (profile and world.rank == 0)
+        return Speed(
+            world.device,
+            tokens_per_sample=info.get("seq_len"),
+            flops_per_sample=needed,
+            peak_flops=peak,
+            profile=Profile(self.directory.profile, world=world) if is_profiled else None,
+        )
 
 
-def gradient_changes(config: Config, trained: "list[Trainable]") -> "list[ChangeGradients]":
+def gradient_changes(settings: TrainerSection, trained: list[Trainable], *, seed: int) -> list[ChangeGradients]:
     """Return what is done to the gradient between its backward pass and the optimizer, in order."""
-    from framework.optim.gradients import ClipValues, Noise
-
-    settings, changes = config["trainer"], []  # type: Config, list[ChangeGradients]
-    if settings["clip_grad_value"] is not None:
-        changes.append(ClipValues(trained, max_value=settings["clip_grad_value"]))
-    if settings["grad_noise"]["eta"] is not None:
-        changes.append(Noise(trained, seed=config["seed"], **settings["grad_noise"]))
+    changes: list[ChangeGradients] = []
+    if settings.clip_grad_value is not None:
+        changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
+    if settings.grad_noise.eta is not None:
+        changes.append(Noise(trained, seed=seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
     return changes
 
 
-def speed(config: Config, *, world: "World") -> "Speed":
-    """Build what measures a run's speed. What the model needs is counted only where the device's peak is known."""
-    import torch
+def build_sinks(nodes: dict[str, Node]) -> dict[str, Sink]:
+    """Return the run's sinks by name, every logger in a process of its own, which is forked here."""
 
-    from framework.modules import flops
-    from framework.training.speed import Speed
+    def background(node: Node) -> Background:
+        return Background(lambda: component(node)(), timeout_s=node.get("timeout_s"))
 
-    info = dataset(config).info
-    batch, needed = example(info), None
-    peak = flops.peak_flops(world.device, precision=config["precision"]["name"])
-    if peak is not None and batch is not None:
-        with torch.device("meta"):
-            needed = flops.flops_per_sample(model(config), batch)
-        peak *= world.world_size * len(world.devices)
-    return Speed(world.device, tokens_per_sample=info.get("seq_len"), flops_per_sample=needed, peak_flops=peak)
-
-
-def initial_model(config: Config, *, world: "World", is_new: bool) -> "nn.Module":
-    """Build the model with what is frozen in it; a new run's begins with `model.init_from`. Collective."""
-    from framework.checkpoint.warm_start import warm_start
-    from framework.modules.freeze_parameters import freeze
-    from framework.optim.precision import PRECISIONS
-
-    module = model(config)
-    freeze(module, config["trainer"]["freeze"])
-    if config["model"].get("init_from") and is_new:
-        module.to(PRECISIONS[config["precision"]["name"]].parameters)
-        warm_start(module, Path(config["model"]["init_from"]), digest=config["model"]["init_digest"], world=world)
-    return module
-
-
-def trainer(config: Config, *, world: "World", directory: "RunDirectory") -> "Trainer":
-    """Build a run's trainer, at step 0. Collective."""
-    from framework.checkpoint.saver import Saver
-    from framework.checkpoint.store import CheckpointStore
-    from framework.optim.averaging import AveragedWeights
-    from framework.optim.optimizers import hidden_matrices, trainable
-    from framework.optim.precision import PRECISIONS
-    from framework.training.profile import Profile
-    from framework.training.progress import Plan
-    from framework.training.recorder import Recorder
-    from framework.training.recovery import Divergence
-    from framework.training.tracking import Patience, Tracker
-    from framework.training.trainer import Trainer
-
-    settings, saving = config["trainer"], config["checkpoint"]
-    recorder = Recorder(directory, world=world, sinks=sinks(config) if world.rank == 0 else {})
-    store = CheckpointStore(
-        directory.checkpoints,
-        world=world,
-        keep_last=saving["keep_last"],
-        keep_best=saving["keep_best"],
-        mode=saving["mode"],
-    )
-    module = initial_model(config, world=world, is_new=store.is_empty)
-    hidden = hidden_matrices(module)
-    built = engine(config, module, world=world)
-    loaders = Loaders(config, world=world, engine=built)
-    trained = trainable(built.module, hidden=hidden)
-    order = loaders["train"].order
-    steps = [settings["max_steps"], settings["max_epochs"] and settings["max_epochs"] * order.steps_per_epoch]
-    optimizer = built.make_optimizer(component(config["optimizer"]), trained)
-    is_profiled = settings["profile"] == "all" or (settings["profile"] and world.rank == 0)
-    return Trainer(
-        world=world,
-        engine=built,
-        optimizer=optimizer,
-        lr=config["optimizer"].get("lr", optimizer.param_groups[0]["lr"]),
-        schedule=component(config["scheduler"]),
-        loaders=loaders,
-        store=store,
-        saver=Saver(store, world=world, is_async=saving["async_save"], max_failures=saving["max_failures"]),
-        recorder=recorder,
-        plan=Plan(
-            total_steps=min(count for count in steps if count is not None),
-            log_every=settings["log_every"],
-            eval_every=settings["eval_every"],
-            checkpoint_every=saving["every"],
-            clip_grad_norm=settings["clip_grad_norm"],
-            grace_s=config["launch"]["grace_s"],
-        ),
-        tracker=Tracker(monitor=saving["monitor"], mode=saving["mode"]),
-        patience=Patience(**settings["early_stopping"]),
-        divergence=Divergence(**settings["divergence"]),
-        loss_scale=PRECISIONS[config["precision"]["name"]].loss_scale(),
-        changes=gradient_changes(config, trained),
-        average=AveragedWeights(trained, decay=settings["ema_decay"]) if settings["ema_decay"] else None,
-        profile=Profile(directory.profile, world=world) if is_profiled else None,
-        derive=derived(config),
-        speed=speed(config, world=world),
-        facts={"num_samples": order.num_samples, "optimizer": first_target(config["optimizer"]["_target_"])},
-    )
+    return {"console": Console()} | {name: background(node) for name, node in nodes.items()}

@@ -1,4 +1,4 @@
-"""The one dialect of state: tensors under the model's own names, whatever the strategy. Nothing on disk knows the world size."""
+"""State in one form: tensors under the model's own names, whatever the strategy. Nothing on disk knows the world size."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from framework.distributed.world import World
 from framework.modules.shards import whole
-from framework.optim.averaging import AveragedWeights
+from framework.optim.update import AveragedWeights
 
 
-def state_tensors(
-    module: nn.Module, optimizer: torch.optim.Optimizer, average: AveragedWeights | None
-) -> dict[str, Tensor]:
+def state_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, average: AveragedWeights | None) -> dict[str, Tensor]:
     """Return `model/NAME`, `optimizer/NAME/KEY` and `average/NAME`, as they are on this rank (plain or DTensor).
 
     The optimizer's state is read by parameter name here, not through torch's get_state_dict, which takes fake
@@ -26,9 +24,7 @@ def state_tensors(
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
                 tensors[f"optimizer/{name}/{key}"] = value
-    if average is not None:
-        tensors |= {f"average/{name}": value for name, value in average.tensors.items()}
-    return tensors
+    return tensors | _average_tensors(average)
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -41,30 +37,34 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def _average_tensors(average: AveragedWeights | None) -> dict[str, Tensor]:
+    return {f"average/{name}": value for name, value in average.tensors.items()} if average is not None else {}
+
+
+def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
+    """Return a reader of a checkpoint, and what there is in it by name."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader(str(path))
+    return reader, reader.read_metadata().state_dict_metadata
+
+
 def restore(
-    path: Path,
-    *,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    average: AveragedWeights | None,
-    world: World,
+    path: Path, *, module: nn.Module, optimizer: torch.optim.Optimizer, average: AveragedWeights | None, world: World
 ) -> None:
     """Load a verified checkpoint into the run's objects, resharding as needed. Collective.
 
     ValueError, before anything has changed, if names, shapes or dtypes are not the model's.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load  # a second, not spent unless needed
+    from torch.distributed.checkpoint import load  # a second, not spent unless needed
 
-    reader = HuggingFaceStorageReader(str(path))
-    inventory: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    targets = model_tensors(module)
-    if average is not None:
-        targets |= {f"average/{name}": value for name, value in average.tensors.items()}
-    everywhere = set().union(*world.gather(set(targets)))
+    reader, inventory = _open(path)
+    targets = model_tensors(module) | _average_tensors(average)
+    everywhere = set().union(*world.agreement.gather(set(targets)))
     _check(inventory, targets, everywhere=everywhere)
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
-    load(targets, storage_reader=reader, **world.among())
+    load(targets, storage_reader=reader, **world.agreement.among())
     _load_optimizer(optimizer, module, states)
 
 
@@ -74,10 +74,9 @@ def load_evaluated(path: Path, *, module: nn.Module) -> None:
     `module` is whole, and may be of another floating-point type: loading casts. ValueError, before anything has changed,
     if names or shapes are not the model's.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint import load
 
-    reader = HuggingFaceStorageReader(str(path))
-    inventory: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    reader, inventory = _open(path)
     averages = {name.replace("average/", "model/", 1): name for name in inventory if name.startswith("average/")}
     weights = {name: inventory[averages.get(name, name)] for name in inventory if name.startswith("model/")}
     targets = model_tensors(module)
@@ -145,10 +144,8 @@ def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
     """
     weights = {}
     for name, value in module.state_dict().items():
-        weights[name] = (
-            whole(value).detach().to("cpu", copy=True).contiguous()
-        )  # a copy: tied weights may not share memory
-    held = world.gather({name: (value.shape, value.dtype) for name, value in weights.items()})
+        weights[name] = whole(value).detach().to("cpu", copy=True).contiguous()  # a copy: tied weights may not share memory
+    held = world.agreement.gather({name: (value.shape, value.dtype) for name, value in weights.items()})
     senders: dict[str, int] = {}
     for rank, names in enumerate(held):
         for name in names:
@@ -156,7 +153,7 @@ def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
     for name, sender in senders.items():
         if sender != 0 and world.rank == 0:
             shape, dtype = held[sender][name]
-            weights[name] = world.receive(torch.empty(shape, dtype=dtype), source=sender)
+            weights[name] = world.agreement.receive(torch.empty(shape, dtype=dtype), source=sender)
         elif sender == world.rank != 0:
-            world.send(weights[name], to=0)
+            world.agreement.send(weights[name], to=0)
     return weights

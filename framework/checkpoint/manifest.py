@@ -119,7 +119,7 @@ def discard(path: Path) -> None:
     _remove(trash)
 
 
-def sweep(directory: Path) -> None:
+def remove_leftovers(directory: Path) -> None:
     """Remove what crashed saves and deletions left behind. Only for the holder of the run's lock."""
     for leftover in [*directory.glob(".tmp_*"), *directory.glob(".trash_*")]:
         _remove(leftover)

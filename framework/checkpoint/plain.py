@@ -58,15 +58,8 @@ def _user(uid: int) -> str:
 
 
 def _kind(status: os.stat_result) -> str:
-    if stat.S_ISLNK(status.st_mode):
-        return "a symbolic link"
-    return (
-        "a directory"
-        if stat.S_ISDIR(status.st_mode)
-        else "a file"
-        if stat.S_ISREG(status.st_mode)
-        else "a device or a pipe"
-    )
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(status.st_mode), "a device or a pipe")
 
 
 def read_json(path: Path) -> tuple[str, Any]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,6 +20,13 @@ from framework.runtime.preemption import PREEMPTION
 WORTH_A_THREAD = 1 << 20  # bytes of a rank's state; benchmarks/checkpoints.py shows the stall of either way
 
 
+class Committed(NamedTuple):
+    """A checkpoint that is on the disk."""
+
+    step: int
+    seconds: float  # from its first file to its commit
+
+
 class Saver:
     """Saves a run's checkpoints. Every method is collective unless it says otherwise.
 
@@ -26,8 +34,12 @@ class Saver:
     process group of its own. None is "where it pays". At most `max_failures` saves in a row may fail, with a warning.
     """
 
-    def __init__(self, store: CheckpointStore, *, world: World, is_async: bool | None, max_failures: int) -> None:
-        self._store = store
+    def __init__(
+        self, store: CheckpointStore, *, world: World, is_async: bool | None, max_failures: int, facts: dict[str, Any]
+    ) -> None:
+        self.store = store
+        self.facts = facts  # what a checkpoint must have in common with the run that loads it
+        self._writer = store  # in the background, the same store over a process group of its own
         self._world = world
         self._is_async = is_async
         self._max_failures = max_failures
@@ -49,9 +61,7 @@ class Saver:
         with self._tolerating():
             flush()
             if self._goes_beside(tensors):
-                self._copies = {
-                    name: copy_to_host(value, onto=self._copies.get(name)) for name, value in tensors.items()
-                }
+                self._copies = {name: copy_to_host(value, onto=self._copies.get(name)) for name, value in tensors.items()}
                 self._running = self._start_thread().submit(self._write, step, self._copies, copy.deepcopy(state))
             else:
                 self._note(self._write(step, tensors, state))
@@ -63,17 +73,17 @@ class Saver:
 
     def is_among_best(self, value: float | None) -> bool:
         """Return whether a checkpoint with this monitored value would be kept for it."""
-        if self._store.keep_best == 0 or value is None:
+        if self.store.keep_best == 0 or value is None:
             return False
         self.settle()
-        return self._store.is_among_best(value)
+        return self.store.is_among_best(value)
 
     def is_short_of_time(self, step: int, *, grace_s: float | None) -> bool:
         """Return whether, on any rank, a checkpoint would take longer than what is left before the signal that kills."""
         self.settle()
         if grace_s is None or self.last is None:
             return False
-        times = self._world.gather((PREEMPTION.left_of(grace_s), self.last.seconds))
+        times = self._world.agreement.gather((PREEMPTION.left_of(grace_s), self.last.seconds))
         left, needed = min(left for left, _ in times), max(seconds for _, seconds in times)
         if left < needed and self._world.rank == 0:
             LOGGER.warning("no checkpoint of step %d: %.1f s of launch.grace_s are left, and the last one took %.1f s; the "
@@ -112,7 +122,7 @@ class Saver:
                 LOGGER.warning("%s; training goes on (failure %d in a row, of %d that checkpoint.max_failures allows)",
                                failure, len(self._failures), self._max_failures)  # fmt: skip
 
-    def _note(self, committed: "Committed") -> None:
+    def _note(self, committed: Committed) -> None:
         self._failures.clear()
         self.counts["committed"] += 1
         self.last = committed
@@ -120,23 +130,16 @@ class Saver:
     def _goes_beside(self, tensors: dict[str, Tensor]) -> bool:
         if self._is_async is None:
             size = sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors.values()))
-            self._is_async = self._world.allows_threads and max(self._world.gather(size)) >= WORTH_A_THREAD
+            self._is_async = self._world.agreement.allows_threads and max(self._world.agreement.gather(size)) >= WORTH_A_THREAD
         return self._is_async
 
     def _start_thread(self) -> ThreadPoolExecutor:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._store = self._store.over(self._world.beside())
+            self._writer = replace(self.store, world=self._world.beside())
         return self._thread
 
-    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> "Committed":
+    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Committed:
         begun = time.monotonic()
-        self._store.save(step, tensors, state)
+        self._writer.save(step, tensors, state)
         return Committed(step, time.monotonic() - begun)
-
-
-class Committed(NamedTuple):
-    """A checkpoint that is on the disk."""
-
-    step: int
-    seconds: float  # from its first file to its commit

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,16 @@ from framework.runtime.files import flush_directory, make_directory, write_atomi
 from framework.runtime.log import LOGGER
 
 
+@dataclass(frozen=True)
 class CheckpointStore:
     """The folder `checkpoints/` of a run. Every method is collective unless it says otherwise."""
 
-    def __init__(self, directory: Path, *, world: World, keep_last: int, keep_best: int, mode: str) -> None:
-        self.directory = directory
-        self.world = world
-        self.keep_last = keep_last
-        self.keep_best = keep_best
-        self.mode = mode
-
-    def over(self, world: World) -> "CheckpointStore":
-        """Return the same store, for the collectives of another world. Not collective."""
-        return CheckpointStore(
-            self.directory, world=world, keep_last=self.keep_last, keep_best=self.keep_best, mode=self.mode
-        )
+    directory: Path
+    _: KW_ONLY
+    world: World
+    keep_last: int
+    keep_best: int
+    mode: str
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write and commit the checkpoint of `step`. DiskFailed on every rank if any of them could not write.
@@ -40,37 +36,32 @@ class CheckpointStore:
         """
         target = self.directory / manifest.directory_name(step)
         beside = self.directory / f".tmp_{target.name}"
-        together = functools.partial(self.world.together, what=f"checkpoint of step {step} not written")
+        together = functools.partial(self.world.agreement.together, what=f"checkpoint of step {step} not written")
         try:
             together(lambda: self._clear(beside), rank_0_only=True)
             files = together(lambda: self._write(beside, tensors))
             together(lambda: self._commit(beside, target, files, state), rank_0_only=True)
         except DiskFailed:
             if self.world.rank == 0:
-                manifest.sweep(self.directory)  # room for the summary, which is to say so
+                manifest.remove_leftovers(self.directory)  # room for the summary, which is to say so
             raise
 
     def _clear(self, beside: Path) -> None:
         make_directory(self.directory)
-        manifest.sweep(self.directory)
+        manifest.remove_leftovers(self.directory)
         beside.mkdir()
 
     def _write(self, beside: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        from torch.distributed.checkpoint import (  # a second, not spent before it is needed
-            HuggingFaceStorageWriter,
-            save,
-        )
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save  # a second, not spent before it is needed
         from torch.distributed.checkpoint.api import CheckpointException
 
         # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors
         writer = HuggingFaceStorageWriter(str(beside), save_distributed=True, thread_count=1)
         try:
-            save(tensors, storage_writer=writer, **self.world.among())
+            save(tensors, storage_writer=writer, **self.world.agreement.among())
         except CheckpointException as error:
             for rank, (failure, _) in error.failures.items():
-                if not isinstance(
-                    failure, OSError
-                ):  # the disk's refusals are expected; this is our error, or the model's
+                if not isinstance(failure, OSError):  # the disk's refusals are expected; this is our error, or the model's
                     raise RuntimeError(f"checkpoint: rank {rank}: {failure}") from error
                 if rank == self.world.rank:
                     raise failure from error
@@ -104,12 +95,12 @@ class CheckpointStore:
         sign = -1 if self.mode == "max" else 1
         others = [other for path in manifest.candidates(self.directory) if (other := _monitor(path)) is not None]
         num_better = sum(sign * other <= sign * value for other in others)
-        return self.world.from_rank_0(num_better < self.keep_best)
+        return self.world.agreement.from_rank_0(num_better < self.keep_best)
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps. DiskFailed on every rank if that cannot be done."""
         what = f"checkpoints after step {step} not deleted"
-        self.world.together(lambda: self._drop_after(step), what=what, rank_0_only=True)
+        self.world.agreement.together(lambda: self._drop_after(step), what=what, rank_0_only=True)
 
     def _drop_after(self, step: int) -> None:
         for path in manifest.candidates(self.directory):
@@ -120,29 +111,16 @@ class CheckpointStore:
     @property
     def is_empty(self) -> bool:
         """Return whether there is nothing that looks like a checkpoint."""
-        return self.world.from_rank_0(not manifest.candidates(self.directory))
+        return self.world.agreement.from_rank_0(not manifest.candidates(self.directory))
 
     def newest_valid(self, *, back: int = 0) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest valid checkpoint but `back`, or the oldest there is, and its state; None if there is none at all.
 
         Falls back past damaged ones, saying so; NoValidCheckpoint, with a line for each, if all are.
         """
-        found = self.world.from_rank_0(manifest.candidates(self.directory))
-        return self._first_valid(found[min(back, max(0, len(found) - 1)) :])
-
-    def named(self, path: Path) -> tuple[Path, dict[str, Any]]:
-        """Return the one checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
-        if reason := self._fault(path):
-            raise NoValidCheckpoint(f"{path}: {reason}")
-        return path, read_state(path)
-
-    def best(self) -> Path | None:
-        """Return the best of the checkpoints that there are, not verified; None if none is of an evaluated step."""
-        return self.world.from_rank_0(next(iter(self._best(manifest.candidates(self.directory))), None))
-
-    def _first_valid(self, paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
+        found = self.world.agreement.from_rank_0(manifest.candidates(self.directory))
         reasons: list[str] = []
-        for path in paths:
+        for path in found[min(back, max(0, len(found) - 1)) :]:
             reason = self._fault(path)
             if reason is None:
                 for passed_over in reasons if self.world.rank == 0 else []:
@@ -152,6 +130,16 @@ class CheckpointStore:
         if reasons:
             raise NoValidCheckpoint("\n".join([*reasons, "no valid checkpoint is left; run.resume=never starts over"]))
         return None
+
+    def named(self, path: Path) -> tuple[Path, dict[str, Any]]:
+        """Return the one checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
+        if reason := self._fault(path):
+            raise NoValidCheckpoint(f"{path}: {reason}")
+        return path, read_state(path)
+
+    def best(self) -> Path | None:
+        """Return the best of the checkpoints that there are, not verified; None if none is of an evaluated step."""
+        return self.world.agreement.from_rank_0(next(iter(self._best(manifest.candidates(self.directory))), None))
 
     def _fault(self, path: Path) -> str | None:
         """Return why a checkpoint is not valid, or None. The ranks share the work of reading it."""
@@ -167,7 +155,7 @@ class CheckpointStore:
             fault = str(error)
         except OSError as error:
             fault = f"cannot be read ({error.strerror})"
-        return next((f for f in self.world.gather(fault) if f is not None), None)
+        return next((f for f in self.world.agreement.gather(fault) if f is not None), None)
 
 
 def _monitor(path: Path) -> float | None:

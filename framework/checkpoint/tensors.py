@@ -1,14 +1,19 @@
-"""The headers of a checkpoint's safetensors files, checked before torch's reader believes them."""
+"""The headers of safetensors files that a stranger may have written, checked before torch's reader believes them.
+
+safetensors itself refuses a header of an absurd length, and tensors that overlap, leave gaps or are of another size than
+their bytes. torch is not imported.
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from framework.checkpoint.plain import Invalid, Plain, first_fault, parse_json
+from framework.checkpoint.plain import Invalid, Plain, first_fault, parse_json, require_file
 from framework.checkpoint.state import Count
 from framework.runtime.problem import shown
 
@@ -17,6 +22,40 @@ _DTYPES = {
     "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
 }  # fmt: skip  # those of safetensors that torch has
 _KINDS = ("model/", "optimizer/", "average/")
+
+
+class Entry(NamedTuple):
+    """A tensor of a file, by its header."""
+
+    dtype: str  # as safetensors names it: F32, BF16, I64, ...
+    shape: list[int]
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return what a file holds. Raises Invalid unless it is a plain safetensors file, of ours or of root's.
+
+    A link is followed, as whoever names the file has chosen it.
+    """
+    try:
+        require_file(path.resolve())
+        header, _ = _read(path)
+    except OSError as error:
+        raise Invalid(f"cannot be read ({error.strerror})") from None
+    if odd := [name for name in header if not name.isprintable()]:
+        raise Invalid(f"has a name that cannot be printed: {shown(odd[0])}")
+    return header
+
+
+def _read(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return a file's tensors and its metadata."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: Entry(part.get_dtype(), part.get_shape()) for name, part in slices.items()}, file.metadata() or {}
+    except SafetensorError as error:
+        raise Invalid(f"is not a safetensors file: {shown(str(error))}") from None
 
 
 class _Place(Plain):
@@ -43,8 +82,7 @@ class _Chunk:
 def check_tensors(directory: Path, files: Sequence[str]) -> None:
     """Check that every file is safetensors and that the chunks of each tensor make up the whole of it, once.
 
-    Reads headers only. safetensors itself refuses headers of an absurd length, and tensors that overlap, leave gaps or
-    are of another size than their bytes; so what loading takes is bounded by the files' sizes. Raises Invalid.
+    Reads headers only; what loading takes is bounded by the files' sizes. Raises Invalid.
     """
     chunks: dict[str, list[_Chunk]] = defaultdict(list)
     for file in files:
@@ -56,16 +94,14 @@ def check_tensors(directory: Path, files: Sequence[str]) -> None:
 
 
 def _chunks_of(path: Path) -> dict[str, _Chunk]:
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, framework="numpy") as file:
-            header = {name: file.get_slice(name) for name in file.keys()}
-            places = _PLACES.validate_python(parse_json((file.metadata() or {})["DCP_SHARDING_INFO"]))
-            return {name: _Chunk(path.name, part.get_dtype(), places[name].saved_offsets, part.get_shape())
-                    for name, part in header.items()}  # fmt: skip
-    except SafetensorError as error:
-        raise Invalid(f"{path.name} is not a safetensors file: {shown(str(error))}") from None
+        entries, metadata = _read(path)
+        places = _PLACES.validate_python(parse_json(metadata["DCP_SHARDING_INFO"]))
+        return {
+            name: _Chunk(path.name, entry.dtype, places[name].saved_offsets, entry.shape) for name, entry in entries.items()
+        }
+    except Invalid as error:
+        raise Invalid(f"{path.name} {error}") from None
     except ValidationError as error:
         raise Invalid(f"{path.name} misplaces its tensors: {first_fault(error)}") from None
     except (KeyError, ValueError, RecursionError):

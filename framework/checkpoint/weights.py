@@ -7,7 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from framework.checkpoint.header import Entry, read_header
+from framework.checkpoint.plain import Invalid
+from framework.checkpoint.tensors import Entry, read_header
+from framework.distributed.world import World
+from framework.runtime.exits import NoValidCheckpoint
+from framework.runtime.files import checksum
+from framework.runtime.log import LOGGER
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,8 @@ class Fit:
 
 
 def _fits(entry: Entry, tensor: Tensor) -> bool:
-    return entry.shape == list(tensor.shape) and _is_floating(entry) == tensor.is_floating_point()
-
-
-def _is_floating(entry: Entry) -> bool:
-    return entry.dtype.startswith(("F", "BF"))
+    is_floating = entry.dtype.startswith(("F", "BF"))
+    return entry.shape == list(tensor.shape) and is_floating == tensor.is_floating_point()
 
 
 def _difference(name: str, entry: Entry, tensor: Tensor) -> str:
@@ -76,3 +78,30 @@ def load_file(path: Path, module: nn.Module) -> Fit:
         for name in fit.fitting:
             state[name].copy_(file.get_tensor(name))
     return fit
+
+
+def warm_start(module: nn.Module, path: Path, *, digest: str, world: World) -> None:
+    """Copy into the whole model, before any strategy takes it apart, what of the file fits it. Collective.
+
+    NoValidCheckpoint if the file is not the one whose `digest` is part of the run's identity. Rank 0 tells what does not fit.
+    """
+    for fault in world.agreement.gather(_file_fault(path, digest) if world.local_rank == 0 else ""):
+        if fault:
+            raise NoValidCheckpoint(f"model.init_from: {path} {fault}")
+    try:
+        fit = load_file(path, module)
+    except Invalid as error:  # of this rank alone, a moment after it was read: nothing to agree on
+        raise RuntimeError(f"model.init_from: {path} {error}") from None
+    if world.rank == 0:
+        LOGGER.info("model.init_from: %d of the model's %d tensors are those of %s", len(fit.fitting),
+                    len(module.state_dict()), path)  # fmt: skip
+        for line in fit.faults:
+            LOGGER.warning("model.init_from: %s", line)
+
+
+def _file_fault(path: Path, digest: str) -> str:
+    try:
+        _, actual = checksum(path)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "" if actual == digest else "has changed since the command was given; give it again, for another run"

@@ -5,42 +5,44 @@ from typing import Any
 
 from framework.build.components import INIT
 from framework.checkpoint.manifest import candidates, step_of
-from framework.config.compose import parse
+from framework.config.compose import Composed
 from framework.config.frozen_file import recall
-from framework.config.modes import _ANEW
-from framework.modes.checkpoint_choice import missing_packages, place_of
+from framework.config.modes import Mode
+from framework.modes.checkpoint_choice import place_of
 from framework.runs.directory import RunDirectory
 from framework.runtime.exits import Exit
+from framework.runtime.extras import missing_extra
 from framework.runtime.problem import Problem, shown
 
-Config = dict[str, Any]
+Plain = dict[str, Any]
 
 
-def revisit(composed: Config, overrides: list[str]) -> tuple[Config, list[Problem]]:
+def of_existing_run(composed: Composed, mode: Mode) -> Composed:
     """Return the configuration by which a run is evaluated or exported, or what is wrong with that.
 
     `composed` is what the command line composes to by itself: it gives how, and its `run.dir` names the run.
     """
-    mode, place = composed["mode"], composed["run"]["dir"]
-    given = [override.key_or_group for override in map(parse, overrides) if override is not None]
+    asked, given, name = composed.config, composed.given, composed.config["mode"]
+    place = asked["run"]["dir"]
     if "run.dir" not in given or not isinstance(place, str):
         what = "is not given" if "run.dir" not in given else f"{shown(place)} is not valid"
-        return composed, [Problem("run.dir", f"{what}: mode={mode} is about one run", "run.dir=runs/NAME/ID")]
+        problem = Problem("run.dir", f"{what}: mode={name} is about one run", "run.dir=runs/NAME/ID")
+        return composed._replace(problems=[problem])
     directory = RunDirectory(Path(place))
-    anew = [key for key in given if _is_below(key, _ANEW[mode])]
-    problems = [Problem(key, f"is not to be given to mode={mode}: it takes the run as it is",
-                        f"only {', '.join(_ANEW[mode][1:])}") for key in given if key not in anew]  # fmt: skip
-    if composed["launch"]["kind"] != "local" or composed["launch"]["nnodes"] not in (1, "1"):
-        problems.append(Problem("launch", f"mode={mode} is no job, and runs on one node",
+    expected = f"only {', '.join(mode.may_give[1:])}"
+    problems = [Problem(key, f"is not to be given to mode={name}: it takes the run as it is", expected)
+                for key in given if not _is_below(key, mode.may_give)]  # fmt: skip
+    if asked["launch"]["kind"] != "local" or asked["launch"]["nnodes"] not in (1, "1"):
+        problems.append(Problem("launch", f"mode={name} is no job, and runs on one node",
                                 "launch=local, or torchrun within a job of your own"))  # fmt: skip
     if problems:
-        return composed, problems
+        return composed._replace(problems=problems)
     try:
         frozen = recall(directory.path)
     except ValueError as error:
-        return composed, [_no_run(str(error))]
-    problems = _checkpoint_problems(directory, composed["run"]["checkpoint"]) + _format_problems(composed["export"])
-    return _merged(composed, frozen, anew=anew), problems
+        return composed._replace(problems=[_no_run(str(error))])
+    problems = _checkpoint_problems(directory, asked["run"]["checkpoint"]) + _format_problems(asked["export"])
+    return composed._replace(config=_merged(asked, frozen, given=given), problems=problems)
 
 
 def _is_below(key: str, sections: tuple[str, ...]) -> bool:
@@ -51,24 +53,23 @@ def _no_run(what: str) -> Problem:
     return Problem("run.dir", what, code=Exit.NO_VALID_CHECKPOINT)
 
 
-def _merged(composed: Config, frozen: Config, *, anew: list[str]) -> Config:
+def _merged(asked: Plain, frozen: Plain, *, given: list[str]) -> Plain:
     """Take from `frozen` what the run is; leave out what only training does, which a strategy might refuse."""
-    config = composed | frozen
-    config |= {name: composed[name] for name in ("mode", "eval", "export", "parallel", "launch", "backend")}
-    config |= {name: composed[name] for name in ("precision", "micro_batch_size") if _is_any_below(anew, name)}
-    if "dataset.num_workers" in anew:
-        config["dataset"] = frozen["dataset"] | {"num_workers": composed["dataset"]["num_workers"]}
-    config["run"] = composed["run"] | {"id": frozen["run"]["id"]}
-    # the file of a warm start is not asked for: the weights are a checkpoint's
-    config["model"] = {name: value for name, value in frozen["model"].items() if name not in INIT}
+    how = ["mode", "eval", "export", "parallel", "launch", "backend"]
+    how += [name for name in ("precision", "micro_batch_size") if any(_is_below(key, (name,)) for key in given)]
+    workers = {"num_workers": asked["dataset"]["num_workers"]} if "dataset.num_workers" in given else {}
     off = {"compile": False, "activation_checkpointing": False, "sync_batchnorm": False}
-    config["trainer"] = composed["trainer"] | frozen["trainer"] | off  # a run of an earlier version knows fewer keys
-    config["checkpoint"] = composed["checkpoint"] | frozen["checkpoint"]
-    return config | {"invariance": "samples", "logger": {}}
-
-
-def _is_any_below(keys: list[str], section: str) -> bool:
-    return any(_is_below(key, (section,)) for key in keys)
+    merged = {
+        "dataset": frozen["dataset"] | workers,
+        "run": asked["run"] | {"id": frozen["run"]["id"]},
+        # the file of a warm start is not asked for: the weights are a checkpoint's
+        "model": {name: value for name, value in frozen["model"].items() if name not in INIT},
+        "trainer": asked["trainer"] | frozen["trainer"] | off,  # a run of an earlier version knows fewer keys
+        "checkpoint": asked["checkpoint"] | frozen["checkpoint"],
+        "invariance": "samples",
+        "logger": {},
+    }
+    return asked | frozen | {name: asked[name] for name in how} | merged
 
 
 def _checkpoint_problems(directory: RunDirectory, which: str | int) -> list[Problem]:
@@ -87,9 +88,6 @@ def _checkpoint_problems(directory: RunDirectory, which: str | int) -> list[Prob
                     code=Exit.NO_VALID_CHECKPOINT)]  # fmt: skip
 
 
-def _format_problems(section: Config) -> list[Problem]:
+def _format_problems(section: Plain) -> list[Problem]:
     formats = section.get("formats")
-    missing = missing_packages("onnx") if isinstance(formats, list) and "onnx" in formats else []
-    if not missing:
-        return []
-    return [Problem("export.formats", f"onnx needs {' and '.join(missing)}", f"pip install {' '.join(missing)}")]
+    return missing_extra("export.formats", "export") if isinstance(formats, list) and "onnx" in formats else []

@@ -1,35 +1,44 @@
-"""mode=report and mode=status: all runs below run.root, or of a sweep. They start nothing, change no run, import no torch."""
+"""The modes that show how runs stand: plan, status and report. They start nothing and change no run."""
 
 import csv
 from pathlib import Path
-from typing import Any
 
-from framework.config.compose import parse
-from framework.config.validation import schema_problems
-from framework.launch.claim import report
+from framework.config.components import locate
+from framework.config.compose import Composed
+from framework.config.modes import Command, Mode
+from framework.config.validation import validate
+from framework.launch.claim import print_problems
 from framework.runs import status
 from framework.runs.directory import RunDirectory
 from framework.runs.report import find_runs, printable, read_runs, told
+from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
+from framework.runtime.extras import missing_extra
 from framework.runtime.log import LOGGER
 from framework.runtime.problem import Problem
 
 _USED = ("mode", "run.root")
 
 
-def over_root(config: dict[str, Any], overrides: list[str], problems: list[Problem]) -> Exit:
-    """Do what `mode` says. `problems` are those of composing `config`. Returns the exit code."""
-    given = [parsed.key_or_group for parsed in map(parse, overrides) if parsed is not None]
-    unused = [
-        Problem(key, f"does nothing with mode={config['mode']}", "run.root alone") for key in given if key not in _USED
-    ]
-    if problems := (problems + schema_problems(config)) or unused:
-        return report(problems)
-    root = Path(config["run"]["root"])
-    return MODES[config["mode"]](root)
+def over_root(composed: Composed, mode: Mode) -> int:
+    """Carry out a mode that is about all runs below run.root. Returns the exit code."""
+    valid, problems = validate(composed.config, known=composed.known)
+    problems = composed.problems + problems
+    problems = problems or [Problem(key, f"does nothing with mode={valid['mode']}", "run.root alone")
+                            for key in composed.given if key not in _USED]  # fmt: skip
+    problems += missing_extra("mode", "report") if valid.get("mode") == "report" else []
+    return print_problems(problems) if problems else locate(mode.parent)(Path(valid["run"].root))
 
 
-def _make_report(root: Path) -> Exit:
+def print_plan(command: Command) -> Exit:
+    """Print how one run stands."""
+    values = dict(override.partition("=")[::2] for override in command.line)
+    row = TableRow.read(command.config.run, command.config.checkpoint.monitor, values)
+    print(listing([row]), end="")
+    return Exit.FINISHED
+
+
+def make_report(root: Path) -> Exit:
     """Write `report.html`."""
     runs, left_out = read_runs(root)
     for line in left_out:
@@ -44,16 +53,16 @@ def _make_report(root: Path) -> Exit:
     except OSError as error:
         LOGGER.error("%s could not be written: %s", target, error.strerror)
         return Exit.DISK
-    LOGGER.info("%s: %s", told(runs), target)
+    LOGGER.info("%s: %s", told([run.state for run in runs]), target)
     return Exit.FINISHED
 
 
-def _tell_status(root: Path) -> Exit:
+def print_status(root: Path) -> Exit:
     """Print a table, a run a line."""
     try:
         found = _of_sweep(root / "sweep.csv") or {path: str(path.relative_to(root)) for path in find_runs(root)}
     except (OSError, ValueError, csv.Error) as error:
-        return report(
+        return print_problems(
             [
                 Problem(
                     "run.root",
@@ -64,12 +73,12 @@ def _tell_status(root: Path) -> Exit:
         )
     if not found:
         return _no_run(root)
-    status.tell(status.read_all([RunDirectory(path) for path in found]), list(found.values()))
+    status.print_table(status.read_all([RunDirectory(path) for path in found]), list(found.values()))
     return Exit.FINISHED
 
 
 def _of_sweep(table: Path) -> dict[Path, str]:
-    """Return the runs of a sweep, each with its values of what is swept; none if there is no table. ValueError if it is damaged."""
+    """Return the runs of a sweep, each with its values of what is swept. ValueError if its table is damaged."""
     if not table.exists():
         return {}
     if not table.is_file():
@@ -85,7 +94,4 @@ def _of_sweep(table: Path) -> dict[Path, str]:
 
 
 def _no_run(root: Path) -> Exit:
-    return report([Problem("run.root", f"{printable(str(root))} has no run", "a directory that runs live in")])
-
-
-MODES = {"report": _make_report, "status": _tell_status}
+    return print_problems([Problem("run.root", f"{printable(str(root))} has no run", "a directory that runs live in")])

@@ -1,16 +1,15 @@
 """From a command line to a run: compose, check, claim the directory, freeze, and hand over to the workers."""
 
 from pathlib import Path
-from typing import Any
 
-from framework.cli.existing_run import revisit
-from framework.config.compose import compose
-from framework.config.modes import MODES
-from framework.launch.claim import Begun, claim, is_finished, report
-from framework.preflight import check as preflight
-from framework.preflight import slurm as slurm_preflight
-from framework.preflight.dry_build import try_out
-from framework.runs.table import TableRow, listing
+from framework.cli.existing_run import of_existing_run
+from framework.config.components import locate
+from framework.config.compose import Composed, compose
+from framework.config.modes import MODES, Command
+from framework.config.schema import RunConfig
+from framework.launch.claim import ClaimedRun, claim, is_finished, print_problems
+from framework.preflight.check import Checked, check
+from framework.preflight.slurm import job_problems
 from framework.runtime import log
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
@@ -19,7 +18,7 @@ from framework.runtime.problem import Problem
 
 
 def start(overrides: list[str]) -> int:
-    """Run one command line to its end. Returns the exit code."""
+    """Carry out one command line to its end. Returns the exit code."""
     environment = Environment.read()
     log.start_console(rank=environment.rank)
     PREEMPTION.speaks &= environment.rank == 0  # a sweep speaks for its jobs
@@ -29,64 +28,82 @@ def start(overrides: list[str]) -> int:
 
         return join(lambda: begin(overrides, world_size=environment.world_size), environment=environment)
     config = admit(overrides, world_size=None)
-    if isinstance(config, Exit):
-        return config
-    if config["launch"]["kind"] == "slurm":
+    return config if isinstance(config, int) else locate(MODES[config.mode].parent)(Command(overrides, config))
+
+
+def launch(command: Command) -> int:
+    """Start the workers of a run: as a job, as one node of several, or here. Returns the exit code."""
+    config = command.config
+    if config.launch.kind == "slurm":
         from framework.launch.slurm import submit
 
-        return submit([config], folder=Path(config["run"]["dir"]) / "slurm")[0]
-    if config["launch"]["nnodes"] not in (1, "1"):
+        return submit([config], folder=Path(config.run.dir) / "slurm")[0]
+    if config.launch.node_counts != range(1, 2):
         from framework.launch.elastic.agent import take_part
 
         return take_part(config)
-    begun = claim(config)
-    if isinstance(begun, Exit):
-        return begun
-    from framework.launch.local import launch
+    run = claim(config)
+    if isinstance(run, Exit):
+        return run
+    from framework.launch.worker import start_workers
 
     try:
-        return launch(begun.config, frozen=begun.frozen)
+        return start_workers(run)
     finally:
-        begun.lock.release()
+        run.lock.release()
 
 
-def begin(overrides: list[str], *, world_size: int) -> Begun | Exit:
-    """Compose and check; claim the run's directory and freeze. One process of those that a launcher started does this.
+def begin(overrides: list[str], *, world_size: int) -> ClaimedRun | int:
+    """Compose and check; claim the run's directory and freeze. One of the processes that a launcher started does this.
 
     An exit code instead, if the configuration is wrong, the directory in use, or the run finished already.
     """
     config = admit(overrides, world_size=world_size)
-    return config if isinstance(config, Exit) else claim(config)
+    if isinstance(config, int):
+        return config
+    return claim(config) if MODES[config.mode].worker else locate(MODES[config.mode].parent)(Command(overrides, config))
 
 
-def admit(overrides: list[str], *, world_size: int | None) -> dict[str, Any] | Exit:
-    """Compose and check, leaving no trace. An exit code instead, if the configuration is wrong or the run finished already."""
-    config, problems = compose(overrides)
-    if config.get("mode") in ("report", "status"):
+def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
+    """Compose and check, leaving no trace. An exit code instead, if there is nothing to start."""
+    composed = compose(overrides)
+    mode = MODES.get(str(composed.config.get("mode")))
+    if mode is not None and mode.about == "root":
         from framework.cli.overview import over_root
 
-        return over_root(config, overrides, problems)
-    config, problems = _complete(config, problems, overrides=overrides, world_size=world_size)
-    if not problems and config["mode"] == "plan":
-        print(listing([TableRow.read(config, dict(override.split("=", 1) for override in overrides))]), end="")  # type: ignore[misc]
-        return Exit.FINISHED
-    if not problems and config["mode"] not in MODES and is_finished(config):
-        return Exit.FINISHED
-    problems = (problems or try_out(config)) + slurm_preflight.problems(config, but=problems)
-    return report(problems) if problems else config
+        return over_root(composed, mode)
+    checked = _checked(composed, world_size=world_size)
+    config, problems = checked.config, checked.problems
+    if config is not None and mode is not None:
+        if not mode.worker:
+            return config
+        if mode.about == "run" and is_finished(config.run):
+            return Exit.FINISHED
+        from framework.preflight.dry_build import dry_build
+
+        problems = dry_build(config)
+    problems = problems + _job_problems(checked)
+    return print_problems(problems) if problems or config is None else config
 
 
-def check(overrides: list[str], *, world_size: int | None) -> tuple[dict[str, Any], list[Problem]]:
-    """Compose a command line and return the complete configuration, with every problem that it has."""
-    config, problems = compose(overrides)
-    return _complete(config, problems, overrides=overrides, world_size=world_size)
+def checked_line(overrides: list[str], *, world_size: int | None = None) -> Checked:
+    """Compose a command line; return its complete configuration, or every problem that it has."""
+    return _checked(compose(overrides), world_size=world_size)
 
 
-def _complete(
-    config: dict[str, Any], problems: list[Problem], *, overrides: list[str], world_size: int | None
-) -> tuple[dict[str, Any], list[Problem]]:
-    if not problems and config["mode"] in MODES:
-        config, problems = revisit(config, overrides)
-        if problems:
-            return config, problems
-    return preflight.check(config, problems, world_size=world_size)
+def _checked(composed: Composed, *, world_size: int | None) -> Checked:
+    mode = MODES.get(str(composed.config.get("mode")))
+    if not composed.problems and mode is not None and mode.about == "existing run":
+        composed = of_existing_run(composed, mode)
+        if composed.problems:
+            return Checked(None, composed.problems, {})
+    return check(composed, world_size=world_size)
+
+
+def _job_problems(checked: Checked) -> list[Problem]:
+    """Ask Slurm, unless the launch is wrong already."""
+    sections = {problem.key.partition(".")[0] for problem in checked.problems}
+    if not {"run", "launch", "name"} <= checked.valid.keys() or sections & {"run", "launch"}:
+        return []
+    run, name = checked.valid["run"], checked.valid["name"]
+    return job_problems(run, checked.valid["launch"], job_name=f"{name}/{run.id}")

@@ -5,13 +5,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
-from framework.config.schema import STATIC_KEYS, Config
+from framework.config.schema import STATIC_KEYS, RunConfig
 from framework.config.spelling import did_you_mean, nearest
 from framework.runtime.problem import Problem
 
 _KEY = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
-_FLAGS = ("--help", "--cfg", "--resolve", "--multirun", "--hydra-help", "--version", "--info", "--shell-completion")
-_SHORT = {"-h": "--help", "-c": "--cfg", "-m": "--multirun", "-sc": "--shell-completion"}
+FOLDER_FLAGS = ("--config-dir", "--config-path", "--config-name")  # which configuration: they go with any other flag
+_FLAGS = (
+    *FOLDER_FLAGS,
+    "--help",
+    "--cfg",
+    "--resolve",
+    "--multirun",
+    "--hydra-help",
+    "--version",
+    "--info",
+    "--shell-completion",
+)
+_SHORT = {"-h": "--help", "-c": "--cfg", "-m": "--multirun", "-sc": "--shell-completion",
+          "-cd": "--config-dir", "-cp": "--config-path", "-cn": "--config-name"}  # fmt: skip
 _CHOICES = {
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
@@ -19,22 +31,17 @@ _CHOICES = {
         f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")
     ),
 }
-# Hydra's flags that would change what a run is made of, or where: what to do instead.
-_ONE_CONF = (
-    "the configuration is conf/config.yaml; a recipe of your own is conf/experiment/NAME.yaml, and experiment=NAME"
-)
+# Hydra's flags that would change what a run is: what to do instead.
 _REFUSED = {
-    **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"), _ONE_CONF),
     **dict.fromkeys(("--package", "-p"), "--cfg job prints the whole"),
     **dict.fromkeys(("--run", "-r"), "a run is what there is without it"),
     **dict.fromkeys(("--experimental-rerun", "-er"), "the same command continues a run"),
 }
+_DEFAULTS = {"--info": "all"}
 _PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # what every optimizer has, besides the keys that are always there
 
 
-def split_flags(
-    arguments: Sequence[str], *, is_launched: bool = False
-) -> tuple[dict[str, str], list[str], list[Problem]]:
+def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple[dict[str, str], list[str], list[Problem]]:
     """Split a command line into its flags, with their values if they have one, its overrides, and what is no flag.
 
     `is_launched`: torchrun, mpirun or the like has started this process as one of several.
@@ -50,11 +57,14 @@ def split_flags(
             continue
         flag, _, value = argument.partition("=")
         flag = _SHORT.get(flag, flag)
-        has_value = flag in _CHOICES or flag not in _FLAGS
+        has_value = flag in _CHOICES or flag not in _FLAGS or flag in FOLDER_FLAGS
         if has_value and not value and waiting and _is_value(waiting[0], of=flag):
             value = waiting.pop(0)
+        value = value or _DEFAULTS.get(flag, "")
         if flag not in _FLAGS:
             problems.append(_unknown_flag(flag, value))
+        elif flag in FOLDER_FLAGS and not value:
+            problems.append(Problem(flag, "has no value", f"{flag} {'NAME' if flag == '--config-name' else 'DIR'}"))
         elif flag in _CHOICES and value not in _CHOICES[flag]:
             problems.append(Problem(flag, f"{value!r} is not valid", "one of " + ", ".join(_CHOICES[flag])))
         else:
@@ -69,11 +79,10 @@ def split_flags(
                 "python train.py -m ..., with launch.nproc_per_node for the processes of each run",
             )
         )
-    if "--multirun" in flags and len(flags) > 1:
-        other = next(flag for flag in flags if flag != "--multirun")
-        problems.append(
-            Problem(other, "is about one run, and -m about several", "without -m; mode=plan -m lists the jobs")
-        )
+    others = [flag for flag in flags if flag not in ("--multirun", *FOLDER_FLAGS)]
+    if "--multirun" in flags and others:
+        other = others[0]
+        problems.append(Problem(other, "is about one run, and -m about several", "without -m; mode=plan -m lists the jobs"))
     if "--resolve" in flags and "--cfg" not in flags:
         problems.append(Problem("--resolve", "resolves what --cfg prints, and there is none", "--cfg job --resolve"))
     return flags, overrides, problems
@@ -140,7 +149,7 @@ def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping
 def _meant_without_equals(text: str, options: Mapping[str, Sequence[str]]) -> str:
     if f"--{text}" in _FLAGS:
         return f"did you mean --{text}?"
-    if text in get_args(Config.model_fields["mode"].annotation):
+    if text in get_args(RunConfig.model_fields["mode"].annotation):
         return f"did you mean mode={text}?"
     groups = [group for group, names in options.items() if text in names]
     if groups:

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from framework.config.renamed import renamed
+from framework.config.schema import RunConfig
 from framework.runtime.files import write_atomically
 
 
@@ -17,23 +19,23 @@ def digest_of(plain: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenConfig:
     """The frozen configuration on disk: all that the processes of a run share."""
 
     path: Path
     digest: str
 
 
-def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml") -> Frozen:
+def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml") -> FrozenConfig:
     """Write `config` with its hash to that file of `directory`, whole or not at all."""
     digest = digest_of(config)
     path = directory / name
     text = yaml.safe_dump(config, sort_keys=False) + f"hash: {digest}\n"
     write_atomically(path, text)
-    return Frozen(path=path, digest=digest)
+    return FrozenConfig(path=path, digest=digest)
 
 
-def thaw(frozen: Frozen) -> dict[str, Any]:
+def thaw(frozen: FrozenConfig) -> RunConfig:
     """Read a frozen configuration. ValueError if it is not the one that was frozen."""
     config = yaml.safe_load(frozen.path.read_text())
     stored = config.pop("hash", None)
@@ -43,7 +45,7 @@ def thaw(frozen: Frozen) -> dict[str, Any]:
             f"{frozen.path} has changed since this run was started (hash {actual[:12]}, frozen as "
             f"{frozen.digest[:12]}); start the command again"
         )
-    return config
+    return RunConfig.model_validate(config)
 
 
 def recall(directory: Path) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def recall(directory: Path) -> dict[str, Any]:
         is_whole = False
     if not is_whole:
         raise ValueError(f"{path} is not as it was frozen: its hash is another")
-    return config
+    return renamed(config)
 
 
 def frozen_run_id(directory: Path) -> str | None:

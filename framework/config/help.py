@@ -3,7 +3,7 @@
 import platform
 from importlib import metadata
 
-from framework.config.compose import CONF, groups, options
+from framework.config.folders import CONF, groups, option_file, option_node, options
 
 _HEAD = """\
 Steadfast: a run is its configuration.
@@ -30,8 +30,12 @@ Examples
 """
 
 
-def help_text() -> str:
-    """Return the help: how to call, every group with its options, every key of conf/config.yaml."""
+def help_text(overrides: list[str]) -> str:
+    """Return the help: of the options that the line chooses, or how to call, every group and key."""
+    chosen = [(group, option) for group, _, option in (text.partition("=") for text in overrides)
+              if group in groups() and option in options(group)]  # fmt: skip
+    if chosen:
+        return "\n\n".join(_option_help(group, option) for group, option in chosen)
     parts = [_HEAD, "Groups: choose with group=option (* is the default)\n"]
     defaults = _defaults()
     for group in groups():
@@ -41,11 +45,18 @@ def help_text() -> str:
                 mark = "*" if name == defaults.get(group) else " "
                 parts.append(_line(f"{mark} {name}", _comment(group, name), width=20))
     parts.append("\nKeys: set with key=value\n")
-    parts += _keys()
-    parts.append(
-        "\nAn option's own keys (model.*, optimizer.*, ...) are in conf/GROUP/OPTION.yaml, with their meaning."
-    )
+    parts += _keys((CONF / "config.yaml").read_text().partition("\n\n")[2])
+    parts.append("\nAn option's own keys: python train.py GROUP=OPTION --help, as in model=gpt --help")
     return "\n".join(parts)
+
+
+def _option_help(group: str, option: str) -> str:
+    text = option_file(group, option).read_text()
+    is_global = text.startswith("# @package _global_")
+    target = option_node(group, option).get("_target_")
+    head = [f"{group}={option}  {_comment(group, option)}".rstrip(), *([f"  {target}"] if target else [])]
+    keys = _keys(text, *([] if is_global or group == "logger" else [group]))
+    return "\n".join([*head, *keys])
 
 
 def version_text() -> str:
@@ -60,7 +71,7 @@ def _line(left: str, right: str, *, width: int) -> str:
 
 
 def _comment(group: str, name: str) -> str:
-    lines = (CONF / group / f"{name}.yaml").read_text().splitlines()
+    lines = option_file(group, name).read_text().splitlines()
     first = next((line for line in lines if not line.startswith("# @package")), "")
     return first.removeprefix("# ") if first.startswith("#") else ""
 
@@ -71,17 +82,19 @@ def _defaults() -> dict[str, str]:
     return {group: option.strip() for group, _, option in pairs}
 
 
-def _keys() -> list[str]:
-    """Return conf/config.yaml's own keys, a line each, as `section.key=value` with its comment."""
-    lines = []
-    sections: list[str] = []
-    for line in (CONF / "config.yaml").read_text().partition("\n\n")[2].splitlines():
+def _keys(text: str, *sections: str) -> list[str]:
+    """Return the keys of a YAML text, a line each, as `section.key=value` with its comment."""
+    lines, above, indents = [], list(sections), [0] * len(sections)
+    for line in text.splitlines():
         content, _, comment = line.partition(" #")
-        if not content.strip() or content.startswith("#"):
+        name, colon, value = content.strip().partition(":")
+        if not colon or content.lstrip().startswith(("#", "-")) or name in ("_target_", "defaults"):
             continue
-        depth = (len(content) - len(content.lstrip())) // 2
-        name, _, value = content.strip().partition(":")
-        sections[depth:] = [name]
-        if sections[0] != "hydra" and value:
-            lines.append(_line(".".join(sections) + "=" + value.strip(), comment.strip(), width=40))
+        indent = len(content) - len(content.lstrip())
+        while len(above) > len(sections) and indents[-1] >= indent:
+            above.pop(), indents.pop()
+        if value.strip() and above[:1] != ["hydra"] and name != "hydra":
+            lines.append(_line(".".join([*above, name]) + "=" + value.strip(), comment.strip(), width=40))
+        above.append(name)
+        indents.append(indent)
     return lines

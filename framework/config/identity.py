@@ -23,10 +23,8 @@ def identity(config: dict[str, Any]) -> str:
 
     Of the file that `model.init_from` names its content counts, not its path.
     """
-    kept = {key: value for key, value in _flat(config).items() if not _is_execution(key)}
-    kept |= {
-        key: first_target(value) for key, value in kept.items() if key.endswith("._target_") and isinstance(value, str)
-    }
+    kept = {key: value for key, value in flat(config).items() if not _is_execution(key)}
+    kept |= {key: first_target(value) for key, value in kept.items() if key.endswith("._target_") and isinstance(value, str)}
     init_from = kept.pop("model.init_from", None)
     if init_from is not None:
         kept["model.init_from"] = content_of(str(init_from)) or init_from
@@ -53,12 +51,13 @@ def _is_execution(key: str) -> bool:
     return any(key == prefix or key.startswith(prefix + ".") for prefix in EXECUTION)
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a configuration by their dotted keys. A list is a value."""
+    values: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            values |= flat(value, f"{prefix}{key}.")
         else:
             # lr=1 and lr=1.0 are the same command
-            flat[prefix + key] = int(value) if isinstance(value, float) and value.is_integer() else value
-    return flat
+            values[prefix + key] = int(value) if isinstance(value, float) and value.is_integer() else value
+    return values

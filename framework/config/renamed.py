@@ -3,10 +3,7 @@
 from typing import Any
 
 # (now, before): prefixes of dotted paths
-_MOVED = (
-    ("framework.optim.optimizers.", "framework.optim."),
-    ("framework.optim.schedules.", "framework.schedules."),
-)
+_MOVED = (("framework.optim.optimizers.", "framework.optim."), ("framework.optim.schedules.", "framework.schedules."))
 
 
 def current_target(target: str) -> str:

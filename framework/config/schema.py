@@ -1,61 +1,103 @@
-"""The typed schema of the configuration: the sections, and what their keys hold."""
+"""The typed configuration: the sections, what their keys hold, and the rules of one section."""
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from framework.config.nodes import node_counts
+from framework.runtime.problem import Problem, shown
+
+LARGEST = 2**63 - 1  # what 64 bits hold
+
+Whole = Annotated[int, Field(le=LARGEST, ge=-LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+AboveZero = Annotated[float, Field(gt=0)]
+Monitor = Annotated[str, Field(description="SPLIT/METRIC")]
+
+Node = dict[str, Any]  # a component's own node: data for its `_target_`
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    """A part of the configuration. `rules` yields what its types cannot say; keys are the section's own."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    def rules(self) -> Iterator[Problem]:
+        yield from ()
+
+    @model_validator(mode="after")
+    def _follow_rules(self) -> "Section":
+        if problems := list(self.rules()):
+            raise PydanticCustomError("rules", "{count} rules are broken", {"count": len(problems), "problems": problems})
+        return self
 
 
 class EarlyStopping(Section):
-    patience: int | None
-    monitor: str
+    patience: Positive | None
+    monitor: Monitor
     mode: Literal["min", "max"]
-    min_delta: float
+    min_delta: Annotated[float, Field(ge=0)]
 
 
 class Divergence(Section):
+    """`raise` ends the run. `skip` leaves the step out; `rollback` goes on from the `back`-th newest checkpoint, with the
+    batches after the one that was not finite: both at most `limit` times in a run.
+
+    Source of the rollback: Chowdhery et al. 2022, "PaLM: scaling language modeling with Pathways", section 5.1.
+    """
+
     action: Literal["raise", "skip", "rollback"]
-    limit: int
-    back: int
+    limit: Positive
+    back: Positive
 
 
 class GradNoise(Section):
-    eta: float | None
-    gamma: float
+    eta: AboveZero | None
+    gamma: Annotated[float, Field(ge=0, le=1)]
 
 
-class Trainer(Section):
-    max_steps: int | None
-    max_epochs: int | None
-    eval_every: int | None
-    log_every: int
-    clip_grad_norm: float | None
-    clip_grad_value: float | None
+class TrainerSection(Section):
+    max_steps: Positive | None
+    max_epochs: Positive | None
+    eval_every: Positive | None
+    log_every: Positive
+    clip_grad_norm: AboveZero | None
+    clip_grad_value: AboveZero | None
     grad_noise: GradNoise
     freeze: list[str]
     compile: bool
     activation_checkpointing: bool
     sync_batchnorm: bool
-    ema_decay: float | None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
     early_stopping: EarlyStopping
     divergence: Divergence
     profile: bool | Literal["all"]
 
+    def rules(self) -> Iterator[Problem]:
+        if self.max_steps is None and self.max_epochs is None:
+            what = "null, as is trainer.max_epochs: the run would never end"
+            yield Problem("max_steps", what, "a number for one of them")
+        stopping = self.early_stopping
+        is_evaluated = not stopping.monitor.startswith("train/")
+        if stopping.patience is not None and is_evaluated and self.eval_every is None:
+            what = "is counted in evaluations, but with trainer.eval_every=null there is one, at the end"
+            yield Problem("early_stopping.patience", what, "a number for trainer.eval_every")
 
-class Checkpoint(Section):
-    every: int | None
-    keep_last: int
-    keep_best: int
-    monitor: str
+
+class CheckpointSection(Section):
+    every: Positive | None
+    keep_last: Positive
+    keep_best: Count
+    monitor: Monitor
     mode: Literal["min", "max"]
     async_save: bool | None
-    max_failures: int
+    max_failures: Count
 
 
-class Run(Section):
+class RunSection(Section):
     root: str
     resume: str
     id: str
@@ -63,98 +105,140 @@ class Run(Section):
     checkpoint: int | str
     group: str | None
 
+    def rules(self) -> Iterator[Problem]:
+        for key in ("root", "dir"):
+            path = getattr(self, key)
+            if not path or path.startswith("~"):
+                yield Problem(key, f"{path!r} is not valid", "a directory; ~ is not replaced: use $HOME")
 
-class Eval(Section):
+
+class EvalSection(Section):
     split: Literal["train", "val", "test"]
 
 
-class Export(Section):
+class ExportSection(Section):
     formats: list[Literal["safetensors", "pt2", "onnx"]] | None
 
 
-class Launch(Section):
-    kind: Literal["local", "slurm"]
-    nproc_per_node: int | None
-    nnodes: int | str
-    max_restarts: int
-    timeout_s: float
-    grace_s: float | None
-
-
-class Slurm(Section):
+class SlurmSection(Section):
     partition: str | None
-    time_min: int | None
+    time_min: Positive | None
     account: str | None
     qos: str | None
-    mem_gb: float | None
-    cpus_per_task: int | None
-    gpus_per_node: int | None
+    mem_gb: AboveZero | None
+    cpus_per_task: Positive | None
+    gpus_per_node: Positive | None
     constraint: str | None
     exclude: str | None
     setup: list[str]
     snapshot: bool
-    signal_s: int
+    signal_s: Positive
     requeue: bool
-    array_parallelism: int | None
+    array_parallelism: Positive | None
 
 
-class SlurmLaunch(Launch):
-    slurm: Slurm
+class LaunchSection(Section):
+    kind: Literal["local", "slurm"]
+    nproc_per_node: Positive | None
+    nnodes: int | str
+    max_restarts: Count
+    timeout_s: AboveZero
+    grace_s: AboveZero | None
+    slurm: SlurmSection | None = None  # with launch=slurm
+
+    def rules(self) -> Iterator[Problem]:
+        if node_counts(self.nnodes) is None:
+            expected = "a number of nodes, or MIN:MAX for a run that nodes may leave and join"
+            yield Problem("nnodes", f"{shown(self.nnodes)} is not valid", expected)
+
+    @property
+    def node_counts(self) -> range:
+        """The numbers of nodes that are allowed."""
+        return node_counts(self.nnodes) or range(1, 2)
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are on each node."""
+        return self.nproc_per_node or 1
+
+    @property
+    def most_processes(self) -> int:
+        """How many processes there are with all the nodes that are allowed."""
+        return self.num_processes * self.node_counts[-1]
 
 
-class Backend(Section):
+class BackendSection(Section):
     name: Literal["auto", "gloo", "nccl", "mpi", "ucc"]
 
 
-class Precision(Section):
+class PrecisionSection(Section):
     name: Literal["fp32", "bf16", "fp16", "tf32", "fp64"]
 
 
-Component = dict[str, Any]
-
-
-class Config(Section):
-    """The root. The component groups are checked against their `_target_`'s signature."""
+class RunConfig(Section):
+    """The configuration of a run. The components' nodes are checked against the signatures of their `_target_`."""
 
     name: str
     mode: Literal["train", "plan", "eval", "export", "report", "status"]
-    seed: int
-    global_batch_size: int
-    micro_batch_size: int | None
+    seed: Count
+    global_batch_size: Positive
+    micro_batch_size: Positive | None
     drop_last: bool
     invariance: Literal["samples", "bitwise"]
-    trainer: Trainer
-    checkpoint: Checkpoint
-    run: Run
-    eval: Eval
-    export: Export
-    launch: Launch
-    backend: Backend
-    precision: Precision
-    model: Component
-    dataset: Component
-    task: Component
-    parallel: Component
-    optimizer: Component
-    scheduler: Component
+    trainer: TrainerSection
+    checkpoint: CheckpointSection
+    run: RunSection
+    eval: EvalSection
+    export: ExportSection
+    launch: LaunchSection
+    backend: BackendSection
+    precision: PrecisionSection
+    model: Node
+    dataset: Node
+    task: Node
+    parallel: Node
+    optimizer: Node
+    scheduler: Node
     logger: dict[str, Any]  # components by name, each checked like the others
+    extra: Node = {}  # the user's own keys: part of the identity, read by nobody here
 
+    def in_group(self, group: str) -> "RunConfig":
+        """Return the configuration as a part of a sweep's group, unless it names another."""
+        return self if self.run.group is not None else self._with_run(group=group)
 
-class SlurmConfig(Config):
-    launch: SlurmLaunch
+    def begun(self) -> "RunConfig":
+        """Return the configuration of a run that has begun: it does not start over again when its workers do."""
+        return self._with_run(resume="auto") if self.run.resume == "never" else self
+
+    def in_directory(self, path: str) -> "RunConfig":
+        return self._with_run(dir=path)
+
+    def _with_run(self, **values: Any) -> "RunConfig":
+        return self.model_copy(update={"run": self.run.model_copy(update=values)})
+
+    def plain(self) -> dict[str, Any]:
+        """Return the configuration as it was given: what is frozen."""
+        return self.model_dump(exclude_unset=True)
 
 
 COMPONENTS = ("model", "dataset", "task", "parallel", "optimizer", "scheduler")
 
 
-def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
+def section_of(annotation: Any) -> type[Section] | None:
+    """Return the section that a field holds, also one that may be null; None if it holds a value."""
+    members = [annotation, *getattr(annotation, "__args__", ())]
+    found = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Section)]
+    return found[0] if found else None
+
+
+def keys_of(section: type[Section], prefix: str = "") -> list[str]:
     """Return the dotted keys of a section and of those in it."""
     keys = []
-    for name, field in model.model_fields.items():
+    for name, field in section.model_fields.items():
         keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += keys_of(field.annotation, prefix + name + ".")
+        if (inner := section_of(field.annotation)) is not None:
+            keys += keys_of(inner, prefix + name + ".")
     return keys
 
 
-STATIC_KEYS = keys_of(SlurmConfig)  # those that do not depend on which options are chosen
+STATIC_KEYS = keys_of(RunConfig)  # those that do not depend on which options are chosen

@@ -1,173 +1,236 @@
-"""Compares a configuration with the schema, without importing torch, and says what is wrong in words of its own."""
+"""Compares a configuration with its types, and says what is wrong in words of its own."""
 
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 
-from framework.config.ranges import range_problems
-from framework.config.schema import COMPONENTS, Config, Section, SlurmConfig, keys_of
-from framework.config.signatures import arguments_of
-from framework.config.spelling import did_you_mean, nearest
+from framework.config.components import HYDRAS, arguments_of
+from framework.config.folders import groups, options
+from framework.config.schema import COMPONENTS, LARGEST, RunConfig, Section, section_of
+from framework.config.spelling import did_you_mean, done_here, nearest
+from framework.config.type_words import UNIONS, bare, described, meant
 from framework.runtime.problem import Problem, shown
 
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
-def schema_problems(config: dict[str, Any]) -> list[Problem]:
-    """Return every unknown key, wrong type and value out of its range in the composed, resolved `config`."""
-    components = {group: config[group] for group in COMPONENTS if isinstance(config.get(group), dict)}
-    launch = config.get("launch")
-    root = SlurmConfig if isinstance(launch, dict) and launch.get("kind") == "slurm" else Config
-    known = keys_of(root)
-    for group, node in components.items():
-        known += [f"{group}.{name}" for name in arguments_of(str(node.get("_target_"))) or {}]
-    known.append("model.init_from")
-    problems = _problems(root, config, prefix="", known=known)
-    for group, node in components.items():
-        problems += _component_problems(group, node, known=known)
-    logger = config.get("logger")
-    for name, node in (logger if isinstance(logger, dict) else {}).items():
-        problems += _logger_problems(name, node)
-    wrong = {problem.key for problem in problems}
-    return problems + [problem for problem in range_problems(config) if problem.key not in wrong]
+
+def validate(config: Mapping[str, Any], *, known: list[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the root's fields that are valid, by name, and every problem of the others.
+
+    Only our own sections are judged here, without an import: components' nodes are `component_problems`'. `known` are keys
+    to be suggested for an unknown one.
+    """
+    valid: dict[str, Any] = {}
+    problems = [
+        problem
+        for name in config.keys() - RunConfig.model_fields.keys()
+        for problem in _unknown(name, config[name], known=known)
+    ]
+    for name, annotation in _types_of(RunConfig).items():
+        if name not in config:
+            if RunConfig.model_fields[name].is_required():
+                problems.append(Problem(name, "is missing", described(annotation, key=name)))
+            continue
+        section = section_of(annotation)
+        found = (
+            _section_problems(section, config[name], name, known) if section else value_problems(annotation, config[name], name)
+        )
+        problems += found
+        if not found:
+            valid[name] = section.model_validate(config[name]) if section else config[name]
+    return valid, problems
 
 
 def settings_problems(section: type[Section], values: dict[str, Any], *, prefix: str) -> list[Problem]:
     """Return every unknown key, wrong type and value out of its range in a sweep's settings."""
     known = [prefix + name for name in section.model_fields]
-    return _problems(section, values, prefix=prefix, known=known) or range_problems(values, prefix)
+    return _section_problems(section, values, prefix.rstrip("."), known)
 
 
-def _logger_problems(name: str, node: Any) -> list[Problem]:
-    if not isinstance(node, dict):
-        return [Problem(f"logger.{name}", f"{shown(node)} is not valid", f"keys, as logger={name} has them")]
-    if "_target_" not in node:
-        return [Problem(f"logger.{name}.{key}", "unknown key", f"only with logger={name}") for key in node]
-    known = [f"logger.{name}.{key}" for key in arguments_of(str(node["_target_"])) or {}]
-    return _component_problems(f"logger.{name}", node, known=known)
+@functools.cache
+def _types_of(section: type[Section]) -> dict[str, Any]:
+    hints = get_type_hints(section, include_extras=True)
+    return {name: hints[name] for name in section.model_fields}
 
 
-def _component_problems(group: str, node: dict[str, Any], *, known: list[str]) -> list[Problem]:
-    """Check one component's node against the signature of its `_target_`."""
-    target = node.get("_target_")
-    arguments = arguments_of(target) if isinstance(target, str) else None
-    if arguments is None:
-        return [Problem(f"{group}._target_", f"{shown(target)} is not valid",
-                        "the dotted path of a class or function, in the module that defines it")]  # fmt: skip
-    fields: dict[str, Any] = {n: (a.annotation, ... if a.required else None) for n, a in arguments.items()}
-    values = {key: value for key, value in node.items() if key != "_target_"}
-    if group == "model":  # null means "from the data", which `build.complete_model` judges
-        fields = {name: (annotation, None) for name, (annotation, _) in fields.items()} | {
-            "init_from": (str | None, None)
-        }
-        values = {key: value for key, value in values.items() if value is not None or key not in fields}
-    model = create_model(group, __config__=ConfigDict(extra="forbid", strict=True, protected_namespaces=()), **fields)
-    return _problems(model, values, prefix=f"{group}.", known=known)
+# --- components
 
 
-def _problems(model: type[BaseModel], values: dict[str, Any], *, prefix: str, known: list[str]) -> list[Problem]:
-    """Return what pydantic finds wrong in `values`, in our words."""
+def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str, ...] = ()) -> list[Problem]:
+    """Check a component's node, and the components in it, against the signatures of their targets, which are imported.
+
+    `key` is the node's, as in `model` or `logger.wandb`; `own` are keys of the framework's in it.
+    """
     try:
-        model.model_validate(values)
+        signature = arguments_of(node, group=key)
+    except ValueError as error:
+        return [Problem(f"{key}._target_", str(error).removeprefix("_target_="), "the dotted path of a class or function")]
+    problems: list[Problem] = []
+    values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
+    others = [other for other in known if not other.startswith(f"{key}.")]  # the option may be another component's
+    known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own))]
+    for name, value in values.items():
+        argument = signature.arguments.get(name)
+        if argument is None and not signature.takes_any:
+            problems += _unknown(f"{key}.{name}", value, known=known)
+        elif _is_node(value):
+            problems += component_problems(f"{key}.{name}", value, known=known)
+        elif argument is not None and not _equals(value, argument.default) and not _from_data(value, key):
+            problems += value_problems(argument.annotation, value, f"{key}.{name}") if _is_plain(argument.annotation) else []
+    missing = [name for name in signature.required if name not in values and not node.get("_partial_")]
+    return problems + [Problem(f"{key}.{name}", "is missing", f"{node['_target_']} needs it") for name in missing]
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, dict) and "_target_" in value
+
+
+def _equals(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and value == default
+
+
+def _from_data(value: Any, key: str) -> bool:
+    """Return whether a value is left to the data: null in a model means so, and `${data:...}` everywhere."""
+    return (value is None and key.split(".")[0] == "model") or (isinstance(value, str) and value.startswith("${data:"))
+
+
+_PLAIN = (int, float, bool, str, list, dict, type(None))
+
+
+def _is_plain(annotation: Any) -> bool:
+    """Return whether an annotation is a type of plain data, which a value can be held against."""
+    kind = bare(annotation)
+    if get_origin(kind) in (*UNIONS, list, dict):
+        return all(map(_is_plain, get_args(kind)))
+    return kind in _PLAIN or get_origin(kind) is Literal
+
+
+# --- values
+
+
+def value_problems(annotation: Any, value: Any, key: str) -> list[Problem]:
+    """Return what is wrong with one value, in our words."""
+    try:
+        _adapter(annotation).validate_python(value)
+    except ValidationError as error:
+        return [_said(error.errors()[0], annotation, value, key)]  # a union reports each of its members: the first will do
+    except PydanticSchemaGenerationError:  # somebody's own type
+        return []
+    return []
+
+
+@functools.lru_cache(maxsize=1000)
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation, config=_STRICT)
+
+
+def _section_problems(section: type[Section], values: Any, key: str, known: list[str]) -> list[Problem]:
+    for name, value in values.items() if isinstance(values, dict) else ():
+        inner = f"{key}.{name}"
+        if (
+            _is_optional_section(section, name)
+            and isinstance(value, dict)
+            and not any(k.startswith(f"{inner}.") for k in known)
+        ):
+            return _unknown(inner, value, known=known)
+    try:
+        section.model_validate(values)
     except ValidationError as error:
         problems: dict[str, Problem] = {}  # a union reports each of its members: the first will do
         for item in error.errors():
-            for problem in _in_our_words(item, model, values, prefix=prefix, known=known):
+            for problem in _section_problem(item, section, values, key, known):
                 problems.setdefault(problem.key, problem)
         return list(problems.values())
     return []
 
 
-def _in_our_words(item: Any, model: type[BaseModel], values: Any, *, prefix: str, known: list[str]) -> list[Problem]:
+def _is_optional_section(section: type[Section], name: str) -> bool:
+    """Return whether a key is a section that only some options bring."""
+    annotation = _types_of(section).get(name)
+    return type(None) in get_args(annotation) and section_of(annotation) is not None
+
+
+def _section_problem(item: Any, section: type[Section], values: Any, key: str, known: list[str]) -> Iterator[Problem]:
     if item["type"] == "extra_forbidden":
-        key = prefix + ".".join(map(str, item["loc"]))
-        return [_unknown(leaf, value, known=known) for leaf, value in _leaves(key, item["input"])]
-    path: list[str] = []
-    annotation: Any = model
-    value = values
+        yield from _unknown(".".join([key, *map(str, item["loc"])]), item["input"], known=known)
+        return
+    annotation, value = section, values
     for part in item["loc"]:
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        inner = section_of(annotation)
+        if inner is None:
             break  # below a key, pydantic names list positions and union members
-        annotation = annotation.model_fields[part].annotation
+        annotation = _types_of(inner)[part]
         value = value.get(part)
-        path.append(part)
-    key = prefix + ".".join(path)
-    if item["type"] == "missing":
-        return [Problem(key, "is missing", _described(annotation, key=key))]
-    expected = _described(annotation, key=key)
-    meant = _meant(value, annotation, key=key)
-    return [Problem(key, f"{shown(value)} is not valid", expected + (f"; did you mean {meant}?" if meant else ""))]
+        key = f"{key}.{part}"
+    if item["type"] == "rules":
+        for problem in item["ctx"]["problems"]:
+            yield Problem(f"{key}.{problem.key}", problem.what, problem.expected)
+    elif item["type"] == "missing":
+        yield Problem(key, "is missing", described(annotation, key=key))
+    else:
+        yield _said(item, annotation, value, key)
 
 
-def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        return [leaf for name, item in value.items() for leaf in _leaves(f"{key}.{name}", item)]
-    return [(key, value)]
+_RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "int_parsing_size")
 
 
-def _unknown(key: str, value: Any, *, known: list[str]) -> Problem:
+def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
+    if item["type"] in _RANGES:
+        return Problem(
+            key, f"{shown(value)} is out of range", _range(annotation, value, is_finite=item["type"] != "finite_number")
+        )
+    expected = described(annotation, key=key)
+    close = meant(value, annotation, key=key)
+    return Problem(key, f"{shown(value)} is not valid", expected + (f"; did you mean {close}?" if close else ""))
+
+
+def _range(annotation: Any, value: Any, *, is_finite: bool) -> str:
+    bounds = _bounds(annotation)
+    least, above, most, below = (bounds.get(kind) for kind in (Ge, Gt, Le, Lt))
+    if most == LARGEST and isinstance(value, int) and value > LARGEST:
+        return f"at most {LARGEST}, which is what 64 bits hold"
+    most = None if most == LARGEST else most
+    if least is not None and most is not None:
+        text = f"from {least:g} to {most:g}"
+    else:
+        low = f"at least {least:g}" if least is not None else f"above {above:g}" if above is not None else ""
+        high = f"below {below:g}" if below is not None else f"at most {most:g}" if most is not None else ""
+        text = " and ".join(part for part in (low, high) if part)
+    return text if is_finite else f"a finite number {text}".rstrip()
+
+
+def _bounds(annotation: Any) -> dict[type, Any]:
+    """Return the bounds in an annotation, by kind: pydantic's Field holds the same as annotated_types."""
+    found: dict[type, Any] = {}
+    for metadata in getattr(annotation, "__metadata__", ()):
+        for one in getattr(metadata, "metadata", [metadata]):
+            for kind, name in ((Ge, "ge"), (Gt, "gt"), (Le, "le"), (Lt, "lt")):
+                if isinstance(one, kind):
+                    found[kind] = getattr(one, name)
+    for member in get_args(annotation):
+        found |= {kind: bound for kind, bound in _bounds(member).items() if kind not in found}
+    return found
+
+
+def _unknown(key: str, value: Any, *, known: list[str]) -> list[Problem]:
+    """Return a problem for each key that does not exist: `value` may hold several."""
+    if isinstance(value, dict) and value and not _is_node(value):
+        return [problem for name, item in value.items() for problem in _unknown(f"{key}.{name}", item, known=known)]
     section, _, name = key.rpartition(".")
+    of = [group for group in groups() if not section and value in options(group) and nearest(name, [group])]
+    if of:
+        return [Problem(key, "unknown key", f"did you mean {of[0]}={value}?")]
     if section in COMPONENTS and name in ("name", "type", "kind") and isinstance(value, str):
-        return Problem(key, "unknown key", f"did you mean {section}={value}?")
-    if section == "launch.slurm" and section not in {other.rpartition(".")[0] for other in known}:
-        return Problem(key, "unknown key", "only with launch=slurm")
-    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
-    listing = "python train.py --help lists the keys"
-    if section in known:
-        listing = f"{section} has {', '.join(siblings)}" if siblings else f"this {section} has no keys"
-    return Problem(key, "unknown key", did_you_mean(key, known) or listing)
-
-
-_UNIONS = (UnionType, Union)  # the second where a Literal is a member
-
-_NAMES = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    list[int]: "a list of integers, as in [1, 2]",
-    list[float]: "a list of numbers, as in [0.9, 0.99]",
-    list[str]: "a list of texts, as in [a, b]",
-}
-
-
-def _described(annotation: Any, *, key: str) -> str:
-    """Say what a key of this type holds."""
-    if get_origin(annotation) in _UNIONS:
-        return ", or ".join(_described(member, key=key) for member in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        choices = [str(shown(choice)).strip("'") for choice in get_args(annotation)]
-        return "one of " + ", ".join(choices) if len(choices) > 1 else choices[0]
-    if get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal:
-        names = get_args(get_args(annotation)[0])
-        return f"a list of {', '.join(names)}, as in [{names[0]}]"
-    return _NAMES.get(annotation, f"a section, whose keys are set as in {key}.KEY=VALUE")
-
-
-_YES, _NO = (1, "yes", "on", "True"), (0, "no", "off", "False")
-
-
-def _meant(value: Any, annotation: Any, *, key: str) -> str | None:
-    """Return the value of the right type that was probably meant."""
-    types = get_args(annotation) if get_origin(annotation) in _UNIONS else (annotation,)
-    choices = [choice for kind in types if get_origin(kind) is Literal for choice in get_args(kind)]
-    if choices and value not in (None, False):
-        return nearest(str(value), [choice for choice in choices if isinstance(choice, str)])
-    if type(None) in types and (value is False or str(value).lower() in ("none", "off", "")):
-        return "null"
-    if bool in types and (value in _YES or value in _NO):
-        return "true" if value in _YES else "false"
-    if str in types and isinstance(value, (bool, int, float)):
-        return f"\"{key}='{shown(value)}'\""  # quoted for the shell, and for Hydra
-    number = _number(value)
-    if number is not None and (int in types and number == int(number) or float in types):
-        return shown(int(number) if int in types else number)
-    return None
-
-
-def _number(value: Any) -> float | None:
-    try:
-        number = float(value) if isinstance(value, (str, float)) else None
-    except ValueError:
-        return None
-    return number if number is not None and abs(number) < 1e18 else None
+        return [Problem(key, "unknown key", f"did you mean {section}={value}?")]
+    if key.startswith("launch.slurm") and "launch.slurm.partition" not in known:
+        return [Problem(key, "unknown key", "only with launch=slurm")]
+    siblings = dict.fromkeys(other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section)
+    listing = "python train.py --help lists the keys" if section else f"--help lists the keys; +{key} is one of your own"
+    if section in (*COMPONENTS, *(other.split(".")[0] for other in known)):
+        names = [name for name in siblings if name not in HYDRAS]
+        listing = f"{section} has {', '.join(names)}" if names else f"this {section} has no keys"
+    return [Problem(key, "unknown key", done_here(key) or did_you_mean(key, known + groups()) or listing)]

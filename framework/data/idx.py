@@ -1,15 +1,14 @@
-"""The IDX files of MNIST and its relatives: finding, reading and downloading them."""
+"""The IDX files of MNIST and its relatives."""
 
 import gzip
 import struct
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from framework.data.source import Arrays, Split
+from framework.data.source import Arrays, PublishedImages, Split
 
 # torchvision's reader would do, but importing it costs as much as torch.
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
@@ -17,26 +16,47 @@ TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 UINT8 = 0x08  # the one element type in use
 
 
-def find_folder(folders: Sequence[Path]) -> Path | None:
-    """Return the first folder that holds all four files, each plain or as .gz."""
-    for folder in folders:
-        if all(_file(folder, name).is_file() for name in TRAIN + TEST):
-            return folder
-    return None
+class IDXImages(PublishedImages):
+    """A dataset in four files, each plain or as .gz, under the name that torchvision gives it."""
 
+    name: Literal["MNIST", "FashionMNIST"]
+    info = {"in_channels": 1, "image_size": 28, "num_classes": 10}
+    padding = 2
+    remedy = "dataset.download=true"
 
-def load_split(folders: Sequence[Path], split: Split, *, num_val: int) -> Arrays:
-    """Load a split as images uint8 (N, 1, H, W) and labels int64; val is the last `num_val` of the training files."""
-    folder = find_folder(folders)
-    if folder is None:
-        raise ValueError(missing(folders))
-    images, labels = (read_idx(_file(folder, name)) for name in (TEST if split == "test" else TRAIN))
-    if split != "test":
-        if num_val >= len(images):
-            raise ValueError(f"dataset.num_val={num_val}: must be below the {len(images)} images of {folder}")
-        part = slice(None, -num_val) if split == "train" else slice(-num_val, None)
-        images, labels = images[part], labels[part]
-    return Arrays(images[:, None], labels.astype(np.int64))
+    @property
+    def folders(self) -> list[Path]:
+        """Where the files are looked for, the first one first."""
+        return [Path(self.root) / self.name / "raw"]
+
+    def problems(self) -> list[str]:
+        return [] if self.download or self._folder() else [f"dataset.root: {self._missing()} ({self.remedy})"]
+
+    def load(self, split: Split) -> Arrays:
+        if self.download and not self._folder():
+            self._fetch()
+        if (folder := self._folder()) is None:
+            raise ValueError(self._missing())
+        images, labels = (read_idx(_file(folder, name)) for name in (TEST if split == "test" else TRAIN))
+        if split != "test" and self.num_val >= len(images):
+            raise ValueError(f"dataset.num_val={self.num_val}: must be below the {len(images)} images of {folder}")
+        return self.part(images[:, None], labels.astype(np.int64), split)
+
+    def _folder(self) -> Path | None:
+        """Return the first folder that holds all four files."""
+        return next((f for f in self.folders if all(_file(f, name).is_file() for name in TRAIN + TEST)), None)
+
+    def _missing(self) -> str:
+        return f"{TRAIN[0]} and its three companions, plain or .gz, are not in {', '.join(map(str, self.folders))}"
+
+    def _fetch(self) -> None:
+        """Let torchvision fetch the files. One process at a time."""
+        from framework.runtime.torchvision_fix import make_torchvision_importable
+
+        make_torchvision_importable()
+        import torchvision.datasets  # type: ignore[import-untyped]  # it ships no annotations
+
+        getattr(torchvision.datasets, self.name)(self.root, download=True)
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -59,22 +79,6 @@ def read_idx(path: Path) -> np.ndarray:
             f"where type {UINT8:#x} and a byte for each element are expected (delete it and get it again)"
         )
     return elements.reshape(shape)
-
-
-def missing(folders: Sequence[Path]) -> str:
-    """Word the problem that none of the folders holds the files."""
-    looked = ", ".join(str(folder) for folder in folders)
-    return f"{TRAIN[0]} and its three companions, plain or .gz, are not in {looked}"
-
-
-def download(name: Literal["MNIST", "FashionMNIST"], *, root: str) -> None:
-    """Let torchvision fetch the files into root/<name>/raw, unless they are there. One process at a time."""
-    from framework.runtime.torchvision_fix import make_torchvision_importable
-
-    make_torchvision_importable()
-    import torchvision.datasets  # type: ignore[import-untyped]  # it ships no annotations
-
-    getattr(torchvision.datasets, name)(root, download=True)
 
 
 def _file(folder: Path, name: str) -> Path:

@@ -4,23 +4,22 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from framework.data.source import Arrays, Files, Source, Split, require_at_least, told
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from framework.data.source import Arrays, Files, Images, Source, Split, require_at_least, told
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0.226,))}  # of ImageNet
-CARVED: dict[str, range] = {"val": range(0, 10), "test": range(10, 20)}  # per cent of train, where there is no folder
+CARVED: dict[str, range] = {"val": range(10), "test": range(10, 20)}  # per cent of train, where there is no folder
 
 
-class ImageFolder:
+@dataclass(kw_only=True, eq=False)
+class ImageFolder(Images):
     """Classes are the folders in root/train, numbered in the order of their names.
 
     A missing root/val or root/test is carved out of train: a file belongs there if a checksum of its name
@@ -30,32 +29,23 @@ class ImageFolder:
     decoded sample by sample whenever it is used, and wants `num_workers`.
     """
 
-    task = "classification"
+    root: str = "data"
+    source: str | None = None
+    image_size: int = 64
+    in_channels: Literal[1, 3] = 3
+    decode_once_gib: float = 1.0
+    augment: bool = False
+    num_workers: int = 0
 
-    def __init__(
-        self,
-        *,
-        root: str = "data",
-        source: str | None = None,
-        image_size: int = 64,
-        in_channels: Literal[1, 3] = 3,
-        decode_once_gib: float = 1.0,
-        augment: bool = False,
-        num_workers: int = 0,
-    ):
-        require_at_least(1, image_size=image_size)
-        require_at_least(0, num_workers=num_workers)
-        if in_channels not in STATISTICS:
-            raise ValueError(f"dataset.in_channels={in_channels}: must be 1 (grey) or 3 (RGB)")
-        if decode_once_gib < 0:
-            raise ValueError(f"dataset.decode_once_gib={decode_once_gib}: must be at least 0 (0 = never)")
-        self.root = root
-        self.source = source
-        self.image_size = image_size
-        self.in_channels = in_channels
-        self.decode_once_gib = decode_once_gib
-        self.augment = augment
-        self.num_workers = num_workers
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "image_size")
+        require_at_least(0, self, "num_workers")
+        if self.in_channels not in STATISTICS:
+            raise ValueError(f"dataset.in_channels={self.in_channels}: must be 1 (grey) or 3 (RGB)")
+        if self.decode_once_gib < 0:
+            raise ValueError(f"dataset.decode_once_gib={self.decode_once_gib}: must be at least 0 (0 = never)")
+        self.mean, self.std = STATISTICS[self.in_channels]
+        self.padding = self.image_size // 8
 
     @property
     def info(self) -> Mapping[str, int]:
@@ -90,13 +80,6 @@ class ImageFolder:
             return files
         with ThreadPoolExecutor() as pool:  # PIL decodes outside the interpreter's lock
             return Arrays(np.stack(list(pool.map(decode, files.paths))), files.targets)
-
-    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
-        from framework.data.images import prepare
-
-        keys = keys if self.augment else None
-        mean, std = STATISTICS[self.in_channels]
-        return prepare(inputs, keys=keys, mean=mean, std=std, padding=self.image_size // 8, flip=True), targets
 
     def _samples(self, split: Split) -> Iterator[tuple[str, int]]:
         """List the split's files and class numbers in order of class and name, a class at a time."""

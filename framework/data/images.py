@@ -12,13 +12,7 @@ from framework.randomness import random_integers
 
 
 def prepare(
-    images: Tensor,
-    *,
-    keys: np.ndarray | None,
-    mean: Sequence[float],
-    std: Sequence[float],
-    padding: int,
-    flip: bool,
+    images: Tensor, *, keys: np.ndarray | None, mean: Sequence[float], std: Sequence[float], padding: int, flip: bool
 ) -> Tensor:
     """Augment uint8 images (B, C, H, W) unless `keys` is None, then normalise them."""
     if keys is not None:

@@ -1,9 +1,9 @@
-"""From the order of samples to this rank's micro-batches, as tensors on its device."""
+"""From the order of samples to this rank's micro-batches, as tensors on its device: of each split of a dataset."""
 
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import torch
@@ -11,39 +11,34 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
-from framework.data.source import Dataset, Source
+from framework.data.sharing import load_shared
+from framework.data.source import Dataset, Source, Split
+from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.nested import Tree, map_tensors
 from framework.randomness import keys
 from framework.runtime.parent_death import die_with_parent
 from framework.runtime.preemption import SIGNALS
+from framework.runtime.torch_internals import shut_down_loader
 
 
+@dataclass(eq=False)
 class Loader:
     """One rank's view of one split. What a batch holds is a function of its position alone, so a run can start anywhere."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        source: Source,
-        *,
-        order: Order,
-        micro_batch_size: int | None,
-        dp_rank: int,
-        dp_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.dataset = dataset
-        self.source = source
-        self.order = order
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.device = device
-        self.dtype = dtype
-        self.num_workers = int(getattr(dataset, "num_workers", 0))
-        self.is_augmented = bool(getattr(dataset, "augment", False))
+    dataset: Dataset
+    source: Source
+    _: KW_ONLY
+    order: Order
+    micro_batch_size: int | None
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.num_workers = int(getattr(self.dataset, "num_workers", 0))
+        self.is_augmented = bool(getattr(self.dataset, "augment", False))
         self._cuts: dict[int, tuple[list[Part], slice]] = {}  # by size: a full global batch, and the short one
         self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
 
@@ -60,7 +55,7 @@ class Loader:
     def close(self) -> None:
         """End the loader's processes. They ignore signals, so at exit, after an error, Python would wait for them for ever."""
         for steps in list(self._running):
-            steps._shutdown_workers()  # type: ignore[attr-defined]  # what the iterator's own __del__ calls
+            shut_down_loader(steps)
         self._running.clear()
 
     def _positions(self, samples_seen: int) -> Iterator[int]:
@@ -86,9 +81,7 @@ class Loader:
     def _cut(self, num_samples: int) -> tuple[list[Part], slice]:
         """Return this rank's parts of a global batch, and their span: without gaps, so that it is fetched at once."""
         if num_samples not in self._cuts:
-            mine = parts(
-                num_samples, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size
-            )
+            mine = parts(num_samples, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
             self._cuts[num_samples] = mine, slice(min(part.start for part in mine), max(part.stop for part in mine))
         return self._cuts[num_samples]
 
@@ -109,8 +102,10 @@ class Loader:
                 batch_size=None,
                 sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not asked
                 num_workers=self.num_workers,
-                collate_fn=_as_it_is,
-                worker_init_fn=_die_with_parent,
+                collate_fn=lambda step: step,
+                worker_init_fn=lambda _: (
+                    die_with_parent()
+                ),  # torch's watchdog looks every five seconds, and a queue may break before
                 multiprocessing_context="fork",
             )
             steps = _start_unsignalled(loader)
@@ -121,13 +116,7 @@ class Loader:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(self.device, non_blocking=True)
 
-        moved = [
-            micro_batch._replace(
-                inputs=map_tensors(move, micro_batch.inputs), targets=map_tensors(move, micro_batch.targets)
-            )
-            for micro_batch in step.micro_batches
-        ]
-        return step._replace(micro_batches=moved)
+        return step._replace(micro_batches=[micro_batch.mapped(move) for micro_batch in step.micro_batches])
 
 
 def _micro_batch(part: Part, inputs: Tree, targets: Tree, *, span: slice) -> MicroBatch:
@@ -135,29 +124,17 @@ def _micro_batch(part: Part, inputs: Tree, targets: Tree, *, span: slice) -> Mic
     if (part.start, part.stop) == (span.start, span.stop):
         return MicroBatch(part.number, inputs, targets, part.is_padding)
     at = slice(part.start - span.start, part.stop - span.start)
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[at]
-
-    return MicroBatch(part.number, map_tensors(cut, inputs), map_tensors(cut, targets), part.is_padding)
+    return MicroBatch(part.number, inputs, targets, part.is_padding).mapped(lambda tensor: tensor[at])
 
 
+@dataclass(frozen=True)
 class _AtPosition(torch.utils.data.Dataset[Step]):
     """A map-style dataset whose items are whole steps."""
 
-    def __init__(self, fetch: Callable[[int], Step]) -> None:
-        self.fetch = fetch
+    fetch: Callable[[int], Step]
 
     def __getitem__(self, position: int) -> Step:
         return self.fetch(position)
-
-
-def _as_it_is(step: Any) -> Any:
-    return step
-
-
-def _die_with_parent(worker: int) -> None:
-    die_with_parent()  # torch's own watchdog looks every five seconds, and a queue may break before
 
 
 def _start_unsignalled(loader: DataLoader[Step]) -> Iterator[Step]:
@@ -167,3 +144,46 @@ def _start_unsignalled(loader: DataLoader[Step]) -> Iterator[Step]:
         return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(kw_only=True)
+class Splits:
+    """One rank's loaders: all that differs between the ranks is `dp_rank`, of `dp_size` that work on different samples."""
+
+    dataset: Dataset
+    world: World
+    dp_rank: int
+    dp_size: int
+    seed: int
+    global_batch_size: int
+    micro_batch_size: int | None
+    drop_last: bool
+    dtype: torch.dtype
+    _loaders: dict[Split, Loader] = field(default_factory=dict, init=False)
+
+    def loader(self, split: Split) -> Loader:
+        """Return the loader of a split. Collective where it is asked for the first time."""
+        if split not in self._loaders:
+            source = load_shared(self.dataset, split, world=self.world)
+            order = Order(
+                num_samples=len(source),
+                global_batch_size=self.global_batch_size,
+                seed=self.seed,
+                drop_last=self.drop_last and split == "train",
+            )
+            self._loaders[split] = Loader(
+                self.dataset,
+                source,
+                order=order,
+                micro_batch_size=self.micro_batch_size,
+                dp_rank=self.dp_rank,
+                dp_size=self.dp_size,
+                device=self.world.device,
+                dtype=self.dtype,
+            )
+        return self._loaders[split]
+
+    def close(self) -> None:
+        """End the loaders' processes."""
+        for loader in self._loaders.values():
+            loader.close()

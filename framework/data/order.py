@@ -1,5 +1,6 @@
 """Which samples make step t, and which rank runs which of them: pure functions of the seed and of `samples_seen`."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,18 +17,20 @@ class Part(NamedTuple):
     is_padding: bool = False
 
 
+@dataclass(kw_only=True, eq=False)
 class Order:
     """The order of samples: a permutation of each epoch, cut into global batches; the last one of an epoch is short."""
 
-    def __init__(self, *, num_samples: int, global_batch_size: int, seed: int, drop_last: bool) -> None:
-        whole = num_samples - num_samples % global_batch_size
-        self.num_samples = num_samples
-        self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.epoch_size = whole if drop_last else num_samples
+    num_samples: int
+    global_batch_size: int
+    seed: int
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        self.epoch_size = self.num_samples - (self.num_samples % self.global_batch_size if self.drop_last else 0)
         if self.epoch_size == 0:
-            raise ValueError(f"drop_last=true leaves nothing of {num_samples} samples in batches of {global_batch_size}; "
-                             "lower global_batch_size or set drop_last=false")  # fmt: skip
+            raise ValueError(f"drop_last=true leaves nothing of {self.num_samples} samples in batches of "
+                             f"{self.global_batch_size}; lower global_batch_size or set drop_last=false")  # fmt: skip
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.int64)
 

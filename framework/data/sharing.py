@@ -18,13 +18,13 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
     for is_my_turn in (world.rank == 0, world.rank != 0):  # rank 0 before the other nodes: it may be downloading
         if is_my_turn and world.local_rank == 0:
             source = dataset.load(split)
-        world.barrier()
+        world.agreement.barrier()
     if world.local_world_size == 1:
         assert source is not None
         return source
     offer = _Offer.of(source) if source is not None else None
-    taken = world.gather(offer)[world.first_on_node].take()
-    world.barrier()
+    taken = world.agreement.gather(offer)[world.first_on_node].take()
+    world.agreement.barrier()
     if offer is not None:
         offer.withdraw()  # the mappings live on, and the memory goes with the last of them
     return taken

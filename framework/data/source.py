@@ -1,6 +1,6 @@
 """The seam of the data: what a dataset and one loaded split of it are, and the sources that hold or read samples."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -64,6 +64,43 @@ class Dataset(Protocol):
     # It may answer `decode(tokens) -> str` for integer inputs (T,), so that loggers show samples as text and not as ids.
 
 
+class Images:
+    """What datasets of images share: their task, and how a batch of uint8 becomes what a model takes."""
+
+    task = "classification"
+    mean: Sequence[float]
+    std: Sequence[float]
+    padding: int  # by so many pixels at most is an augmented image shifted
+    flip = True  # half of the augmented images are mirrored
+    augment: bool
+
+    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
+        from framework.data.images import prepare
+
+        keys = keys if self.augment else None
+        return prepare(inputs, keys=keys, mean=self.mean, std=self.std, padding=self.padding, flip=self.flip), targets
+
+
+@dataclass(kw_only=True, eq=False)
+class PublishedImages(Images):
+    """The arguments of a dataset that is published as a training and a test set; val is the last `num_val` of the former."""
+
+    root: str = "data"
+    download: bool = False
+    num_val: int = 5000
+    augment: bool = False
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "num_val")
+        require_at_least(0, self, "num_workers")
+
+    def part(self, images: np.ndarray, labels: np.ndarray, split: Split) -> "Arrays":
+        """Return what of the files' content is the split."""
+        parts = {"train": slice(None, -self.num_val), "val": slice(-self.num_val, None), "test": slice(None)}
+        return Arrays(np.ascontiguousarray(images[parts[split]]), labels[parts[split]])
+
+
 @dataclass(frozen=True, eq=False)
 class Arrays:
     """Samples that are rows of arrays, such as images uint8 (N, C, H, W) and targets int64 (N,)."""
@@ -72,11 +109,7 @@ class Arrays:
     targets: np.ndarray
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.inputs) == len(self.targets):
-            raise ValueError(
-                f"{len(self.inputs)} inputs and {len(self.targets)} targets: a split needs at least one sample, and "
-                f"a target for each"
-            )
+        _require_pairs(self.inputs, self.targets, what="inputs")
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -130,11 +163,7 @@ class Files:
     decode: Callable[[str], np.ndarray]  # of one file; a pickle of it must work, for loader processes
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.paths) == len(self.targets):
-            raise ValueError(
-                f"{len(self.paths)} files and {len(self.targets)} targets: a split needs at least one sample, and a "
-                f"target for each"
-            )
+        _require_pairs(self.paths, self.targets, what="files")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -145,6 +174,12 @@ class Files:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         return {}
+
+
+def _require_pairs(inputs: Sized, targets: Sized, *, what: str) -> None:
+    if not 0 < len(inputs) == len(targets):
+        counts = f"{len(inputs)} {what} and {len(targets)} targets"
+        raise ValueError(f"{counts}: a split needs at least one sample, and a target for each")
 
 
 def num_windows(num_tokens: int, *, seq_len: int) -> int:
@@ -164,8 +199,9 @@ def told(source: str | None) -> str:
     return f"; {source}" if source else ""
 
 
-def require_at_least(minimum: int, **arguments: int) -> None:
-    """Raise ValueError for the first of a dataset's arguments that is smaller than `minimum`."""
-    for name, value in arguments.items():
-        if value < minimum:
-            raise ValueError(f"dataset.{name}={value}: must be at least {minimum}")
+def require_at_least(minimum: int, dataset: object, *names: str) -> None:
+    """Raise ValueError for the first of a dataset's arguments that is given and smaller than `minimum`."""
+    for name in names:
+        value = getattr(dataset, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"dataset.{name}={value}: is out of range (at least {minimum})")

@@ -1,22 +1,25 @@
 """Synthetic: learnable data of any size, made up on the spot, the same for every seed and on every machine."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from framework.data.source import Arrays, Source, Split, Windows, require_at_least
+from framework.data.source import Arrays, Images, Source, Split, Windows, require_at_least
 from framework.randomness import permutation, random_bits, random_integers, random_uniform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MEAN, STD = 0.5, 0.204  # of the average of two uniform draws
+TASKS = {"images": "classification", "tokens": "language_modeling", "vectors": "regression"}
 # Keys apart from those of samples, which count up from 0: what all samples share.
 SHARED = 2**48
 
 
-class Synthetic:
+@dataclass(kw_only=True, eq=False)
+class Synthetic(Images):
     """A sample depends on its number only; train, val and test are successive numbers.
 
     - images: the average of a picture of the class and of noise; the target is the class.
@@ -25,46 +28,31 @@ class Synthetic:
       (take task=regression). To a model a vector is an image of one pixel, its outputs are the "classes".
     """
 
-    def __init__(
-        self,
-        *,
-        kind: Literal["images", "tokens", "vectors"] = "images",
-        num_train: int = 1024,
-        num_val: int = 256,
-        num_test: int = 256,
-        in_channels: int = 3,
-        image_size: int = 32,
-        num_classes: int = 10,
-        vocab_size: int = 64,
-        seq_len: int = 64,
-        num_features: int = 16,
-        num_outputs: int = 1,
-        augment: bool = False,
-        num_workers: int = 0,
-    ):
-        require_at_least(1, num_train=num_train, num_val=num_val, num_test=num_test, in_channels=in_channels)
-        require_at_least(1, image_size=image_size, num_classes=num_classes, vocab_size=vocab_size, seq_len=seq_len)
-        require_at_least(1, num_features=num_features, num_outputs=num_outputs)
-        require_at_least(0, num_workers=num_workers)
-        if kind not in ("images", "tokens", "vectors"):
-            raise ValueError(f"dataset.kind={kind}: must be images, tokens or vectors")
-        if augment and kind != "images":
-            raise ValueError(f"dataset.augment=true: there is no augmentation of {kind} (dataset.kind=images has one)")
-        self.kind = kind
-        self.sizes = {"train": num_train, "val": num_val, "test": num_test}
-        self.in_channels = in_channels
-        self.image_size = image_size
-        self.num_classes = num_classes
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.num_features = num_features
-        self.num_outputs = num_outputs
-        self.augment = augment
-        self.num_workers = num_workers
+    kind: Literal["images", "tokens", "vectors"] = "images"
+    num_train: int = 1024
+    num_val: int = 256
+    num_test: int = 256
+    in_channels: int = 3
+    image_size: int = 32
+    num_classes: int = 10
+    vocab_size: int = 64
+    seq_len: int = 64
+    num_features: int = 16
+    num_outputs: int = 1
+    augment: bool = False
+    num_workers: int = 0
 
-    @property
-    def task(self) -> str:
-        return {"images": "classification", "tokens": "language_modeling", "vectors": "regression"}[self.kind]
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "num_train", "num_val", "num_test", "in_channels", "image_size", "num_classes")
+        require_at_least(1, self, "vocab_size", "seq_len", "num_features", "num_outputs")
+        require_at_least(0, self, "num_workers")
+        if self.kind not in TASKS:
+            raise ValueError(f"dataset.kind={self.kind}: must be images, tokens or vectors")
+        if self.augment and self.kind != "images":
+            raise ValueError(f"dataset.augment=true: there is no augmentation of {self.kind} (dataset.kind=images has one)")
+        self.task = TASKS[self.kind]
+        self.mean, self.std = [MEAN] * self.in_channels, [STD] * self.in_channels
+        self.padding = self.image_size // 8
 
     @property
     def info(self) -> Mapping[str, int]:
@@ -78,8 +66,9 @@ class Synthetic:
         return []
 
     def load(self, split: Split) -> Source:
-        first = {"train": 0, "val": self.sizes["train"], "test": self.sizes["train"] + self.sizes["val"]}[split]
-        samples = np.arange(first, first + self.sizes[split])
+        sizes = {"train": self.num_train, "val": self.num_val, "test": self.num_test}
+        first = {"train": 0, "val": self.num_train, "test": self.num_train + self.num_val}[split]
+        samples = np.arange(first, first + sizes[split])
         if self.kind == "tokens":
             return self._tokens(samples)
         return self._vectors(samples) if self.kind == "vectors" else self._images(samples)
@@ -87,13 +76,7 @@ class Synthetic:
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         if self.kind == "tokens":
             return inputs.long(), targets.long()
-        if self.kind == "vectors":
-            return inputs, targets
-        from framework.data.images import prepare
-
-        mean, std = [MEAN] * self.in_channels, [STD] * self.in_channels
-        keys = keys if self.augment else None
-        return prepare(inputs, keys=keys, mean=mean, std=std, padding=self.image_size // 8, flip=True), targets
+        return (inputs, targets) if self.kind == "vectors" else super().transform(inputs, targets, keys=keys)
 
     def _images(self, samples: np.ndarray) -> Arrays:
         shape = (self.in_channels, self.image_size, self.image_size)

@@ -3,6 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
+@dataclass(kw_only=True, eq=False)
 class Text:
     """One token is one byte. The files are joined in the order of their names; the stream is cut 90 % / 5 % / 5 %.
 
@@ -27,22 +29,16 @@ class Text:
     task = "language_modeling"
     bytes_per_token = 1.0
 
-    def __init__(
-        self,
-        *,
-        root: str | None = None,
-        pattern: str | list[str] = "*.py",
-        max_bytes: int | None = None,
-        seq_len: int = 128,
-        num_workers: int = 0,
-    ):
-        require_at_least(1, seq_len=seq_len, max_bytes=1 if max_bytes is None else max_bytes)
-        require_at_least(0, num_workers=num_workers)
-        self.root = root
-        self.patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-        self.max_bytes = max_bytes
-        self.seq_len = seq_len
-        self.num_workers = num_workers
+    root: str | None = None
+    pattern: str | list[str] = "*.py"
+    max_bytes: int | None = None
+    seq_len: int = 128
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "seq_len", "max_bytes")
+        require_at_least(0, self, "num_workers")
+        self.patterns = [self.pattern] if isinstance(self.pattern, str) else list(self.pattern)
 
     @property
     def info(self) -> Mapping[str, int]:

@@ -16,6 +16,7 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 NUM_CHECKED = 2**20  # tokens at either end of each file that the preflight looks at: some milliseconds
 
 
+@dataclass(kw_only=True, eq=False)
 class Tokens:
     """`root` is a folder with train.bin, val.bin and maybe test.bin, or one file, which is cut 90 % / 5 % / 5 %.
 
@@ -26,26 +27,18 @@ class Tokens:
 
     task = "language_modeling"
 
-    def __init__(
-        self,
-        *,
-        root: str = "data",
-        source: str | None = None,
-        dtype: Literal["uint16", "uint32"] = "uint16",
-        vocab_size: int | None = None,
-        seq_len: int = 128,
-        num_workers: int = 0,
-    ):
-        require_at_least(1, seq_len=seq_len, vocab_size=1 if vocab_size is None else vocab_size)
-        require_at_least(0, num_workers=num_workers)
-        if dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dataset.dtype={dtype}: must be uint16 or uint32")
-        self.root = root
-        self.source = source
-        self.dtype = np.dtype(dtype)
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.num_workers = num_workers
+    root: str = "data"
+    source: str | None = None
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    vocab_size: int | None = None
+    seq_len: int = 128
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "seq_len", "vocab_size")
+        require_at_least(0, self, "num_workers")
+        if self.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dataset.dtype={self.dtype}: must be uint16 or uint32")
 
     @property
     def info(self) -> Mapping[str, int]:
@@ -95,11 +88,11 @@ class Tokens:
         return root / "val.bin", *bounds
 
     def _num_tokens(self, path: Path) -> int:
-        return path.stat().st_size // self.dtype.itemsize if path.is_file() else 0
+        return path.stat().st_size // np.dtype(self.dtype).itemsize if path.is_file() else 0
 
     def _file_problems(self, path: Path) -> list[str]:
         size = path.stat().st_size
-        if size == 0 or size % self.dtype.itemsize:
+        if size == 0 or size % np.dtype(self.dtype).itemsize:
             return [f"dataset.dtype: {path} has {size} bytes, no whole number of {self.dtype} (another dtype?)"]
         tokens = np.memmap(path, self.dtype, mode="r")
         largest = max(tokens[:NUM_CHECKED].max(), tokens[-NUM_CHECKED:].max())
@@ -117,7 +110,7 @@ class MappedWindows:
     """
 
     path: Path
-    dtype: np.dtype
+    dtype: str
     start: int
     stop: int
     seq_len: int
@@ -130,9 +123,7 @@ class MappedWindows:
         tokens = np.memmap(self.path, self.dtype, mode="r")[self.start : self.stop]
         inputs, targets = Windows(tokens, self.seq_len).gather(indices)
         if (largest := max(inputs.max(initial=0), targets.max(initial=0))) >= self.vocab_size:
-            raise ValueError(
-                f"{self.path} has token id {largest}: dataset.vocab_size={self.vocab_size} must be above it"
-            )
+            raise ValueError(f"{self.path} has token id {largest}: dataset.vocab_size={self.vocab_size} must be above it")
         return inputs, targets
 
     @property

@@ -7,17 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from framework.engine.forward import Forward
+from framework.engine.seam import Engine, MicroBatch, Step, Sums
 from framework.modules.nested import Tree, map_tensors
 from framework.modules.shards import by_mesh, whole
-from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable
+from framework.optim.groups import BuildOptimizer, MakeOptimizer, Trainable
+from framework.runtime.torch_internals import copy_all
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-from framework.engine.forward import Forward
-from framework.engine.seam import MicroBatch, Step, Sums
 
 
-class DataParallelEngine:
+class DataParallelEngine(Engine):
     """The Engine of every strategy in which a rank runs the whole model on its own samples.
 
     `model` is what is called (a wrapper, or `module` itself); `set_sync(True)` is called before the last micro-batch,
@@ -52,7 +53,7 @@ class DataParallelEngine:
         self._broadcast = broadcast
         self._make_optimizer = make_optimizer
         self._num_warm_ups = num_warm_ups
-        self._seeds: dict[float, Tensor] = {}
+        self._start_gradients: dict[float, Tensor] = {}
         self._buffers = persistent_buffers(module)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
 
@@ -65,20 +66,20 @@ class DataParallelEngine:
                 self._set_sync(position == last)
             self._forward.seed_draws(step=index, micro_batch=micro_batch.number)
             # micro-batch 0 alone changes the buffers, and once: not again when checkpointing recomputes its forward
-            buffers = self._snapshot()
+            buffers = [buffer.clone() for buffer in self._buffers]
             outputs, loss = self._forward(self._model, micro_batch)
             if micro_batch.number == 0 and not micro_batch.is_padding:
-                buffers = self._snapshot()
-            loss.backward(self._seed(0.0 if micro_batch.is_padding else scale, like=loss))
-            self._put_back(buffers)
+                buffers = [buffer.clone() for buffer in self._buffers]
+            loss.backward(self._start_gradient(0.0 if micro_batch.is_padding else scale, like=loss))
+            put_back(self._buffers, buffers)
             add(sums, self._measured(outputs, loss.detach(), micro_batch, with_metrics=measure))
         return sums
 
-    def _seed(self, scale: float, *, like: Tensor) -> Tensor:
+    def _start_gradient(self, scale: float, *, like: Tensor) -> Tensor:
         """Return the gradient that starts a backward pass: the scale itself, cheaper than scaling the loss."""
-        if scale not in self._seeds:
-            self._seeds[scale] = torch.full((), scale, dtype=like.dtype, device=like.device)
-        return self._seeds[scale]
+        if scale not in self._start_gradients:
+            self._start_gradients[scale] = torch.full((), scale, dtype=like.dtype, device=like.device)
+        return self._start_gradients[scale]
 
     def _measured(self, outputs: Tree, loss: Tensor, micro_batch: MicroBatch, *, with_metrics: bool) -> Sums:
         sums = {"loss": loss}
@@ -87,13 +88,6 @@ class DataParallelEngine:
         if micro_batch.is_padding or not self.is_counted:
             return {name: torch.zeros_like(value) for name, value in sums.items()}
         return sums
-
-    def _snapshot(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self._buffers]
-
-    def _put_back(self, buffers: list[Tensor]) -> None:
-        if buffers:
-            torch._foreach_copy_(self._buffers, buffers)
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
         with torch.no_grad():
@@ -110,21 +104,18 @@ class DataParallelEngine:
         return norm
 
     def warm_up(self, step: Step) -> None:
-        before = self._snapshot()
+        before = [buffer.clone() for buffer in self._buffers]
         for _ in range(self._num_warm_ups):
             if self._set_sync is not None:
                 self._set_sync(True)
             _, loss = self._forward(self._model, step.micro_batches[0])
-            loss.backward(self._seed(0.0, like=loss))
-        self._put_back(before)
+            loss.backward(self._start_gradient(0.0, like=loss))
+        put_back(self._buffers, before)
         self.module.zero_grad(set_to_none=True)
 
     def sync_buffers(self) -> None:
         if self._broadcast is not None and self._buffers:
             self._broadcast(self._buffers)
-
-    def can_pause(self, step: int) -> bool:
-        return True
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return build(trained) if self._make_optimizer is None else self._make_optimizer(build, trained)
@@ -140,3 +131,9 @@ def persistent_buffers(module: nn.Module) -> list[Tensor]:
     """Return the buffers that belong to the model's state: those that a state dict holds."""
     state = module.state_dict(keep_vars=True)
     return [buffer for name, buffer in module.named_buffers() if name in state]
+
+
+def put_back(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Overwrite all buffers, if there are any."""
+    if buffers:
+        copy_all(buffers, values)

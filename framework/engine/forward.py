@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -12,33 +13,28 @@ from framework.modules.nested import Tree, call, map_tensors
 from framework.randomness import key
 
 
+@dataclass(eq=False)
 class Forward:
     """One micro-batch through the model: random draws keyed, autocast on, sums over samples out."""
 
-    def __init__(
-        self,
-        task: Task,
-        *,
-        seed: int,
-        devices: Sequence[torch.device],
-        autocast: torch.dtype | None,
-        example: Tensor | None = None,
-    ) -> None:
-        self.task = task
-        self.example = example  # a batch of two samples' inputs, without storage; None if their kind is not known
-        self.seed = seed
-        self.device = devices[0]
-        self.devices = devices  # that the model is on
-        self.autocast = autocast
-        self.is_padding = False  # is the micro-batch at hand? For layers that look at other ranks' samples
-        self._at = (0, 0)
+    task: Task
+    _: KW_ONLY
+    seed: int
+    devices: Sequence[torch.device]  # that the model is on
+    autocast: torch.dtype | None
+    example: Tensor | None = None  # a batch of two samples' inputs, without storage; None if their kind is not known
+    is_padding: bool = field(default=False, init=False)  # is the micro-batch at hand? For layers that look at other ranks'
+    _at: tuple[int, int] = field(default=(0, 0), init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.devices[0]
 
     def seed_draws(self, *, step: int, micro_batch: int) -> None:
         """Key what the model draws (dropout) by step and micro-batch: whichever rank runs it, it draws the same."""
         self._at = (step, micro_batch)
-        self._seed(key(self.seed, "forward", step, micro_batch))
+        self._seed_generators(key(self.seed, "forward", step, micro_batch))
 
-    def _seed(self, value: int) -> None:
+    def _seed_generators(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
         for device in self.devices:
             if device.type == "cuda":
@@ -49,7 +45,7 @@ class Forward:
 
         def seed_unit(unit: nn.Module, _: object, *, number: int) -> None:
             if unit.training:
-                self._seed(key(self.seed, "forward", *self._at, number))
+                self._seed_generators(key(self.seed, "forward", *self._at, number))
 
         for number, unit in enumerate(units):
             unit.register_forward_pre_hook(functools.partial(seed_unit, number=number))

@@ -1,13 +1,14 @@
 """The seam between the loop and the strategies: an Engine turns micro-batches into gradients, whatever runs where."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from framework.modules.nested import Tree
-from framework.optim.optimizers import BuildOptimizer, Trainable
+from framework.modules.nested import Tree, map_tensors
+from framework.optim.groups import BuildOptimizer, Trainable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +21,10 @@ class MicroBatch(NamedTuple):
     inputs: Tree
     targets: Tree
     is_padding: bool = False  # runs with weight zero, so that every rank enters the same collectives
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """Return the micro-batch with `function` applied to each of its tensors."""
+        return self._replace(inputs=map_tensors(function, self.inputs), targets=map_tensors(function, self.targets))
 
 
 class Step(NamedTuple):
@@ -40,6 +45,20 @@ class Task(Protocol):
 
 
 Sums = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a run asks of its strategy, besides running the model: what the strategy's `problems` may have to refuse."""
+
+    eval_every: int | None  # in optimizer steps; null = only at the end
+    checkpoint_every: int | None
+    sync_batchnorm: bool
+    ema_decay: float | None
+    grad_noise: float | None
+    scales_loss: bool
+    recovers: str | None  # skip or rollback, after a step that is not finite
+    bitwise: bool
 
 
 class Engine(Protocol):
@@ -68,12 +87,46 @@ class Engine(Protocol):
 
     def warm_up(self, step: Step) -> None:
         """Run once, before the first step, what must not happen in it. Leaves no trace in the model."""
+        return
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
 
     def can_pause(self, step: int) -> bool:
         """Return whether the state after this many steps is one that any strategy can continue from."""
+        return True
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         """Build the optimizer of what this rank updates. `trained` are the parameters in `module`."""
+
+
+class EngineAround(Engine):
+    """An Engine that passes every call on to the engine inside; a subclass defines the calls that it changes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.module = engine.module
+        self.mesh = engine.mesh
+        self.dp_rank = engine.dp_rank
+        self.dp_size = engine.dp_size
+        self._engine = engine
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
+
+    def forward(self, micro_batch: MicroBatch) -> Sums:
+        return self._engine.forward(micro_batch)
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        return self._engine.clip_grad_norm(max_norm)
+
+    def warm_up(self, step: Step) -> None:
+        self._engine.warm_up(step)
+
+    def sync_buffers(self) -> None:
+        self._engine.sync_buffers()
+
+    def can_pause(self, step: int) -> bool:
+        return self._engine.can_pause(step)
+
+    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+        return self._engine.make_optimizer(build, trained)

@@ -1,33 +1,37 @@
-"""What our agents share, on one node and on several: workers forked from a warm process, and the telling of how they end."""
+"""Torch elastic's agent, which forks workers from this process while it is warm: one of a run here, or one on each node."""
 
-import importlib
 import logging
 import signal
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from framework.config.components import locate
+from framework.config.schema import LaunchSection
 from framework.distributed.hang.board import posted_verdict
-from framework.launch.worker import Failure, board_in
+from framework.launch.failures import Failure
 from framework.runs.directory import RunDirectory
-from framework.runtime import log
 from framework.runtime.environment import set_default
-from framework.runtime.exits import Exit
-from framework.runtime.log import LOGGER
+from framework.runtime.torch_internals import ElasticAgent
 
 
-def prepare(config: dict[str, Any]) -> None:
-    """Make this process one from which workers are forked: warm, and silent about what we report ourselves."""
-    importlib.import_module(config["parallel"]["_target_"].rpartition(".")[0])
+def board_in(folder: Path, *, attempt: int) -> Path:
+    return folder / f"board_{attempt}"
+
+
+def prepare(*targets: str) -> None:
+    """Make this process one from which workers are forked: silent about what we report ourselves, and warm.
+
+    `targets` are dotted paths of what the workers will import.
+    """
+    for target in targets:
+        locate(target)
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we report, in three lines
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", message=".*fork.*multi-threaded", category=DeprecationWarning)
@@ -35,43 +39,62 @@ def prepare(config: dict[str, Any]) -> None:
     set_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
 
 
-class Agent(LocalElasticAgent):
-    """Torch elastic's agent; it ends workers that have found one of them to hang. `scratch` is this node's folder."""
+class Agent(ElasticAgent):
+    """Torch elastic's agent; it ends workers that have found one of them to hang.
 
-    def __init__(self, spec: WorkerSpec, *, scratch: Path) -> None:
+    Each worker calls `work` with `arguments`. `scratch` is this node's folder, `directory` the run's.
+    """
+
+    def __init__(
+        self,
+        launch: LaunchSection,
+        run_id: str,
+        work: Callable[..., int],
+        *arguments: Any,
+        scratch: Path,
+        directory: RunDirectory,
+    ) -> None:
+        self.place = StaticRendezvous(run_id)
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=launch.num_processes,
+            entrypoint=work,
+            args=arguments,
+            rdzv_handler=self.place,
+            max_restarts=launch.max_restarts,
+        )
         # a forked child cannot use CUDA if its parent has; and what a CPU worker needs, it inherits imported
-        start_method = "spawn" if torch.cuda.is_available() else "fork"
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(scratch)), start_method=start_method)
+        super().__init__(spec, folder=str(scratch), start_method="spawn" if torch.cuda.is_available() else "fork")
         self.verdict = ""  # on a hang
+        self.failure: Failure | None = None
         self._scratch = scratch
+        self._directory = directory
 
     @property
     def attempt(self) -> int:
         """Return how often workers have been started before those that there are now."""
-        return self._worker_group.spec.max_restarts - self._remaining_restarts
+        return self.workers.spec.max_restarts - self.restarts_left
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group) if not self._has_hung() else None
+    def watch_workers(self) -> RunResult:
+        result = super().watch_workers() if not self._has_hung() else None
         if result is None or self._has_hung():
             # those who have found it are about to end; who has not after a second is killed
-            self._shutdown(signal.SIGCONT, timeout=1)
+            self.end_workers(signal.SIGCONT, timeout_s=1)
             return RunResult(state=WorkerState.FAILED)
         return result
 
     def _has_hung(self) -> bool:
         board = board_in(self._scratch, attempt=self.attempt)
-        self.verdict = posted_verdict(board, num_local=len(self._worker_group.workers))
+        self.verdict = posted_verdict(board, num_local=len(self.workers.workers))
         return bool(self.verdict)
 
 
-class Arranged(RendezvousHandler):
+class StaticRendezvous(RendezvousHandler):
     """The rendezvous of nodes that know their places: nothing to agree on, and so no port to listen on."""
 
     def __init__(self, run_id: str) -> None:
-        self.rank = 0
-        self.num_nodes = 1
+        self.rank, self.num_nodes = 0, 1
         self._run_id = run_id
-        self._is_closed = False
 
     def get_backend(self) -> str:
         return "arranged"
@@ -85,10 +108,9 @@ class Arranged(RendezvousHandler):
         )
 
     def is_closed(self) -> bool:
-        return self._is_closed
+        return False
 
-    def set_closed(self) -> None:
-        self._is_closed = True
+    def set_closed(self) -> None: ...
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -97,39 +119,4 @@ class Arranged(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        self._is_closed = True
         return True
-
-
-def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: Iterable[int]) -> Failure:
-    """Return the failure that caused the others: a worker that was killed leaves peers that merely miss it.
-
-    `recorded` are those that the workers have written down; `ended` are the processes that the agent has seen end. A lost
-    peer is the answer where all of these `ranks` have lost one.
-    """
-    if recorded and not recorded[0].lost_peer:
-        return recorded[0]
-    silent = sorted(set(ranks) - {failure.rank for failure in recorded})
-    for rank in silent:
-        if rank in ended and ended[rank].exitcode < 0:
-            name = ended[rank].signal_name()
-            # from outside, it may not come again; a library that aborts will do it in the same way
-            where = f"process {ended[rank].pid}" if name == "SIGKILL" else "no place in Python: a library's own code"
-            return Failure(rank, f"killed by {name}", where)
-    if silent:  # the agent has looked at one process only, and that was a peer
-        return Failure(silent[0], "killed, without a word", "no place in the code")
-    return recorded[0]
-
-
-def report(failure: Failure, directory: RunDirectory) -> Exit:
-    directory.record_end(status="failed", error=f"rank {failure.rank}: {failure.error}")
-    with log.launcher_file(directory.log):
-        LOGGER.error("%s\n  at %s\n  the whole story is in %s", failure, failure.where, directory.log)
-    return Exit.FAILED
-
-
-def report_hang(verdict: str, directory: RunDirectory) -> Exit:
-    directory.record_end(status="failed", error=verdict)
-    with log.launcher_file(directory.log):
-        LOGGER.error("%s\n  the stacks of all ranks are in %s", verdict, directory.log)
-    return Exit.HANG

@@ -1,16 +1,17 @@
 """Claiming a run's directory for this launch, and saying so where there is nothing left to do."""
 
+import json
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from framework.config.frozen_file import Frozen, freeze
+from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES
-from framework.launch.scratch import sweep
+from framework.config.schema import RunConfig, RunSection
+from framework.launch.scratch import remove_leftovers
 from framework.runs.directory import RunDirectory
-from framework.runs.lock import Busy, Lock
+from framework.runs.lock import Lock, RunLocked
 from framework.runs.metrics_file import MACHINE, read_rows
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
@@ -21,63 +22,78 @@ from framework.runtime.problem import Problem
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A run that may go: its directory is ours, its configuration frozen."""
+class ClaimedRun:
+    """A run that can start: its directory is ours, its configuration frozen."""
 
-    config: dict[str, Any]
-    frozen: Frozen
+    config: RunConfig
+    frozen: FrozenConfig
     lock: Lock
 
 
-def is_finished(config: dict[str, Any]) -> bool:
-    """Return whether there is nothing left to do, and tell the result if so."""
-    directory = RunDirectory(Path(config["run"]["dir"]))
-    if not directory.is_finished or config["run"]["resume"] == "never":
+def is_finished(run: RunSection) -> bool:
+    """Return whether there is nothing left to do, and print the result if so."""
+    directory = RunDirectory(Path(run.dir))
+    if not directory.is_finished or run.resume == "never":
         return False
-    _tell_result(directory)
-    if config["run"]["resume"] not in ("auto", "must"):
-        LOGGER.info("run.resume=%s is not used", config["run"]["resume"])
+    _print_result(directory)
+    if run.resume not in ("auto", "must"):
+        LOGGER.info("run.resume=%s is not used", run.resume)
     return True
 
 
-def claim(config: dict[str, Any], *, party: str | None = None) -> Begun | Exit:
-    """Take the run's directory and freeze the configuration there. An exit code if others than our `party` have it (see Lock)."""
-    directory = RunDirectory(Path(config["run"]["dir"]))
-    # what evaluates or exports a run has a lock and a log of its own: the run may be going on
-    is_beside = config["mode"] in MODES
-    folder = directory.path / f".{config['mode']}" if is_beside else directory.path
+def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
+    """Take the run's directory and freeze the configuration there. An exit code if another party has it (see Lock)."""
+    directory = RunDirectory(Path(config.run.dir))
+    # what evaluates or exports a run has a lock and a log of its own: the run itself may be in progress
+    is_beside = MODES[config.mode].about == "existing run"
+    folder = directory.path / f".{config.mode}" if is_beside else directory.path
     if is_beside:
         PREEMPTION.says = "stopping"  # there are no steps
     lock = Lock(folder, party=party)
     try:
         require_room(folder)
         lock.take()
-        sweep(folder)
-        if config["run"]["resume"] == "never" and (directory.path / "config.yaml").exists():
+        remove_leftovers(folder)
+        if config.run.resume == "never" and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
             lock.release()
             lock.take()
-        return Begun(config, freeze(config, folder, name="frozen.yaml" if is_beside else "config.yaml"), lock)
-    except Busy as busy:
-        LOGGER.error("%s", busy)
-        return busy.code
+        frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
+        return ClaimedRun(config, frozen, lock)
+    except RunLocked as locked:
+        LOGGER.error("%s", locked)
+        return locked.code
     except OSError as error:
         LOGGER.error("the run's directory cannot be written: %s", error)
         return Exit.DISK
 
 
-def report(problems: list[Problem]) -> Exit:
-    """Print the problems, a line each. Under a launcher one of its processes speaks. Returns the exit code."""
+def as_text(decision: FrozenConfig | int) -> str:
+    """Return rank 0's decision as it is handed over to the other ranks."""
+    if isinstance(decision, FrozenConfig):
+        return json.dumps({"path": str(decision.path.absolute()), "digest": decision.digest})
+    return json.dumps({"code": int(decision)})
+
+
+def from_text(text: str) -> FrozenConfig | int:
+    """Return the decision that rank 0 has handed over."""
+    taken = json.loads(text)
+    return taken["code"] if "code" in taken else FrozenConfig(path=Path(taken["path"]), digest=taken["digest"])
+
+
+def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
+    """Print the problems, a line each; under a launcher rank 0 does, or `each_rank` after it. Returns the exit code."""
     code = next((problem.code for problem in problems if problem.code == Exit.CONFIGURATION), problems[0].code)
     if Environment.read().rank != 0:
         time.sleep(5)  # a launcher ends all when one ends: not before rank 0 has spoken
-        return code
+        if not each_rank:
+            return code
     for problem in problems:
         print(problem, file=sys.stderr)
     return code
 
 
-def _tell_result(directory: RunDirectory) -> None:
+def _print_result(directory: RunDirectory) -> None:
     summary = directory.read_summary()
     rows = read_rows(directory.metrics) if directory.metrics.exists() else []
     if all(row["step"] != summary.get("step") for row in rows):

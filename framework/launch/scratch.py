@@ -10,11 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def sweep(directory: Path) -> None:
-    """Remove what launches of the run in `directory` have left that were killed.
+def remove_leftovers(directory: Path) -> None:
+    """Remove what launches of the run in `directory` have left that were killed, but not what is locked.
 
-    Another node of an elastic run may be alive on this machine; of other launchers' folders (`common_folder`) none is in
-    use while this process holds the run's lock.
+    Of other launchers' folders (`common_folder`) none is in use while this process holds the run's lock.
     """
     for leftover in Path(tempfile.gettempdir()).glob(_prefix(directory) + "*"):
         with suppress(OSError), _locked(leftover):

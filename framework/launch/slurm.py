@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from framework.config.frozen_file import Frozen, freeze, thaw
-from framework.launch.claim import Begun, claim
-from framework.preflight.slurm import job_options
+from framework.config.frozen_file import FrozenConfig, freeze, thaw
+from framework.config.schema import RunConfig
+from framework.launch.claim import ClaimedRun, claim
+from framework.preflight.slurm import job_options, slurm_section
 from framework.runs.directory import RunDirectory
 from framework.runs.status import queued_jobs
 from framework.runtime import log, slurm
@@ -22,8 +22,6 @@ from framework.runtime.files import make_directory
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.slurm import SlurmFailed
-
-Config = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[2]
 # Python, with signals that wait until take_node listens: one may come while the interpreter starts, and would end it
@@ -35,34 +33,36 @@ PATIENT = (
 NODE = "import sys; sys.path[0] = sys.argv[1]; from framework.launch.slurm import take_node; sys.exit(take_node(*sys.argv[2:]))"
 
 
-def submit(configs: list[Config], *, folder: Path, name: str | None = None) -> list[int]:
+def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -> list[int]:
     """Submit runs that ask for the same as one job, an array if they are several, but those with a job in the queue already.
 
     Returns each one's exit code at once, as a job may wait for days. `folder` is to be theirs alone: the job's output, and the
     code with launch.slurm.snapshot, go there. `name` is the job's; null = the run's.
     """
-    codes = dict.fromkeys((config["run"]["dir"] for config in configs), int(Exit.FINISHED))
-    begun: list[Begun] = []
+    codes = {config.run.dir: int(Exit.FINISHED) for config in configs}
+    claimed: list[ClaimedRun] = []
     try:
-        for config in _unqueued(configs):
-            claimed = claim(config)
-            if isinstance(claimed, Begun):
-                begun.append(claimed)
-            else:
-                codes[config["run"]["dir"]] = claimed
+        queued = _queued(list(codes))
+        for config in configs:
+            found = claim(config) if config.run.dir not in queued else None
+            if isinstance(found, ClaimedRun):
+                claimed.append(found)
+            elif found is not None:
+                codes[config.run.dir] = found
         # until we had its lock, another may have submitted it; the job, which needs seconds to start, finds the lock free
-        left = _unqueued([one.config for one in begun])
+        queued = _queued([run.config.run.dir for run in claimed])
+        left = [run for run in claimed if run.config.run.dir not in queued]
         if left:
             with _undisturbed(), outside_of_jobs():
                 _submit(left, folder=folder.absolute(), name=name)
     except (SlurmFailed, OSError) as error:
         LOGGER.error("not submitted: %s; the same command tries again", error)
         code = Exit.FAILED if isinstance(error, SlurmFailed) else Exit.DISK
-        codes |= {one.config["run"]["dir"]: code for one in begun}
+        codes |= {run.config.run.dir: code for run in claimed}
     finally:
-        for one in begun:
-            one.lock.release()
-    return [codes[config["run"]["dir"]] for config in configs]
+        for run in claimed:
+            run.lock.release()
+    return [codes[config.run.dir] for config in configs]
 
 
 @contextmanager
@@ -82,55 +82,55 @@ def _undisturbed() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _unqueued(configs: list[Config]) -> list[Config]:
-    """Return the runs that have no job in the queue; of the others, tell it."""
-    in_queue = queued_jobs(RunDirectory(Path(config["run"]["dir"])) for config in configs)
-    for path, job in in_queue.items():
+def _queued(paths: list[str]) -> list[str]:
+    """Return those of the runs' paths that have a job in the queue, which is logged."""
+    jobs = queued_jobs(RunDirectory(Path(path)) for path in paths)
+    for path, job in jobs.items():
         LOGGER.info("job %s is %s already: %s", job.job_id, job.state, path)
-    return [config for config in configs if Path(config["run"]["dir"]) not in in_queue]
+    return [path for path in paths if Path(path) in jobs]
 
 
-def _submit(configs: list[Config], *, folder: Path, name: str | None) -> None:
+def _submit(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> None:
     """Freeze the configurations for the job, copy the code if asked to, submit, and put the job's ids on record."""
     import submitit
     from submitit.core.utils import FailedJobError
 
-    asked, options = configs[0]["launch"]["slurm"], job_options(configs[0])
+    first = runs[0].config
+    asked, options = slurm_section(first.launch), job_options(first.launch, job_name=f"{first.name}/{first.run.id}")
+    others = {key.replace("-", "_"): value for key, value in options.items()}
     make_directory(folder)
     executor = submitit.SlurmExecutor(folder, python=shlex.join([sys.executable, "-I", "-S", "-c", PATIENT]))
     executor.update_parameters(
         **dict.fromkeys(("time", "wckey")),  # none of submitit's own
-        setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *asked["setup"]],  # do we see it?
+        setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *asked.setup],  # do we see it?
         stderr_to_stdout=True,
-        array_parallelism=asked["array_parallelism"] or len(configs),
-        additional_parameters={key.replace("-", "_"): value for key, value in options.items()} | ({"job_name": name} if name else {}),
+        array_parallelism=asked.array_parallelism or len(runs),
+        additional_parameters=others | ({"job_name": name} if name else {}),
         # of what a site, or the caller's environment, may have set otherwise
         srun_args=["--mpi=none", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0",
                    f"--cpus-per-task={options['cpus-per-task']}", *(["--no-kill"] if "no-kill" in options else [])],
     )  # fmt: skip
-    code = _snapshot(folder) if asked["snapshot"] else ROOT
+    code = _snapshot(folder) if asked.snapshot else ROOT
     jobs = []
     try:
         with executor.batch():
-            for frozen in [_freeze(config) for config in configs]:
-                # submitit starts the tasks and is then out of the way: its handlers would save on one rank alone, within a signal's
+            for frozen in [_freeze(run) for run in runs]:
+                # submitit starts the tasks and is then out of the way: its handlers would save on one rank alone, in a signal's
                 command = [sys.executable, "-u", "-c", NODE, str(code), str(frozen.path), frozen.digest]
                 jobs.append(executor.submit(os.execv, command[0], command))
     except FailedJobError as error:
         raise SlurmFailed(" ".join(str(error).split())) from None
-    for config, job in zip(configs, jobs):
-        directory = RunDirectory(Path(config["run"]["dir"]))
+    for run, job in zip(runs, jobs):
+        directory = RunDirectory(Path(run.config.run.dir))
         directory.update_summary(status="queued", job_id=str(job.job_id), error=None)
         LOGGER.info("job %s is submitted: %s", job.job_id, directory.path)
 
 
-def _freeze(config: Config) -> Frozen:
-    run = config["run"]
-    folder = Path(run["dir"]).absolute() / "slurm"
+def _freeze(run: ClaimedRun) -> FrozenConfig:
+    folder = Path(run.config.run.dir).absolute() / "slurm"
     make_directory(folder)
-    if run["resume"] == "never":  # the earlier run has been moved aside; what the job finds after a requeue is its own
-        run = run | {"resume": "auto"}
-    return freeze(config | {"run": run | {"dir": str(folder.parent)}}, folder, name="frozen.yaml")
+    # an earlier run has been moved aside; what the job finds after a requeue is its own
+    return freeze(run.config.begun().in_directory(str(folder.parent)).plain(), folder, name="frozen.yaml")
 
 
 def _snapshot(folder: Path) -> Path:
@@ -154,10 +154,10 @@ def take_node(path: str, digest: str) -> int:
     log.start_console(rank=task.node)
     PREEMPTION.speaks = task.node == 0
     PREEMPTION.watch()
-    config = thaw(Frozen(Path(path), digest))
+    config = thaw(FrozenConfig(Path(path), digest))
     code = take_part(config, attempt=[task.job_id, task.restarts])
-    if code == Exit.PREEMPTED and task.node == 0 and config["launch"]["slurm"]["requeue"]:
-        _requeue(task.name, RunDirectory(Path(config["run"]["dir"])))
+    if code == Exit.PREEMPTED and task.node == 0 and slurm_section(config.launch).requeue:
+        _requeue(task.name, RunDirectory(Path(config.run.dir)))
     return code
 
 

@@ -1,39 +1,37 @@
-"""What a worker process does, however it was started: read the frozen configuration, join the others, run."""
+"""Workers: how they are started on this machine; and what each does, however started: reads the frozen file, joins, runs."""
 
-import dataclasses
-import json
 import os
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.elastic.agent.server.api import RunResult
 
-from framework.config.frozen_file import Frozen, thaw
+from framework.build.training import Builder
+from framework.config.components import locate
+from framework.config.frozen_file import FrozenConfig, thaw
+from framework.config.modes import MODES
 from framework.distributed.hang import diagnose as hang
 from framework.distributed.hang.board import Board
 from framework.distributed.world import World
-from framework.launch.scratch import common_folder
-from framework.modes.evaluate import evaluate
-from framework.modes.export import export
-from framework.modes.train import execute as train
+from framework.launch.agent import Agent, board_in, prepare
+from framework.launch.claim import ClaimedRun
+from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report
+from framework.launch.scratch import common_folder, new_folder
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import Environment
-from framework.runtime.exits import Exit, RunEnded, headline, is_lost_peer, place_of
-from framework.runtime.files import write_atomically
+from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.log import LOGGER
 from framework.runtime.parent_death import die_with_parent
 from framework.runtime.preemption import PREEMPTION
 
 
-def work(frozen: Frozen, scratch: Path | None, *, node_scratch: Path | None = None) -> int:
+def work(frozen: FrozenConfig, scratch: Path | None, *, node_scratch: Path | None = None) -> int:
     """Run this process's part of the run. Returns the exit code that all ranks agree on; raises what goes wrong.
 
     `scratch` is a folder that all ranks share, `node_scratch` one that this node's do, if that is another. None: the
@@ -41,7 +39,7 @@ def work(frozen: Frozen, scratch: Path | None, *, node_scratch: Path | None = No
     """
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    log.start_file(RunDirectory(frozen.path.parent).log, rank=environment.rank)
+    log.start_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}")
     try:
         return _work(frozen, environment=environment, scratch=scratch, node_scratch=node_scratch or scratch)
     except Exception as error:
@@ -51,42 +49,35 @@ def work(frozen: Frozen, scratch: Path | None, *, node_scratch: Path | None = No
         log.stop_file()
 
 
-def _work(frozen: Frozen, *, environment: Environment, scratch: Path | None, node_scratch: Path | None) -> int:
+def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | None, node_scratch: Path | None) -> int:
     config = thaw(frozen)
     if environment.local_world_size > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // environment.local_world_size))
-    timeout_s = config["launch"]["timeout_s"]
+    timeout_s = config.launch.timeout_s
     with ExitStack() as at_end, _watched(frozen, environment, node_scratch, timeout_s=timeout_s) as board:
         world = World.start(
             environment,
-            backend=config["backend"]["name"],
+            backend=config.backend.name,
             timeout_s=timeout_s,
             scratch=scratch,
-            num_devices=config["parallel"].get("num_devices", 1),
+            num_devices=config.parallel.get("num_devices", 1),
             board=board,
         )
         at_end.callback(world.stop)
         _check_configuration(world, frozen)
-        code = _execute(config, world=world)
-        world.leave()
+        try:
+            code: Exit = locate(MODES[config.mode].worker)(Builder(config, world=world))
+        except RunEnded as end:
+            if world.rank == 0:
+                LOGGER.error("%s", end)
+            code = end.code
+        world.groups.leave()
         return code
-
-
-def _execute(config: dict[str, Any], *, world: World) -> Exit:
-    try:
-        return _EXECUTE[config["mode"]](config, world=world)
-    except RunEnded as end:
-        if world.rank == 0:
-            LOGGER.error("%s", end)
-        return end.code
-
-
-_EXECUTE = {"train": train, "eval": evaluate, "export": export}
 
 
 @contextmanager
 def _watched(
-    frozen: Frozen, environment: Environment, scratch: Path | None, *, timeout_s: float
+    frozen: FrozenConfig, environment: Environment, scratch: Path | None, *, timeout_s: float
 ) -> Iterator[Board | None]:
     """Yield the board of this node's ranks. If an error inside is part of a hang, end this process.
 
@@ -108,35 +99,25 @@ def _watched(
         try:
             yield board
         except Exception as error:
-            hang.tell(board, error)
+            hang.report_error(board, error)
             spans_nodes = environment.world_size > environment.local_world_size
             verdict = hang.settle(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
             if not verdict:
                 raise
-            if (
-                board.leads and not environment.uses_mpi
-            ):  # mpirun kills what is left, and keeps the code of the first end
+            if board.leads and not environment.uses_mpi:  # mpirun kills what is left, and keeps the code of the first end
                 hang.kill_silent(board)
     if verdict:
-        if scratch is None:  # our own launcher tells it otherwise
-            _tell_hang(verdict, directory, environment=environment, leads=board.leads)
+        is_told = scratch is not None  # by our own launcher
+        if not is_told and environment.rank == environment.local_rank:  # the first node, whose rank 0 keeps the record
+            directory.record_end(status="failed", error=verdict)
+        if not is_told and board.leads:
+            LOGGER.error("%s\n  the stacks of all ranks are in %s", verdict, directory.log)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(Exit.HANG)
 
 
-def _tell_hang(verdict: str, directory: RunDirectory, *, environment: Environment, leads: bool) -> None:
-    if environment.rank == environment.local_rank:  # the first node, whose rank 0 keeps the record
-        directory.record_end(status="failed", error=verdict)
-    if leads:
-        LOGGER.error("%s\n  the stacks of all ranks are in %s", verdict, directory.log)
-
-
-def board_in(folder: Path, *, attempt: int) -> Path:
-    return folder / f"board_{attempt}"
-
-
-def work_in_child(frozen: Frozen, scratch: Path | None) -> int:
+def work_in_child(frozen: FrozenConfig, scratch: Path | None) -> int:
     """`work`, in a process of its own that does not outlive the one that started it."""
     begin_child()
     return work(frozen, scratch)
@@ -150,43 +131,61 @@ def begin_child() -> None:
     PREEMPTION.speaks = False
 
 
-def _check_configuration(world: World, frozen: Frozen) -> None:
-    digests = world.gather(frozen.digest)
+def _check_configuration(world: World, frozen: FrozenConfig) -> None:
+    digests = world.agreement.gather(frozen.digest)
     if len(set(digests)) > 1:
         odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise RuntimeError(
-            f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?"
+        raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
+
+
+# --- in the process that starts them
+
+
+def start_workers(run: ClaimedRun) -> int:
+    """Run the workers to their end. Returns the exit code. No process is left behind."""
+    if run.config.launch.num_processes > 1:
+        return _start_group(run)
+    try:
+        with PREEMPTION.heard_at_once():
+            return work(run.frozen, None)  # one process needs no group of them: this one will do
+    except Exception as error:
+        return report(Failure.of(error, rank=0), RunDirectory(run.frozen.path.parent))
+
+
+def _start_group(run: ClaimedRun) -> int:
+    config, directory = run.config, RunDirectory(run.frozen.path.parent)
+    prepare(config.parallel["_target_"], MODES[config.mode].worker)
+    with new_folder(directory.path) as scratch:
+        agent = _LocalAgent(
+            config.launch, config.run.id, work_in_child, run.frozen, scratch, scratch=scratch, directory=directory
         )
+        result = agent.run()
+    if agent.verdict:
+        return report(agent.verdict, directory)
+    if agent.failure is not None and result.is_failed():
+        return report(agent.failure, directory)
+    return max(result.return_values.values())
 
 
-def record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:
-    """Keep the whole story in train.log, and the headline where the parent finds it."""
-    log.to_files(traceback.format_exc())
-    if scratch is not None:
-        failure = Failure.of(error, rank=environment.rank)
-        text = json.dumps(dataclasses.asdict(failure))
-        write_atomically(scratch / f"failure_{environment.attempt}_{environment.rank}.json", text)
+class _LocalAgent(Agent):
+    """Tells why it restarts the workers, and does not repeat what hangs, or fails in the same way."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seen: set[tuple[str, str]] = set()  # errors and their places, of all attempts
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a worker ended: the headline."""
-
-    rank: int
-    error: str
-    where: str
-    lost_peer: bool = False  # the error only says that another rank is gone
-    time: float = 0.0  # seconds since the epoch
-
-    @classmethod
-    def of(cls, error: Exception, *, rank: int) -> "Failure":
-        return cls(rank, headline(error), place_of(error), lost_peer=is_lost_peer(error), time=time.time())
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} failed: {self.error}"
-
-
-def recorded_failures(scratch: Path, *, attempt: int) -> list[Failure]:
-    """Return what the workers of an attempt have recorded of their ends, the first first; those who lost a peer last."""
-    found = [Failure(**json.loads(path.read_text())) for path in scratch.glob(f"failure_{attempt}_*.json")]
-    return sorted(found, key=lambda failure: (failure.lost_peer, failure.time))
+    def watch_workers(self) -> RunResult:
+        result = super().watch_workers()
+        if self.verdict:
+            self.restarts_left = 0
+        elif result.is_failed():
+            number = self.attempt + 1
+            recorded = recorded_failures(self._scratch, attempt=self.attempt)
+            self.failure = cause(recorded, result.failures, ranks=range(len(self.workers.workers)))
+            if (self.failure.error, self.failure.where) in self._seen:
+                self.restarts_left = 0
+            self._seen.add((self.failure.error, self.failure.where))
+            if self.restarts_left > 0:
+                with log.launcher_file(self._directory.log):
+                    LOGGER.warning("%s; restart %d of %d", self.failure, number, self.workers.spec.max_restarts)
+        return result

@@ -33,8 +33,8 @@ class Background:
     Calls are sent and not waited for; only `wait`, at the run's end, takes time. Any of them may raise SinkFailed.
     """
 
-    def __init__(self, make: Callable[[], Sink], *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s + _MARGIN_S
+    def __init__(self, make: Callable[[], Sink], *, timeout_s: float | None = None) -> None:
+        self._timeout_s = (TIMEOUT_S if timeout_s is None else timeout_s) + _MARGIN_S
         self._unsent = bytearray()
         self._received = b""
         self._socket, theirs = socket.socketpair()
@@ -65,27 +65,21 @@ class Background:
             while (left := deadline - time.monotonic()) > 0:
                 select.select([self._socket], [self._socket] if self._unsent else [], [], left)
                 if not self._exchange():
-                    self._require_clean_end()
                     return
             raise SinkFailed(f"it did not end within {patience_s:.0f} s")
         finally:
             self._kill()
 
-    def _require_clean_end(self) -> None:
-        if status := self._kill():
-            raise SinkFailed(f"its process died (wait status {status})")
-
     def _send(self, method: str, argument: dict[str, Any]) -> None:
         self._unsent += json.dumps([method, argument]).encode() + b"\n"
         if not self._exchange():
-            self._require_clean_end()
             raise SinkFailed("its process has ended")
         if len(self._unsent) > _MOST_BYTES:
             self._kill()
             raise SinkFailed(f"it takes nothing: {len(self._unsent) >> 20} MiB wait for it")
 
     def _exchange(self) -> bool:
-        """Send and receive what can be without waiting. Returns whether the process is still there."""
+        """Send and receive what can be without waiting. Returns whether the process is there, or has ended as it should."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -106,6 +100,8 @@ class Background:
                 self._kill()
                 raise SinkFailed(text)
             LOGGER.log(level, "%s", text)
+        if not is_there and (status := self._kill()):
+            raise SinkFailed(f"its process died (wait status {status})")
         return is_there
 
     def _kill(self) -> int:
@@ -162,14 +158,6 @@ def _take_calls(socket: socket.socket, sink: Sink) -> None:
                 return
             method, argument = json.loads(line)
             if method == "open":
-                sink.open(_run_info(argument))
-            elif method == "log":
-                sink.log(argument)
-            else:
-                sink.close(argument)
-
-
-def _run_info(argument: dict[str, Any]) -> RunInfo:
-    samples = argument["samples"]
-    of_their_kinds = {"directory": Path(argument["directory"]), "samples": samples and Samples(**samples)}
-    return RunInfo(**argument | of_their_kinds)
+                samples = argument["samples"] and Samples(**argument["samples"])
+                argument = RunInfo(**argument | {"directory": Path(argument["directory"]), "samples": samples})
+            getattr(sink, method)(argument)

@@ -25,18 +25,16 @@ class Console:
         self._progress = _progress_line(run)
 
     def log(self, row: dict[str, Any]) -> None:
+        step, numbers = row["step"], _numbers(row)
+        seconds = (time.monotonic() - self._start) / max(1, step - self._first_step) * (self._total_steps - step)
+        eta = f"eta {timedelta(seconds=round(seconds))}"
         if row["split"] != "train":
-            LOGGER.info("%s", f"step {row['step']}/{self._total_steps}  {row['split']}  " + _numbers(row))
+            LOGGER.info("%s", f"step {step}/{self._total_steps}  {row['split']}  {numbers}")
         elif self._progress is not None:
             progress, task = self._progress
-            progress.update(task, completed=row["step"], numbers=f"eta {self._eta(row['step'])}  {_numbers(row)}")
+            progress.update(task, completed=step, numbers=f"{eta}  {numbers}")
         else:
-            LOGGER.info("%s", f"step {row['step']}/{self._total_steps}  {_numbers(row)}  eta {self._eta(row['step'])}")
-
-    def _eta(self, step: int) -> str:
-        done = max(1, step - self._first_step)
-        seconds = (time.monotonic() - self._start) / done * (self._total_steps - step)
-        return str(timedelta(seconds=round(seconds)))
+            LOGGER.info("%s", f"step {step}/{self._total_steps}  {numbers}  {eta}")
 
     def close(self, summary: dict[str, Any]) -> None:
         if self._progress is not None:

@@ -1,21 +1,24 @@
 """TensorBoard event files in `tensorboard/` of the run directory."""
 
-import ctypes
+from ctypes import c_float
 from pathlib import Path
 from typing import Any
 
+from framework.config.identity import flat
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Row, read_rows
+from framework.runs.metrics_file import Row, read_rows, scalars
 
 
 class TensorBoard:
-    """Scalars as SPLIT/METRIC over the step, a few samples, and when the run has finished its hparams with the final metrics."""
+    """Scalars as SPLIT/METRIC over the step, a few samples, and at the end the hparams with the final metrics."""
+
+    extra = "tensorboard"  # what has to be installed
 
     def open(self, run: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         directory = run.directory / "tensorboard"
-        rows = [row for row in read_rows(run.directory / "metrics.jsonl") if row["step"] <= run.step]
+        rows = read_rows(run.directory / "metrics.jsonl", until=run.step)
         missing = _missing(rows, directory)
         # what a kill has lost, and what an interrupted run wrote after the checkpoint from which it now continues, goes
         # out of sight from purge_step on, and is written again
@@ -29,7 +32,7 @@ class TensorBoard:
                 self.log(row)
 
     def log(self, row: Row) -> None:
-        for tag, value in _scalars(row).items():
+        for tag, value in scalars(row).items():
             self._writer.add_scalar(tag, value, global_step=row["step"])
         if row["split"] != "train":
             self._writer.flush()
@@ -46,33 +49,24 @@ class TensorBoard:
         if samples is not None and samples.images is not None:
             self._writer.add_images("samples", np.array(samples.images, dtype=np.uint8), global_step=0)
         elif samples is not None and samples.texts is not None:
-            texts = [
-                "\n".join(f"    {line}" for line in text.splitlines()) for text in samples.texts
-            ]  # Markdown: as it is
+            texts = ["\n".join(f"    {line}" for line in text.splitlines()) for text in samples.texts]  # Markdown: as it is
             self._writer.add_text("samples", "\n\n---\n\n".join(texts), global_step=0)
 
     def _compare(self, summary: dict[str, Any]) -> None:
         """Write a line of the HPARAMS page: the configuration, with the final and the best metrics."""
         from torch.utils.tensorboard.summary import hparams
 
-        metrics = {
-            f"{which}/{tag}": value
-            for rows in summary["metrics"].values()
-            for which in ("final", "best")
-            for tag, value in _scalars(rows["last" if which == "final" else "best"]).items()
+        metrics: dict[str, float] = {}
+        for rows in summary["metrics"].values():
+            metrics |= {f"final/{tag}": value for tag, value in scalars(rows["last"]).items()}
+            metrics |= {f"best/{tag}": value for tag, value in scalars(rows["best"]).items()}
+        config = {
+            key: value if isinstance(value, (str, int, float)) else str(value) for key, value in flat(self._run.config).items()
         }
-        for part in hparams(_flat(self._run.config), metrics):
+        for part in hparams(config, metrics):
             self._writer._get_file_writer().add_summary(part)  # what `add_hparams` does, in a directory beside this one
         for tag, value in metrics.items():
             self._writer.add_scalar(tag, value, global_step=summary["step"])
-
-
-def _scalars(row: Row) -> dict[str, float]:
-    return {
-        f"{row['split']}/{name}": value
-        for name, value in row.items()
-        if name not in ("step", "split") and value is not None
-    }
 
 
 def _missing(rows: list[Row], directory: Path) -> list[Row]:
@@ -86,20 +80,6 @@ def _missing(rows: list[Row], directory: Path) -> list[Row]:
     held = {(tag, event.step): event.value for tag in reader.Tags()["scalars"] for event in reader.Scalars(tag)}
     for number, row in enumerate(rows):
         # repr: NaN is NaN
-        if any(repr(held.get((tag, row["step"]))) != repr(_float32(value)) for tag, value in _scalars(row).items()):
+        if any(repr(held.get((tag, row["step"]))) != repr(c_float(value).value) for tag, value in scalars(row).items()):
             return rows[number:]
     return []
-
-
-def _float32(value: float) -> float:
-    return ctypes.c_float(value).value
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, (str, int, float)) else str(value)
-    return flat

@@ -1,46 +1,38 @@
 """Weights & Biases: one wandb run for all ranks and all resumes of a run."""
 
 import netrc
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from framework.checkpoint.manifest import candidates, step_of
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Row, read_rows
+from framework.runs.metrics_file import Row, read_rows, scalars
 from framework.runtime.environment import set_default, variable
 from framework.runtime.log import LOGGER
 
 
+@dataclass(kw_only=True)
 class Wandb:
-    """`mode` auto is what WANDB_MODE says, else online with an API key and offline without one. Where the server does not answer, it is offline too.
+    """`mode` auto is what WANDB_MODE says, else online with an API key and offline without one, or where no server answers.
 
     `timeout_s` is how long the server may take to answer at the start, and to take what is left at the end.
     """
 
-    def __init__(
-        self,
-        *,
-        project: str,
-        mode: Literal["auto", "online", "offline", "disabled"],
-        tags: list[str],
-        log_checkpoints: bool,
-        timeout_s: float,
-    ) -> None:
-        self.project = project
-        self.mode = mode
-        self.tags = tags
-        self.log_checkpoints = log_checkpoints
-        self.timeout_s = timeout_s
+    extra: ClassVar = "wandb"  # what has to be installed
+
+    project: str
+    mode: Literal["auto", "online", "offline", "disabled"]
+    tags: list[str]
+    log_checkpoints: bool
+    timeout_s: float
 
     def open(self, run: RunInfo) -> None:
         set_default("WANDB_ERROR_REPORTING", "false")  # it would send errors, and what they hold, to its makers
         import wandb
 
-        mode = (
-            self.mode
-            if self.mode != "auto"
-            else _MODES.get(variable("WANDB_MODE")) or ("online" if _has_api_key() else "offline")
-        )
+        mode = _MODES.get(variable("WANDB_MODE") if self.mode == "auto" else self.mode)
+        mode = mode or ("online" if _has_api_key() else "offline")
         if mode == "online" and not _has_api_key():
             LOGGER.warning("wandb has no API key (WANDB_API_KEY, or `wandb login`), so this run is recorded offline")
             mode = "offline"
@@ -56,9 +48,8 @@ class Wandb:
         self._info = run
         # What wandb does not have of the steps before: all of them offline, where each start writes a file of its own
         # and a kill loses what it held; online, what had not been sent.
-        for row in read_rows(run.directory / "metrics.jsonl"):
-            if row["step"] <= run.step:
-                self.log(row)
+        for row in read_rows(run.directory / "metrics.jsonl", until=run.step):
+            self.log(row)
 
     def _init(self, run: RunInfo, *, mode: Literal["online", "offline", "disabled"]) -> Any:
         import wandb
@@ -85,11 +76,9 @@ class Wandb:
         )
 
     def log(self, row: Row) -> None:
-        if row["step"] < self._run.starting_step:
-            return  # sent before a kill that came after the last checkpoint: steps never go backwards
-        shown = {name: value for name, value in row.items() if name not in ("step", "split") and value is not None}
-        values = {f"{row['split']}/{name}": value for name, value in shown.items()}
-        self._run.log(values, step=row["step"])
+        # what is before it was sent before a kill that came after the last checkpoint: steps never go backwards
+        if row["step"] >= self._run.starting_step:
+            self._run.log(scalars(row), step=row["step"])
 
     def close(self, summary: dict[str, Any]) -> None:
         for split, rows in summary.get("metrics", {}).items():

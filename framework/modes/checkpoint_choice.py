@@ -1,16 +1,9 @@
-"""Which checkpoint of a run `run.checkpoint` names, and what a format of mode=export needs."""
+"""Which checkpoint of a run `run.checkpoint` names."""
 
-import importlib.util
 from pathlib import Path
 
 from framework.checkpoint.manifest import directory_name
 from framework.runs.directory import RunDirectory
-
-
-def missing_packages(export_format: str) -> list[str]:
-    """Return which packages a format of mode=export needs that are not installed."""
-    needed = {"onnx": ["onnx", "onnxscript", "onnxruntime"]}.get(export_format, [])
-    return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 def place_of(which: str | int, *, directory: RunDirectory) -> Path | None:

@@ -6,86 +6,77 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from framework.build import components, training
+from framework.build import components
+from framework.build.training import Builder
 from framework.data.loader import Loader
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch
-from framework.modes.load_run import restored
-from framework.runs.directory import RunDirectory
+from framework.modes.load_run import load_run
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.training.evaluation import measure, totals
 
 
-def evaluate(config: dict[str, Any], *, world: World) -> Exit:
+def evaluate(build: Builder) -> Exit:
     """Measure the split that `eval.split` names, print the result and add it to `evaluations.jsonl`. Collective."""
-    directory = RunDirectory(Path(config["run"]["dir"]))
-    model = restored(config, world=world)
-    engine = training.engine(config, model.module, world=world)
-    loaders = training.Loaders(config, world=world, engine=engine)
+    config, directory, world = build.config, build.directory, build.world
+    model = load_run(build)
+    engine = build.engine(model.module)
+    splits = build.splits(engine)
     try:
-        loader = loaders[config["eval"]["split"]]
+        loader = splits.loader(config.eval.split)
         world.at("evaluation", step=model.step or 0)
-        sums = measure(engine, _Stoppable(loader, world=world))
+        sums = measure(engine, _Stoppable(loader, world))
         values = {name: total.item() / len(loader.source) for name, total in totals(sums, world=world).items()}
         row = {
             "step": model.step,
-            "split": config["eval"]["split"],
+            "split": config.eval.split,
             **values,
-            **components.derived(config)(values),
+            **components.derived(build.task)(values),
             "samples": len(loader.source),
             "checkpoint": model.path.name if model.path.is_relative_to(directory.path) else str(model.path),
-            "precision": config["precision"]["name"],
-            "parallel": config["parallel"]["_target_"].rpartition(".")[2],
+            "precision": config.precision.name,
+            "parallel": config.parallel["_target_"].rpartition(".")[2],
             "world_size": world.world_size,
         }
         if world.rank == 0:
             print(_table(row), flush=True)
-        world.together(lambda: _append(directory.evaluations, row), what="the result not written", rank_0_only=True)
+        world.agreement.together(lambda: _append(directory.evaluations, row), what="the result not written", rank_0_only=True)
     finally:
-        for loader in loaders.values():
-            loader.close()
+        splits.close()
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
-        del engine, loaders, model
+        del engine, splits, model
         gc.collect()
     if world.rank == 0:
         LOGGER.info("added to %s", directory.evaluations)
     return Exit.FINISHED
 
 
-class _Stoppable:
+class _Stoppable(NamedTuple):
     """A loader that ends when a signal has come to any of the ranks: they all raise Interrupted before the same batch."""
 
-    def __init__(self, loader: Loader, *, world: World) -> None:
-        self.source = loader.source
-        self._loader = loader
-        self._world = world
+    loader: Loader
+    world: World
 
     def evaluate(self) -> Iterator[MicroBatch]:
-        for micro_batch in self._loader.evaluate():
-            if any(self._world.any_flags(PREEMPTION.requested)):
+        for micro_batch in self.loader.evaluate():
+            if any(self.world.agreement.any_flags(PREEMPTION.requested)):
                 raise Interrupted("stopped; nothing was written")
             yield micro_batch
 
 
 def _table(row: dict[str, Any]) -> str:
     """Return the row as two aligned lines: the names, and the values."""
-    texts = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in row.items()}
-    widths = {name: max(len(name), len(text)) for name, text in texts.items()}
-    lines = [
-        "  ".join(name.ljust(widths[name]) for name in texts),
-        "  ".join(text.ljust(widths[name]) for name, text in texts.items()),
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    columns = [(name, f"{value:.6g}" if isinstance(value, float) else str(value)) for name, value in row.items()]
+    aligned = [(name.ljust(len(text)), text.ljust(len(name))) for name, text in columns]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned))
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    plain = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
-    }
+    plain = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
     with open(path, "ab", buffering=0) as file:
         file.write((json.dumps(plain) + "\n").encode())  # JSON has no infinity
         os.fsync(file.fileno())

@@ -2,24 +2,23 @@
 
 import io
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from framework.build import components
+from framework.build.training import Builder
 from framework.checkpoint.canonical import full_weights
 from framework.config.frozen_file import digest_of, recall
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.distributed.world import World
-from framework.modes.checkpoint_choice import missing_packages
-from framework.modes.load_run import Restored, restored
+from framework.data.source import Dataset
+from framework.modes.load_run import LoadedModel, load_run
 from framework.modules.nested import Tree, call, map_tensors
-from framework.optim.precision import PRECISIONS
-from framework.runs.directory import RunDirectory
 from framework.runtime.exits import Exit, Interrupted, Unfit
+from framework.runtime.extras import install_command, missing
 from framework.runtime.files import flush_directory, make_directory, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -29,29 +28,28 @@ _TOLERANCES = {torch.float64: 1e-10}  # relative to the largest output
 _TOLERANCE = 1e-4
 
 
-def export(config: dict[str, Any], *, world: World) -> Exit:
+def export(build: Builder) -> Exit:
     """Write the formats of `export.formats` into the run's `export/`, each once it has been compared. One process."""
-    directory = RunDirectory(Path(config["run"]["dir"]))
-    model = restored(config, world=world)
+    directory, world = build.directory, build.world
+    model = load_run(build)
     model.module.eval()
-    samples = _samples(config)
-    world.together(lambda: make_directory(directory.export), what=f"{directory.export} not made")
-    for name in config["export"]["formats"] or _possible():
+    samples = _samples(build.dataset, dtype=build.precision.parameters)
+    world.agreement.together(lambda: make_directory(directory.export), what=f"{directory.export} not made")
+    for name in build.config.export.formats or _possible():
         if PREEMPTION.requested:
             raise Interrupted("stopped; what was exported before is whole")
-        content, difference = _made(name, model, samples=samples, config=config, world=world)
+        content, difference = _made(name, model, samples=samples, build=build)
         path = directory.export / f"model.{name}"
-        world.together(lambda: _write(path, content), what=f"{path} not written")
+        world.agreement.together(partial(_write, path, content), what=f"{path} not written")
         print(f"{name:11}  {path}  {len(content):,} bytes{difference}", flush=True)
     return Exit.FINISHED
 
 
 def _possible() -> list[str]:
     """Return the formats whose packages are here, saying what those of the others are."""
-    missing = missing_packages("onnx")
-    if missing:
-        LOGGER.info("no ONNX: that needs %s (pip install %s)", " and ".join(missing), " ".join(missing))
-    return ["safetensors", "pt2", *(["onnx"] if not missing else [])]
+    if names := missing("export"):
+        LOGGER.info("no ONNX: that needs %s (%s)", " and ".join(names), install_command("export"))
+    return ["safetensors", "pt2", *(["onnx"] if not names else [])]
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -60,31 +58,30 @@ def _write(path: Path, content: bytes) -> None:
     flush_directory(path.parent)
 
 
-def _samples(config: dict[str, Any]) -> Tree:
+def _samples(dataset: Dataset, *, dtype: torch.dtype) -> Tree:
     """Return the inputs of the first samples of the test split, on the CPU."""
-    dataset = components.dataset(config)
     source = dataset.load("test")
     if len(source) < 2:
         raise Unfit("dataset: one test sample is not enough to export a model of any batch size; at least 2 are")
     loader = Loader(
         dataset,
         source,
-        order=Order(num_samples=len(source), global_batch_size=_NUM_SAMPLES, seed=config["seed"], drop_last=False),
+        order=Order(num_samples=len(source), global_batch_size=_NUM_SAMPLES, seed=0, drop_last=False),
         micro_batch_size=None,
         dp_rank=0,
         dp_size=1,
         device=torch.device("cpu"),
-        dtype=PRECISIONS[config["precision"]["name"]].parameters,
+        dtype=dtype,
     )
     inputs = next(loader.evaluate()).inputs
     loader.close()
     return inputs
 
 
-def _made(name: str, model: Restored, *, samples: Tree, config: dict[str, Any], world: World) -> tuple[bytes, str]:
-    """Return the file's content, and what to say of its outputs. Unfit if the model cannot be exported, or comes out another."""
+def _made(name: str, model: LoadedModel, *, samples: Tree, build: Builder) -> tuple[bytes, str]:
+    """Return the file's content, and what to say of its outputs. Unfit if the model cannot be exported exactly."""
     if name == "safetensors":
-        return _safetensors(model, config, world=world), ""
+        return _safetensors(model, build), ""
     try:
         made = {"pt2": _pt2, "onnx": _onnx}[name](model.module, samples)
     except Exception as error:  # the model is anybody's: anything can come out of tracing it
@@ -97,16 +94,11 @@ def _made(name: str, model: Restored, *, samples: Tree, config: dict[str, Any], 
     return made.content, f", outputs within {made.difference:.2g} of the model's"
 
 
-def _safetensors(model: Restored, config: dict[str, Any], *, world: World) -> bytes:
+def _safetensors(model: LoadedModel, build: Builder) -> bytes:
     from safetensors.torch import save
 
-    facts = {
-        "format": "pt",
-        "run_id": config["run"]["id"],
-        "config_hash": digest_of(recall(Path(config["run"]["dir"]))),
-        "step": str(model.step),
-    }
-    return save(full_weights(model.module, world=world), metadata=facts)
+    facts = {"run_id": build.config.run.id, "config_hash": digest_of(recall(build.directory.path)), "step": str(model.step)}
+    return save(full_weights(model.module, world=build.world), metadata={"format": "pt"} | facts)
 
 
 class _Program(NamedTuple):

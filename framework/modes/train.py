@@ -5,18 +5,18 @@ import math
 import os
 import socket
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from framework.build import training
+from framework.build.training import Builder
 from framework.checkpoint.canonical import full_weights, restore
 from framework.checkpoint.manifest import checkpoints_of, step_of
 from framework.checkpoint.plain import Invalid, require_file
 from framework.checkpoint.store import CheckpointStore
-from framework.distributed.world import World
 from framework.loggers.sink import RunInfo, Samples
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.curves import draw_curves
@@ -27,22 +27,22 @@ from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.training.progress import Progress
-from framework.training.tracking import Patience, Tracker
+from framework.training.tracking import Tracker
 from framework.training.trainer import Trainer
 
 _NUM_SAMPLES = 8  # that loggers show
 
 
-def execute(config: dict[str, Any], *, world: World) -> Exit:
-    """Train the run of this frozen configuration. Collective. Returns how it ended; an unexpected error is raised."""
-    directory = RunDirectory(Path(config["run"]["dir"]))
-    trainer = training.trainer(config, world=world, directory=directory)
+def train(build: Builder) -> Exit:
+    """Train the run. Collective. Returns how it ended; an unexpected error is raised."""
+    directory, world = build.directory, build.world
+    trainer = build.trainer()
     try:
-        _continue(trainer, config, directory=directory, world=world)
-        _open_record(trainer, config, directory=directory, world=world)
+        _continue(trainer, build)
+        _open_record(trainer, build)
         is_finished = trainer.fit()
         if is_finished:
-            _leave_results(trainer, config, directory=directory)
+            _leave_results(trainer, build)
             if world.rank == 0:
                 LOGGER.info("finished: %s, %s and %s are in %s", directory.weights.name, directory.metrics.name,
                             directory.curves.name, directory.path)  # fmt: skip
@@ -58,93 +58,89 @@ def execute(config: dict[str, Any], *, world: World) -> Exit:
         _close_record(trainer, "failed", error=str(end))
         return end.code
     except Exception as error:
-        world.tell(error)
+        world.report_error(error)
         # not the counters, which may be collective: the sinks (and a terminal's cursor) must not be left as they are
         trainer.recorder.close(status="failed", error=headline(error))
         raise
     finally:
         trainer.saver.close()
-        if trainer.profile is not None:
-            trainer.profile.close()
-        for loader in trainer.loaders.values():
-            loader.close()
+        if trainer.speed.profile is not None:
+            trainer.speed.profile.close()
+        trainer.splits.close()
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
         del trainer
         gc.collect()
 
 
-def _continue(trainer: Trainer, config: dict[str, Any], *, directory: RunDirectory, world: World) -> None:
+def _continue(trainer: Trainer, build: Builder) -> None:
     """Load the newest valid checkpoint of this run; failing that, the one that `run.resume` names. Collective."""
-    found = trainer.store.newest_valid()
-    resume = config["run"]["resume"]
+    directory, world, update = build.directory, build.world, trainer.update
+    found = trainer.saver.store.newest_valid()
+    resume = build.config.run.resume
     elsewhere = None if resume in ("auto", "never", "must") else Path(resume)
     if found is None and elsewhere is not None:
-        found = _from_elsewhere(elsewhere, config, world=world)
+        found = _from_elsewhere(elsewhere, build)
     elif found is not None and elsewhere is not None and world.rank == 0:
         LOGGER.info("run.resume=%s is where this run begins: it has checkpoints of its own by now", resume)
     if found is None:
         return
     path, state = found
-    if state["facts"] != trainer.facts:
+    if state["facts"] != trainer.saver.facts:
         differing = [f"{name} is {state['facts'].get(name)} there and {value} here"
-                     for name, value in trainer.facts.items() if state["facts"].get(name) != value]  # fmt: skip
+                     for name, value in trainer.saver.facts.items() if state["facts"].get(name) != value]  # fmt: skip
         raise NoValidCheckpoint(f"{path} does not fit this run: {'; '.join(differing)}")
     try:
-        restore(path, module=trainer.engine.module, optimizer=trainer.optimizer, average=trainer.average, world=world)
+        restore(path, module=trainer.engine.module, optimizer=update.optimizer, average=update.average, world=world)
     except ValueError as error:
-        raise NoValidCheckpoint(
-            f"{path} does not fit this run: {error}; model.init_from=FILE begins with weights alone"
-        ) from None
+        remedy = "model.init_from=FILE begins with weights alone"
+        raise NoValidCheckpoint(f"{path} does not fit this run: {error}; {remedy}") from None
     trainer.load_state_dict(state)
-    if trainer.is_over and path.parent != directory.checkpoints:
-        raise NoValidCheckpoint(f"{path} leaves nothing to train: it has taken {trainer.progress.step} steps, and this run "
-                                f"ends after {trainer.plan.total_steps}, or when early stopping says so")  # fmt: skip
     if path.parent != directory.checkpoints:
-        world.together(
-            lambda: _take_over_rows(RunDirectory(path.parent.parent).metrics, directory.metrics),
-            what=f"the rows of {path} not taken over",
-            rank_0_only=True,
-        )
+        if trainer.is_over:
+            raise NoValidCheckpoint(f"{path} leaves nothing to train: it has taken {trainer.progress.step} steps, and this run "
+                                    f"ends after {trainer.plan.total_steps}, or when early stopping says so")  # fmt: skip
+        take_over = partial(_take_over_rows, RunDirectory(path.parent.parent).metrics, directory.metrics)
+        world.agreement.together(take_over, what=f"the rows of {path} not taken over", rank_0_only=True)
     if world.rank == 0:
         LOGGER.info("continuing from %s", path)
 
 
-def _from_elsewhere(path: Path, config: dict[str, Any], *, world: World) -> tuple[Path, dict[str, Any]]:
+def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
     """Find the valid checkpoint that `path`, a run or a checkpoint, names, as this run begins with it. Collective."""
+    world = build.world
     store = CheckpointStore(checkpoints_of(path), world=world, keep_last=1, keep_best=0, mode="min")
     found = store.named(path) if step_of(path) is not None else store.newest_valid()
     if found is None:
         raise NoValidCheckpoint(f"{path} has no checkpoint")
     rows = RunDirectory(store.directory.parent).metrics
-    if fault := world.from_rank_0(_fault(rows)):
+    if fault := world.agreement.from_rank_0(_fault(rows)):
         raise NoValidCheckpoint(f"{path}: {fault}")
     # what the other run has made of its rows follows from its own settings, and its clock and its end are its own
-    metrics, patience = world.from_rank_0(
-        _judged(rows, config, step=found[1]["progress"]["step"]) if world.rank == 0 else None
-    )
+    step = found[1]["progress"]["step"]
+    judged = _judged(rows, build.tracker(), step=step) if world.rank == 0 else None
+    metrics, patience = world.agreement.from_rank_0(judged)
     began = {"wall_s": 0.0, "train_s": 0.0, "began": Progress().began}
     found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
     return found
 
 
-def _judged(path: Path, config: dict[str, Any], *, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state of a Tracker and a Patience of this run that have seen another's rows, as far as it has measured the same."""
-    tracker = Tracker(monitor=config["checkpoint"]["monitor"], mode=config["checkpoint"]["mode"])
-    patience = Patience(**config["trainer"]["early_stopping"])
-    for row in read_rows(path) if path.exists() else []:
-        if row["step"] <= step and row["split"] != "test":
-            for judge in (tracker, patience):
+def _judged(path: Path, tracker: Tracker, *, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state of this run's tracker and its patience once they have seen another's rows of the same metric."""
+    for row in read_rows(path, until=step) if path.exists() else []:
+        if row["split"] != "test":
+            for judge in (tracker, tracker.patience):
                 with suppress(Unfit, TypeError):  # not measured there, or null
                     judge.note(row)
-    return tracker.splits, patience.state_dict()
+    return tracker.splits, tracker.patience.state_dict()
 
 
 def _fault(rows: Path) -> str | None:
     """Return why another run's metrics.jsonl is not to be read; None also if there is none."""
     try:
-        require_file(rows)
+        with suppress(FileNotFoundError):
+            require_file(rows)
     except (Invalid, OSError) as error:
-        return None if isinstance(error, FileNotFoundError) else str(error)
+        return str(error)
     return None
 
 
@@ -153,25 +149,25 @@ def _take_over_rows(theirs: Path, ours: Path) -> None:
         write_rows(ours, [row for row in read_rows(theirs) if row["split"] != "test"])
 
 
-def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDirectory, world: World) -> None:
+def _open_record(trainer: Trainer, build: Builder) -> None:
+    config, directory, world = build.config, build.directory, build.world
     info = RunInfo(
         directory=directory.path,
-        run_id=config["run"]["id"],
-        name=config["name"],
+        run_id=config.run.id,
+        name=config.name,
         step=trainer.progress.step,
         total_steps=trainer.plan.total_steps,
-        config=config,
-        group=config["run"]["group"],
-        samples=_samples(trainer) if world.rank == 0 and config["logger"] else None,
+        config=config.plain(),
+        group=config.run.group,
+        samples=_samples(trainer) if world.rank == 0 and config.logger else None,
     )
     before = directory.read_summary().get("began")
     if isinstance(before, (int, float)):  # a run that was killed before its first checkpoint
         trainer.progress.began = min(trainer.progress.began, before)
     sizes: dict[str, tuple[int, bool]] = {}
-    for part in world.gather(
-        {name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}
-    ):
-        sizes |= part  # a stage of a pipeline has a part of them
+    own = {name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}
+    for part in world.agreement.gather(own):  # a stage of a pipeline has a part of them
+        sizes |= part
     num_parameters = sum(size for size, _ in sizes.values())
     num_trained = sum(size for size, is_trained in sizes.values() if is_trained)
     if world.world_size > 1:
@@ -182,64 +178,57 @@ def _open_record(trainer: Trainer, config: dict[str, Any], *, directory: RunDire
                           f"{world.device.type}, in {directory.path}")  # fmt: skip
         _warn_of_low_rate(trainer)
         kinds = batch_dependent_layers(trainer.engine.module)
-        if config["trainer"]["sync_batchnorm"]:
+        if config.trainer.sync_batchnorm:
             kinds = [kind for kind in kinds if "BatchNorm" not in kind]
-        if kinds and trainer.engine.mesh is not None and config["micro_batch_size"] is None:
+        if kinds and trainer.engine.mesh is not None and config.micro_batch_size is None:
             LOGGER.warning("the model has %s: what it computes depends on the number of processes unless "
                            "micro_batch_size is set", " and ".join(kinds))  # fmt: skip
     trainer.recorder.open(
         info,
         world_size=world.world_size,
-        parallel=config["parallel"]["_target_"].rpartition(".")[2],
+        parallel=config.parallel["_target_"].rpartition(".")[2],
         parameters=num_parameters,
         total_steps=info.total_steps,
-        monitor=config["checkpoint"]["monitor"],
+        monitor=config.checkpoint.monitor,
         **trainer.summary(),
     )
 
 
 def _samples(trainer: Trainer) -> Samples:
     """Return the first training samples, as far as they can be shown. Not collective."""
-    loader = trainer.loaders["train"]
+    loader = trainer.splits.loader("train")
     inputs, _ = loader.source.gather(np.arange(min(_NUM_SAMPLES, len(loader.source))))
-    if inputs.dtype == np.uint8 and inputs.ndim == 4 and inputs.shape[1] in (1, 3):
-        return Samples(images=inputs.tolist(), texts=None)
     if np.issubdtype(inputs.dtype, np.integer) and inputs.ndim == 2:
         decode = getattr(loader.dataset, "decode", lambda tokens: " ".join(map(str, tokens)))
         return Samples(images=None, texts=[decode(tokens) for tokens in inputs])
-    return Samples(images=None, texts=None)
+    is_image = inputs.dtype == np.uint8 and inputs.ndim == 4 and inputs.shape[1] in (1, 3)
+    return Samples(images=inputs.tolist() if is_image else None, texts=None)
 
 
 def _warn_of_low_rate(trainer: Trainer) -> None:
     """Say so if the schedule never lets the learning rate near its peak: a warm-up longer than the run."""
     total = trainer.plan.total_steps
-    highest = max(trainer.schedule(step, total) for step in {0, total - 1, *range(0, total, max(1, total // 1000))})
+    highest = max(trainer.update.schedule(step) for step in {0, total - 1, *range(0, total, max(1, total // 1000))})
     if highest < 0.5:
         LOGGER.warning("the learning rate never gets beyond %.2g of optimizer.lr in these %d steps: look at scheduler.*",
                        highest, total)  # fmt: skip
 
 
-def _leave_results(trainer: Trainer, config: dict[str, Any], *, directory: RunDirectory) -> None:
+def _leave_results(trainer: Trainer, build: Builder) -> None:
     """Write the weights and the curves. Collective: the weights are gathered."""
+    run, saving, directory, average = build.config.run, build.config.checkpoint, build.directory, trainer.update.average
     trainer.world.at("the results", step=trainer.progress.step)
-    if trainer.average is not None:
-        trainer.average.swap()  # what was evaluated is what is kept
+    if average is not None:
+        average.swap()  # what was evaluated is what is kept
     weights = full_weights(trainer.engine.module, world=trainer.world)
 
     def write() -> None:
         _write_weights(weights, directory)
         restarts = directory.read_summary().get("continued_at", [])
-        title, saving = f"{config['name']}/{config['run']['id']}", config["checkpoint"]
-        draw_curves(
-            directory.metrics,
-            directory.curves,
-            title=title,
-            restarts=restarts,
-            monitor=saving["monitor"],
-            mode=saving["mode"],
-        )
+        draw = partial(draw_curves, title=f"{build.config.name}/{run.id}", restarts=restarts)
+        draw(directory.metrics, directory.curves, monitor=saving.monitor, mode=saving.mode)
 
-    trainer.world.together(write, what="the results not written", rank_0_only=True)
+    trainer.world.agreement.together(write, what="the results not written", rank_0_only=True)
 
 
 def _write_weights(weights: dict[str, Tensor], directory: RunDirectory) -> None:

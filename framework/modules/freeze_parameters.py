@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Have the parameters that match one of the patterns (`*` and `?`, over the whole name) want no gradient.
 
     A tied weight goes by any of its names. ValueError for a pattern that matches none, and if nothing is left to train.
@@ -25,11 +25,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def _expected(pattern: str, model: nn.Module) -> str:
     """Return the pattern that was probably meant, or some that there are."""
-    of_modules = [
-        f"{name}.*" for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-    ]
+    of_modules = [f"{name}.*" for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if f"{pattern}.*" in of_modules:
         return f"did you mean {pattern}.*?"
-    close = difflib.get_close_matches(pattern, [*of_modules, *names], n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join([*of_modules, *names][:5])}, ..."
+    return nearest(pattern, [*of_modules, *names])
+
+
+def nearest(pattern: str, names: Sequence[str]) -> str:
+    """Say which name was probably meant by a pattern that matches none of them."""
+    close = difflib.get_close_matches(pattern, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names[:5])}, ..."

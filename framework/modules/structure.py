@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS
+
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated units, for sharding, recomputation and compilation.
@@ -60,20 +62,19 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
 
 def batch_dependent_layers(model: nn.Module) -> list[str]:
     """Return the kinds of layers, sorted, that couple the samples of a micro-batch or draw randomness for it."""
-    kinds = set()
-    for layer in model.modules():
-        is_dropout = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
-        if is_dropout or isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            kinds.add(type(layer).__name__)
-    return sorted(kinds)
+    return sorted({type(layer).__name__ for layer in model.modules() if isinstance(layer, BATCH_NORMS) or _draws(layer)})
 
 
 def has_dropout(model: nn.Module) -> bool:
-    return any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in model.modules())
+    return any(map(_draws, model.modules()))
+
+
+def _draws(layer: nn.Module) -> bool:
+    return isinstance(layer, DROPOUTS) and layer.p > 0
 
 
 def switch_off_dropout(model: nn.Module) -> None:
     """Make a model that will not be trained one that draws nothing: a strategy has then no reason to refuse it."""
     for layer in model.modules():
-        if isinstance(layer, nn.modules.dropout._DropoutNd):
+        if isinstance(layer, DROPOUTS):
             layer.p = 0.0

@@ -23,9 +23,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: list[nn.Parameter],
+        groups: list[dict[str, Any]],
         *,
-        others: list[nn.Parameter],
         lr: float,
         momentum: float,
         weight_decay: float,
@@ -33,12 +32,12 @@ class Muon(torch.optim.Optimizer):
         adamw_betas: tuple[float, float],
         adamw_eps: float,
     ) -> None:
-        groups = [
-            {"params": matrices, "kind": "muon", "lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-            {"params": others, "kind": "adamw", "lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps,
-             "weight_decay": 0.0},
-        ]  # fmt: skip
-        super().__init__([group for group in groups if group["params"]], defaults={})
+        """`groups` are torch's, each with its `kind`: muon or adamw."""
+        defaults: dict[str, dict[str, Any]] = {
+            "muon": {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+            "adamw": {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": 0.0},
+        }
+        super().__init__([defaults[group["kind"]] | group for group in groups], defaults={})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the Engine has run backward

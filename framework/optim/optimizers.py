@@ -1,35 +1,20 @@
-"""Optimizers by name, and their parameter groups."""
+"""Our optimizers: torch's, and Muon, with the parameter groups that they are usually given."""
 
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt, Lt
 from torch import nn
 
-from framework.modules.shards import by_mesh
+from framework.optim.groups import Rule, Trainable, param_groups, rules_of
 from framework.optim.muon import Muon
-
-
-class Trainable(NamedTuple):
-    """A parameter that wants a gradient: all of it, or this rank's shard."""
-
-    name: str  # the model's own
-    parameter: nn.Parameter
-    is_hidden: bool  # a matrix between the first and the last layer of the whole model
-    is_decayed: bool  # subject to weight decay: no bias, nor anything of a normalisation
-
-
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # whose weights may have any shape
-
-BuildOptimizer = Callable[[list[Trainable]], torch.optim.Optimizer]
-MakeOptimizer = Callable[[BuildOptimizer, list[Trainable]], torch.optim.Optimizer]  # a strategy's way of building one
+from framework.runtime.torch_internals import NORMS
 
 
 def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
     """Return the parameters that want a gradient, in the model's order. `hidden` names those that are hidden."""
-    of_norms = {
-        id(p) for layer in module.modules() if isinstance(layer, _NORMS) for p in layer.parameters(recurse=False)
-    }
+    of_norms = {id(p) for layer in module.modules() if isinstance(layer, NORMS) for p in layer.parameters(recurse=False)}
     trained = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -49,52 +34,62 @@ def stand_in(device: torch.device) -> list[Trainable]:
     return [Trainable("", nn.Parameter(torch.zeros(1, device=device)), False, False)]
 
 
-def _by_decay(trained: list[Trainable], weight_decay: float) -> list[dict[str, object]]:
-    """Group by decay: `weight_decay`, or none; no group mixes shards over different meshes."""
-    if weight_decay == 0:
-        return [{"params": alike, "weight_decay": 0.0} for alike in by_mesh(item.parameter for item in trained)]
-    decayed = [item.parameter for item in trained if item.is_decayed]
-    others = [item.parameter for item in trained if not item.is_decayed]
-    return [{"params": alike, "weight_decay": decay}
-            for several, decay in ((decayed, weight_decay), (others, 0.0)) for alike in by_mesh(several)]  # fmt: skip
+# Options of a parameter group, by patterns of the names of its parameters: docs/training.md.
+Groups = list[dict[str, Any]]
+Rate = Annotated[float, Gt(0)]
+Decay = Annotated[float, Ge(0)]
+Momentum = Annotated[float, Ge(0), Lt(1)]
+Betas = list[Annotated[float, Ge(0), Lt(1)]]
+
+
+def _by_decay(trained: list[Trainable], groups: Groups | None, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameter groups: those of `groups`, and of the others, vectors are not decayed."""
+    not_decayed: list[Rule] = [(lambda item: not item.is_decayed, {"weight_decay": 0.0})] if weight_decay else []
+    return param_groups(trained, [*rules_of(groups or []), *not_decayed])
 
 
 def adamw(
-    trained: list[Trainable], *, lr: float, betas: list[float], eps: float, weight_decay: float
+    trained: list[Trainable], *, lr: Rate, betas: Betas, eps: Rate, weight_decay: Decay, groups: Groups | None = None
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019)."""
-    return torch.optim.AdamW(_by_decay(trained, weight_decay), lr=lr, betas=_pair(betas), eps=eps, fused=True)
+    by_decay = _by_decay(trained, groups, weight_decay)
+    return torch.optim.AdamW(by_decay, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, fused=True)
 
 
-def adam(trained: list[Trainable], *, lr: float, betas: list[float], eps: float) -> torch.optim.Optimizer:
+def adam(trained: list[Trainable], *, lr: Rate, betas: Betas, eps: Rate, groups: Groups | None = None) -> torch.optim.Optimizer:
     """Adam (Kingma & Ba 2015)."""
-    return torch.optim.Adam(_by_decay(trained, 0.0), lr=lr, betas=_pair(betas), eps=eps, fused=True)
+    return torch.optim.Adam(_by_decay(trained, groups, 0.0), lr=lr, betas=_pair(betas), eps=eps, fused=True)
 
 
 def sgd(
-    trained: list[Trainable], *, lr: float, momentum: float, nesterov: bool, weight_decay: float
+    trained: list[Trainable], *, lr: Rate, momentum: Momentum, nesterov: bool, weight_decay: Decay, groups: Groups | None = None
 ) -> torch.optim.Optimizer:
     """Stochastic gradient descent with momentum."""
     if nesterov and momentum == 0:
         raise ValueError("nesterov=true: needs momentum above 0")
     # not fused: fused SGD fails on FSDP2's shards
-    return torch.optim.SGD(_by_decay(trained, weight_decay), lr=lr, momentum=momentum, nesterov=nesterov)
+    by_decay = _by_decay(trained, groups, weight_decay)
+    return torch.optim.SGD(by_decay, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
 
 
 def muon(
     trained: list[Trainable],
     *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    adamw_lr: float,
-    adamw_betas: list[float],
-    adamw_eps: float,
+    lr: Rate,
+    momentum: Momentum,
+    weight_decay: Decay,
+    adamw_lr: Rate,
+    adamw_betas: Betas,
+    adamw_eps: Rate,
+    groups: Groups | None = None,
 ) -> torch.optim.Optimizer:
     """Muon for the matrices between the first and the last layer, AdamW for everything else."""
+    hidden = [item for item in trained if item.is_hidden]
+    others = [item for item in trained if not item.is_hidden]
+    by_kind = [group | {"kind": kind} for kind, items in (("muon", hidden), ("adamw", others))
+               for group in param_groups(items, rules_of(groups or []))]  # fmt: skip
     return Muon(
-        [item.parameter for item in trained if item.is_hidden],
-        others=[item.parameter for item in trained if not item.is_hidden],
+        by_kind,
         lr=lr,
         momentum=momentum,
         weight_decay=weight_decay,

@@ -1,18 +1,26 @@
 """Learning-rate schedules: pure functions of the step, so that there is nothing to save. They return the share of `lr`."""
 
 import math
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Le
+
+Count = Annotated[int, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
 
 
 def _warm_up(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
-def constant(step: int, total_steps: int, *, warmup_steps: int) -> float:
+def constant(step: int, total_steps: int, *, warmup_steps: Count) -> float:
     """Linear warm-up, then constant. `step` counts from 0 to `total_steps` - 1 in every schedule."""
     return _warm_up(step, warmup_steps)
 
 
-def cosine(step: int, total_steps: int, *, warmup_steps: int, min_lr_ratio: float) -> float:
+def cosine(step: int, total_steps: int, *, warmup_steps: Count, min_lr_ratio: Share) -> float:
     """Linear warm-up, then half a cosine from 1 towards `min_lr_ratio` (Loshchilov & Hutter 2017, without restarts)."""
     if step < warmup_steps:
         return _warm_up(step, warmup_steps)
@@ -20,12 +28,12 @@ def cosine(step: int, total_steps: int, *, warmup_steps: int, min_lr_ratio: floa
     return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def step(step: int, total_steps: int, *, warmup_steps: int, milestones: list[int], gamma: float) -> float:
+def step(step: int, total_steps: int, *, warmup_steps: Count, milestones: list[Count], gamma: Share) -> float:
     """Linear warm-up, then multiplied by `gamma` at each milestone."""
     return _warm_up(step, warmup_steps) * gamma ** sum(step >= milestone for milestone in milestones)
 
 
-def wsd(step: int, total_steps: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float) -> float:
+def wsd(step: int, total_steps: int, *, warmup_steps: Count, decay_steps: Count, min_lr_ratio: Share) -> float:
     """Warm-up, stable, decay: linear up, flat, linear down to `min_lr_ratio` over the last `decay_steps`.
 
     Source: Hu et al. 2024, "MiniCPM".
@@ -33,3 +41,22 @@ def wsd(step: int, total_steps: int, *, warmup_steps: int, decay_steps: int, min
     remaining = total_steps - step
     down = min_lr_ratio + (1 - min_lr_ratio) * min(1.0, remaining / decay_steps) if decay_steps else 1.0
     return min(_warm_up(step, warmup_steps), down)
+
+
+def tabulated(make: Callable[[torch.optim.Optimizer], Any], *, lr: float) -> Callable[[int], float]:
+    """Return the shares of `lr` that one of torch's schedulers gives, step by step: again a pure function of the step.
+
+    `make` builds it for an optimizer of the peak `lr`. What it does besides (to the momentum, say) is not taken.
+    """
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = make(optimizer)
+    rates = [float(optimizer.param_groups[0]["lr"])]
+
+    def share(step: int) -> float:
+        while len(rates) <= step:
+            optimizer.step()  # torch warns of a scheduler that steps first
+            scheduler.step()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+        return rates[step] / lr
+
+    return share

@@ -32,15 +32,13 @@ def auto(
 ) -> Engine:
     """Run the model as `ddp` if it fits, else as `zero`, else as `fsdp`; in one process as it is. Collective."""
     budget = memory_gib * _GIB if memory_gib is not None else _memory(world) / 2  # the rest is for activations
-    budget = min(world.gather(budget))
+    budget = min(world.agreement.gather(budget))
     choice, held = choose(model, num_ranks=world.world_size, budget=budget)
     if world.rank == 0:
         LOGGER.info("parallel=auto: %s, with %.2g GiB of parameters, gradients and optimizer state in each process",
                     choice, held / _GIB)  # fmt: skip
     if held > budget and world.rank == 0:
-        LOGGER.warning(
-            "that is more than the %.2g GiB which each process has for them: take more processes", budget / _GIB
-        )
+        LOGGER.warning("that is more than the %.2g GiB which each process has for them: take more processes", budget / _GIB)
     given: dict[str, Any] = {"world": world, "forward": forward}
     if choice == "single":
         return single(model, **given)

@@ -5,7 +5,7 @@ of a gradient, `int8`, `top_k` and `powersgd` add to the next one (error feedbac
 not in a checkpoint.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -16,18 +16,21 @@ from torch.futures import Future
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
+from framework.runtime.torch_internals import all_gather_single
+
 BLOCK = 256  # gradients that share a scale in `int8`
 SHARE = 0.05  # of a bucket's gradients that `top_k` sends
 
 Name = Literal["fp16", "bf16", "int8", "top_k", "powersgd"]
 
 
+@dataclass
 class State:
     """What a hook keeps between steps."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.errors: dict[tuple[int, int], Tensor] = {}  # by bucket and size: DDP rebuilds its buckets after a step
+    group: dist.ProcessGroup
+    dtype: torch.dtype | None = None  # in which `half` sums
+    errors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by bucket and size: DDP rebuilds its buckets
 
 
 def register(wrapper: DistributedDataParallel, name: Name, *, group: dist.ProcessGroup) -> None:
@@ -36,26 +39,18 @@ def register(wrapper: DistributedDataParallel, name: Name, *, group: dist.Proces
         # before step 10, gradients are sent complete: the first ones are far from low rank
         state = PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=10)
         wrapper.register_comm_hook(state, powerSGD_hook)  # Vogels et al. 2019
+    elif name in ("fp16", "bf16"):
+        wrapper.register_comm_hook(State(group, torch.float16 if name == "fp16" else torch.bfloat16), half)
     else:
-        wrapper.register_comm_hook(State(group), _HOOKS[name])
+        wrapper.register_comm_hook(State(group), int8 if name == "int8" else top_k)
 
 
-def fp16(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sum in float16."""
-    return _mean_in(torch.float16, state.group, bucket)
-
-
-def bf16(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sum in bfloat16."""
-    return _mean_in(torch.bfloat16, state.group, bucket)
-
-
-def _mean_in(dtype: torch.dtype, group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Return the mean of the bucket over the ranks, rounded to `dtype` on the way."""
+def half(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Sum in 16 bits. Not by torch's hooks: DDP takes that for bfloat16 with NCCL alone."""
     gradient = bucket.buffer()
     # divided first: the sum of many could overflow
-    sent = gradient.to(dtype).div_(group.size())
-    work = dist.all_reduce(sent, group=group, async_op=True)
+    sent = gradient.to(state.dtype).div_(state.group.size())
+    work = dist.all_reduce(sent, group=state.group, async_op=True)
     return work.get_future().then(lambda _: gradient.copy_(sent))
 
 
@@ -70,8 +65,8 @@ def int8(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
 
     all_levels = levels.new_empty(num_ranks, *levels.shape)
     all_scales = scales.new_empty(num_ranks, *scales.shape)
-    dist.all_gather_single(all_scales.flatten(), scales.flatten(), group=state.group)
-    work = dist.all_gather_single(all_levels.flatten(), levels.flatten(), group=state.group, async_op=True)
+    all_gather_single(all_scales.flatten(), scales.flatten(), group=state.group)
+    work = all_gather_single(all_levels.flatten(), levels.flatten(), group=state.group, async_op=True)
 
     def mean(_: object) -> Tensor:
         summed = (all_levels * all_scales).sum(dim=0).flatten()[: gradient.numel()]
@@ -90,8 +85,8 @@ def top_k(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     state.errors[where] = wanted
 
     all_values, all_places = values.new_empty(num_ranks, len(values)), places.new_empty(num_ranks, len(places))
-    dist.all_gather_single(all_values.flatten(), values, group=state.group)
-    work = dist.all_gather_single(all_places.flatten(), places, group=state.group, async_op=True)
+    all_gather_single(all_values.flatten(), values, group=state.group)
+    work = all_gather_single(all_places.flatten(), places, group=state.group, async_op=True)
 
     def mean(_: object) -> Tensor:
         gradient.zero_()
@@ -107,8 +102,3 @@ def _with_error(state: State, bucket: dist.GradBucket) -> tuple[Tensor, tuple[in
     gradient = bucket.buffer()
     where = (bucket.index(), gradient.numel())
     return gradient + state.errors[where] if where in state.errors else gradient.clone(), where
-
-
-_HOOKS: dict[str, Callable[[State, dist.GradBucket], Future[Tensor]]] = {
-    "fp16": fp16, "bf16": bf16, "int8": int8, "top_k": top_k,
-}  # fmt: skip

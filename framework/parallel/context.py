@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,9 +10,8 @@ from torch import Tensor, nn
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine, MicroBatch, Step, Sums
+from framework.engine.seam import Engine, EngineAround, MicroBatch, Step, Sums
 from framework.modules.structure import has_dropout
-from framework.optim.optimizers import BuildOptimizer, Trainable
 from framework.parallel.ddp import replicated
 
 
@@ -46,9 +46,7 @@ def problems(model: nn.Module, *, context: int, **others: object) -> list[str]:
     """Say why this model's tokens cannot be cut over so many processes."""
     any_model = "ddp, zero, fsdp and hsdp take any model"
     if not callable(getattr(model, "mixers", None)):
-        return [
-            f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {any_model}"
-        ]
+        return [f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {any_model}"]
     if context > 1 and has_dropout(model):
         return ["the model has dropout, whose draws would depend on the number of processes; set model.dropout=0"]
     heads = getattr(model, "num_heads", context)
@@ -58,13 +56,13 @@ def problems(model: nn.Module, *, context: int, **others: object) -> list[str]:
     return []
 
 
+@dataclass(kw_only=True)
 class Cut:
     """How the tokens of the samples at hand are cut over the ranks. `length` is set by the engine, for its mixers."""
 
-    def __init__(self, *, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.length = 0  # tokens of a whole sample
+    rank: int
+    size: int
+    length: int = 0  # tokens of a whole sample
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return the first of a rank's tokens and the first that is not; counts differ by one at most."""
@@ -85,18 +83,16 @@ class Cut:
         return whole._replace(inputs=whole.inputs[:, at], targets=whole.targets[:, at])
 
 
-class ContextEngine:
+class ContextEngine(EngineAround):
     """An Engine whose ranks run the same samples, a slice of the tokens each.
 
     A sample's loss is the mean over its tokens, so a slice counts by its share of them.
     """
 
     def __init__(self, engine: Engine, *, cut: Cut, dp_rank: int) -> None:
-        self.module = engine.module
-        self.mesh = engine.mesh
+        super().__init__(engine)
         self.dp_rank = dp_rank
         self.dp_size = engine.dp_size // cut.size
-        self._engine = engine
         self._cut = cut
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
@@ -112,20 +108,8 @@ class ContextEngine:
         sums = self._engine.forward(self._cut.of(micro_batch))
         return {name: value * self._cut.share for name, value in sums.items()}
 
-    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        return self._engine.clip_grad_norm(max_norm)
-
     def warm_up(self, step: Step) -> None:
         self._engine.warm_up(self._sliced(step))
-
-    def sync_buffers(self) -> None:
-        self._engine.sync_buffers()
-
-    def can_pause(self, step: int) -> bool:
-        return self._engine.can_pause(step)
-
-    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        return self._engine.make_optimizer(build, trained)
 
 
 def by_heads(mix: Callable[..., Tensor], *, cut: Cut, group: dist.ProcessGroup) -> Callable[..., Tensor]:

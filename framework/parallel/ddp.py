@@ -1,8 +1,7 @@
 """DistributedDataParallel: every process holds the whole model; gradients are summed over processes."""
 
-from typing import Any, Literal
+from typing import Any
 
-import torch._dynamo  # noqa: F401  # DDP's constructor imports it: here, workers inherit it from their warm parent
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -10,13 +9,14 @@ from torch.nn.parallel import DistributedDataParallel
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine
-from framework.optim.optimizers import MakeOptimizer
-from framework.parallel.compression import register
+from framework.engine.seam import Demands, Engine
+from framework.optim.groups import MakeOptimizer
+from framework.parallel.compression import Name, register
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
+from framework.runtime.torch_internals import import_dynamo, set_gradient_sync, without_buffer_sync
 
-__all__ = ["ddp", "replicated", "invariant"]
+import_dynamo()  # here, so that workers inherit it from their warm parent
 
 
 def ddp(
@@ -29,9 +29,12 @@ def ddp(
     gradient_as_bucket_view: bool,
     static_graph: bool,
     find_unused_parameters: bool,
-    compression: Literal["fp16", "bf16", "powersgd", "int8", "top_k"] | None,
+    compression: Name | None,
+    bitwise: int | None = None,
 ) -> Engine:
-    """Replicate the model. Collective."""
+    """Replicate the model; with `bitwise`, sum the gradients of micro-batches of that size along a tree. Collective."""
+    if bitwise is not None:
+        return invariant(model, world=world, forward=forward, micro_batch_size=bitwise)
     return replicated(
         model,
         world=world,
@@ -45,6 +48,21 @@ def ddp(
     )
 
 
+def problems(model: nn.Module, *, demands: Demands, compression: str | None = None, **others: object) -> list[str]:
+    """Say what a run cannot have together with compressed gradients."""
+    if compression is None:
+        return []
+    found = []
+    if demands.bitwise:
+        found.append(
+            f"parallel.compression: {compression}, which depends on how many processes there are (invariance=bitwise) (null)"
+        )
+    if demands.recovers and compression in ("int8", "top_k", "powersgd"):
+        found.append(f"trainer.divergence.action: {demands.recovers}, but parallel.compression={compression} keeps what was "
+                     "not finite for later steps (raise, or parallel.compression=null, fp16 or bf16)")  # fmt: skip
+    return found
+
+
 def replicated(
     model: nn.Module,
     *,
@@ -52,7 +70,7 @@ def replicated(
     forward: Forward,
     mesh: DeviceMesh,
     make_optimizer: MakeOptimizer | None = None,
-    compression: str | None = None,
+    compression: Name | None = None,
     **options: Any,
 ) -> Engine:
     """Return the Engine of a model that every rank of the world holds whole. `options` are DDP's own. Collective.
@@ -65,14 +83,14 @@ def replicated(
     wrapper = DistributedDataParallel(
         model,
         device_ids=[world.device] if is_on_one and world.device.type == "cuda" else None,
-        forward_sync_buffers=False,  # the buffers follow micro-batch 0 (DataParallelEngine)
+        **without_buffer_sync(),  # type: ignore[arg-type]  # the buffers follow micro-batch 0 (DataParallelEngine)
         **options,
     )
     if compression is not None:
         register(wrapper, compression, group=wrapper.process_group)
 
     def set_sync(last: bool) -> None:
-        wrapper.require_backward_grad_sync = last  # what DDP.no_sync() sets, without a context for each micro-batch
+        set_gradient_sync(wrapper, last)
 
     def run(*given: Any, **named: Any) -> Any:
         try:
@@ -81,8 +99,8 @@ def replicated(
             if "find_unused_parameters" not in str(error):
                 raise
             unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {_some(unused)} in every "
-                        "step (true, at a small cost; or freeze what is not used)") from None  # fmt: skip
+            raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {_some(unused)} in "
+                        "every step (true, at a small cost; or freeze what is not used)") from None  # fmt: skip
 
     return DataParallelEngine(
         model,
@@ -101,6 +119,4 @@ def replicated(
 
 
 def _some(names: list[str]) -> str:
-    return (
-        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "every parameter"
-    )
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "every parameter"

@@ -12,6 +12,7 @@ from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
 from framework.modules.structure import blocks_of, separate
+from framework.runtime.torch_internals import BATCH_NORMS
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
 
@@ -28,17 +29,16 @@ def fsdp(
     cpu_offload: bool,
 ) -> Engine:
     """Shard the model, block by block: one block's parameters are gathered at a time. Collective."""
-    mesh = world.mesh(shard=shard)
-    shard_blocks(
+    return sharded(
         model,
-        mesh=mesh,
-        device=world.device,
+        mesh=world.mesh(shard=shard),
+        world=world,
+        forward=forward,
         reshard_after_forward=reshard_after_forward,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         cpu_offload=cpu_offload,
     )
-    return sharded_engine(model, mesh=mesh, world=world, forward=forward)
 
 
 def problems(model: nn.Module, **options: object) -> list[str]:
@@ -48,36 +48,48 @@ def problems(model: nn.Module, **options: object) -> list[str]:
             "ddp or zero"] if scalar else []  # fmt: skip
 
 
-def shard_blocks(
+def sharded(
     model: nn.Module,
     *,
     mesh: DeviceMesh,
-    device: torch.device,
+    world: World,
+    forward: Forward,
     reshard_after_forward: bool,
     param_dtype: str | None,
     reduce_dtype: str | None,
-    cpu_offload: bool,
-) -> None:
-    """Shard each block, and what is outside of them, over the mesh's last axis; replicate over the first if it has two."""
-    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload else OffloadPolicy()
+    cpu_offload: bool = False,
+) -> Engine:
+    """Shard each block, and what is outside of them, over the mesh's `shard` axis; replicate over `replicate` if it has one.
+
+    Ranks along a `tensor` axis, over which the layers have been cut already, work on the same samples.
+    """
+    is_cut = "tensor" in (mesh.mesh_dim_names or ())
+    num_parts, over = (mesh["tensor"].size(), mesh["shard"]) if is_cut else (1, mesh)
+    offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if cpu_offload else OffloadPolicy()
     compute = _DTYPES[param_dtype]
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[reduce_dtype])
     if not cpu_offload:
-        model.to(device)  # every rank has built the same full weights: sharding only drops what others keep
+        model.to(world.device)  # every rank has built the same full weights: sharding only drops what others keep
     if compute is not None:  # running statistics of 16 bits do not move
         for layer in model.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
+            if isinstance(layer, BATCH_NORMS):
+                fully_shard(layer, mesh=over, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
     # blocks that share a weight are gathered together, with what is outside of the blocks
     for block in [*separate(blocks_of(model), model), model]:
-        fully_shard(
-            block,
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=precision,
-            offload_policy=offload,
-        )
+        fully_shard(block, mesh=over, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
     reshard_after_evaluation(model)
+    assert isinstance(model, FSDPModule)
+    return DataParallelEngine(
+        model,
+        model=model,
+        forward=forward,
+        mesh=mesh,
+        dp_rank=world.rank // num_parts,  # `tensor` is the mesh's last axis
+        dp_size=world.world_size // num_parts,
+        is_counted=world.rank % num_parts == 0,
+        set_sync=model.set_requires_gradient_sync,
+        broadcast=world.broadcast,
+    )
 
 
 def reshard_after_evaluation(model: nn.Module) -> None:
@@ -93,18 +105,3 @@ def reshard_after_evaluation(model: nn.Module) -> None:
                 module.reshard()
 
     model.register_forward_hook(reshard)
-
-
-def sharded_engine(model: nn.Module, *, mesh: DeviceMesh, world: World, forward: Forward) -> Engine:
-    """Return the Engine of a sharded model of which every rank of the world runs its own samples."""
-    assert isinstance(model, FSDPModule)
-    return DataParallelEngine(
-        model,
-        model=model,
-        forward=forward,
-        mesh=mesh,
-        dp_rank=world.rank,
-        dp_size=world.world_size,
-        set_sync=model.set_requires_gradient_sync,
-        broadcast=world.broadcast,
-    )

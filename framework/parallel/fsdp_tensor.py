@@ -5,16 +5,12 @@ import warnings
 from typing import Literal
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
 from framework.parallel import fsdp
 from framework.parallel import tensor as tensors
-from framework.parallel.fsdp import shard_blocks
-from framework.parallel.tensor import cut_layers
 
 
 def fsdp_tensor(
@@ -33,27 +29,15 @@ def fsdp_tensor(
     ignore_known()
     model.to(world.device)
     mesh = world.mesh(shard=shard, tensor=tensor)
-    cut_layers(model, mesh=mesh["tensor"], sequence=sequence)
-    shard_blocks(
+    tensors.cut_layers(model, mesh=mesh["tensor"], sequence=sequence)
+    return fsdp.sharded(
         model,
-        mesh=mesh["shard"],
-        device=world.device,
+        mesh=mesh,
+        world=world,
+        forward=forward,
         reshard_after_forward=reshard_after_forward,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        cpu_offload=False,
-    )
-    assert isinstance(model, FSDPModule)
-    return DataParallelEngine(
-        model,
-        model=model,
-        forward=forward,
-        mesh=mesh,
-        dp_rank=mesh["shard"].get_local_rank(),
-        dp_size=mesh["shard"].size(),
-        is_counted=mesh["tensor"].get_local_rank() == 0,
-        set_sync=model.set_requires_gradient_sync,
-        broadcast=world.broadcast,
     )
 
 

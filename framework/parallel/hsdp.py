@@ -7,7 +7,7 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.parallel.fsdp import problems, shard_blocks, sharded_engine
+from framework.parallel.fsdp import problems, sharded
 
 __all__ = ["hsdp", "problems"]  # it is sharded as in `fsdp`
 
@@ -25,14 +25,13 @@ def hsdp(
     cpu_offload: bool,
 ) -> Engine:
     """Shard the model over the inner axis of the mesh and replicate it over the outer. Collective."""
-    mesh = world.mesh(replicate=replicate, shard=shard)
-    shard_blocks(
+    return sharded(
         model,
-        mesh=mesh,
-        device=world.device,
+        mesh=world.mesh(replicate=replicate, shard=shard),
+        world=world,
+        forward=forward,
         reshard_after_forward=reshard_after_forward,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         cpu_offload=cpu_offload,
     )
-    return sharded_engine(model, mesh=mesh, world=world, forward=forward)

@@ -1,37 +1,46 @@
 """Post-local SGD: every process trains on its own, and now and then all average what they have. NOT equal to one process."""
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine, MicroBatch, Step, Sums
-from framework.optim.optimizers import BuildOptimizer, Trainable
+from framework.engine.seam import Demands, Engine, EngineAround, Step, Sums
+from framework.optim.groups import BuildOptimizer, Trainable
 
 
 def local_sgd(
-    model: nn.Module, *, world: World, forward: Forward, replicate: int | None, sync_every: int, sync_first: int
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    replicate: int | None,
+    sync_every: Annotated[int, Ge(1)],
+    sync_first: Annotated[int, Ge(0)],
 ) -> Engine:
     """Replicate the model. Collective."""
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
     plain = DataParallelEngine(
-        model,
-        model=model,
-        forward=forward,
-        mesh=mesh,
-        dp_rank=mesh.get_local_rank(),
-        dp_size=mesh.size(),
-        broadcast=world.broadcast,
+        model, model=model, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, broadcast=world.broadcast
     )
     return LocalSGD(plain, sync_every=sync_every, sync_first=sync_first)
 
 
-class LocalSGD:
+def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: object) -> list[str]:
+    """Refuse evaluations and checkpoints between the steps after which the processes agree."""
+    periods = {"trainer.eval_every": demands.eval_every, "checkpoint.every": demands.checkpoint_every}
+    return [f"{key}: {every} is not a multiple of parallel.sync_every={sync_every} (the processes agree only then)"
+            for key, every in periods.items() if every is not None and every % sync_every]  # fmt: skip
+
+
+class LocalSGD(EngineAround):
     """An Engine whose gradients are those of this process's samples alone, after the first `sync_first` steps.
 
     After every `sync_every`-th step, parameters and optimizer state are averaged over the processes, both, so that they
@@ -40,11 +49,7 @@ class LocalSGD:
     """
 
     def __init__(self, engine: DataParallelEngine, *, sync_every: int, sync_first: int) -> None:
-        self.module = engine.module
-        self.mesh = engine.mesh
-        self.dp_rank = engine.dp_rank
-        self.dp_size = engine.dp_size
-        self._engine = engine
+        super().__init__(engine)
         self._sync_every = sync_every
         self._sync_first = sync_first
         self._index = 0  # of the latest step
@@ -61,9 +66,6 @@ class LocalSGD:
             self._average(p.grad for p in self.module.parameters() if p.grad is not None)
         return sums
 
-    def forward(self, micro_batch: MicroBatch) -> Sums:
-        return self._engine.forward(micro_batch)
-
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this process's norm; return the root of the mean square over the processes, on which all agree."""
         square = self._engine.clip_grad_norm(max_norm).square()
@@ -75,10 +77,8 @@ class LocalSGD:
 
     def sync_buffers(self) -> None:
         self._engine.sync_buffers()
-        is_trained = self._optimizer is not None
-        if is_trained and not self.can_pause(
-            self._index + 1
-        ):  # at the end of a run; elsewhere they agree, and rounding must not move them
+        # at the end of a run; elsewhere they agree, and rounding must not move them
+        if self._optimizer is not None and not self.can_pause(self._index + 1):
             self._average_all()
 
     def can_pause(self, step: int) -> bool:

@@ -14,6 +14,7 @@ from framework.modules.nested import Tree, map_tensors
 from framework.modules.structure import chain_of, units_of
 from framework.parallel.pipelining.chain import costs_of, cut
 from framework.runtime.log import LOGGER
+from framework.runtime.torch_internals import apply_to_own
 
 
 def model_parallel(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:
@@ -65,9 +66,7 @@ def _move_own(model: nn.Module, units: Sequence[nn.Module], *, to: torch.device)
     inside = {id(module) for unit in units for module in unit.modules()}
     for module in model.modules():
         if id(module) not in inside:
-            module._apply(
-                lambda tensor: tensor.to(to), recurse=False
-            )  # what to() is made of: to() itself takes all below
+            apply_to_own(module, lambda tensor: tensor.to(to))
 
 
 class _Move:

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine, MicroBatch, Step, Sums
-from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
+from framework.engine.seam import Demands, Engine, EngineAround, Step, Sums
+from framework.optim.groups import BuildOptimizer, Trainable
+from framework.optim.optimizers import stand_in
 
 
 def parameter_server(
@@ -19,13 +20,7 @@ def parameter_server(
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
     plain = DataParallelEngine(
-        model,
-        model=model,
-        forward=forward,
-        mesh=mesh,
-        dp_rank=world.rank,
-        dp_size=world.world_size,
-        broadcast=world.broadcast,
+        model, model=model, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, broadcast=world.broadcast
     )
     if world.world_size == 1:
         return plain
@@ -36,30 +31,38 @@ def parameter_server(
     return Synchronous(plain, world=world)
 
 
-def problems(model: nn.Module, *, replicate: int, **others: object) -> list[str]:
-    """Say that this build of torch cannot serve."""
-    if replicate == 1 or torch.distributed.rpc.is_available():
+def problems(model: nn.Module, *, demands: Demands, replicate: int, mode: str, **others: object) -> list[str]:
+    """Say that this build of torch cannot serve; and refuse what needs the ranks at the same parameters after each step."""
+    if replicate == 1:
         return []
-    return ["this PyTorch build has no torch.distributed.rpc; ddp computes the same as mode=sync"]
+    if not torch.distributed.rpc.is_available():
+        return ["this PyTorch build has no torch.distributed.rpc; ddp computes the same as mode=sync"]
+    if mode != "async":
+        return []
+    at_odds = {
+        "trainer.ema_decay": demands.ema_decay,
+        "trainer.grad_noise.eta": demands.grad_noise,
+        "trainer.sync_batchnorm": "true" if demands.sync_batchnorm else None,
+        "trainer.divergence.action": demands.recovers,
+        "precision": "fp16, whose loss scale follows every step's global norm" if demands.scales_loss else None,
+    }
+    return [f"{key}: {value}, but under parallel.mode=async each process is at a point of its own (parallel.mode=sync for that)"
+            for key, value in at_odds.items() if value is not None]  # fmt: skip
 
 
-class Synchronous:
+class Synchronous(EngineAround):
     """An Engine equal to one process: one optimizer step, on rank 0, from the sum of all ranks' gradients.
 
     Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server", in its sequential mode.
     """
 
     def __init__(self, engine: DataParallelEngine, *, world: World) -> None:
-        from framework.parallel.server.exchange import side_of  # a world of one needs no rpc, and a build may have none
+        from framework.parallel.server.exchange import Client, Server  # a world of one needs no rpc, and a build may have none
 
-        self.module = engine.module
-        self.mesh = engine.mesh
-        self.dp_rank = engine.dp_rank
-        self.dp_size = engine.dp_size
-        self._engine = engine
+        super().__init__(engine)
         self._device = world.device
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
-        self._side = side_of(world)
+        self._side = Server(world) if world.rank == 0 else Client(world)
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         # the plain engine undoes a mean over the ranks; here their gradients are summed
@@ -68,9 +71,6 @@ class Synchronous:
         self._side.add_up(self._parameters)
         return sums
 
-    def forward(self, micro_batch: MicroBatch) -> Sums:
-        return self._engine.forward(micro_batch)
-
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip the sum on rank 0, where alone it is; return its norm on every rank."""
         (norm,) = self._side.share(lambda: [self._engine.clip_grad_norm(max_norm)])
@@ -78,12 +78,6 @@ class Synchronous:
 
     def warm_up(self, step: Step) -> None:
         self._pull()
-
-    def sync_buffers(self) -> None:
-        self._engine.sync_buffers()
-
-    def can_pause(self, step: int) -> bool:
-        return True
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         optimizer = build(trained if self.dp_rank == 0 else stand_in(self._device))

@@ -35,9 +35,7 @@ def problems(model: nn.Module, *, pipeline: int, schedule: str, **others: object
         return [f"{type(model).__name__} does not answer chain(), which lists the modules that, one after the other, are its "
                 f"forward; {any_model}"]  # fmt: skip
     if stray := stray_parameters(model, links):
-        return [
-            f"{type(model).__name__}.chain() leaves out {stray[0]}, which belongs to none of its modules; {any_model}"
-        ]
+        return [f"{type(model).__name__}.chain() leaves out {stray[0]}, which belongs to none of its modules; {any_model}"]
     links_of = Counter(
         module for link in links for module in link.modules() if any(True for _ in module.buffers(recurse=False))
     )

@@ -1,5 +1,6 @@
 """Three axes: stages of a pipeline, each sharded by FSDP2, their layers cut by tensor parallelism."""
 
+from functools import partial
 from typing import Literal
 
 from torch import nn
@@ -16,8 +17,8 @@ from framework.parallel import pipeline as pipelines
 from framework.parallel import tensor as tensors
 from framework.parallel.fsdp import reshard_after_evaluation
 from framework.parallel.fsdp_tensor import ignore_known
+from framework.parallel.pipelining.chain import Stage
 from framework.parallel.pipelining.engine import PipelineEngine
-from framework.parallel.pipelining.stages import Stage
 
 
 def pipeline_fsdp_tensor(
@@ -31,16 +32,13 @@ def pipeline_fsdp_tensor(
     schedule: Literal["gpipe", "1f1b"],
     reshard_after_forward: bool,
 ) -> Engine:
-    """Cut the model into stages along the outermost axis, shard each along the middle one, cut its layers along the last. Collective."""
+    """Cut the model into stages (outermost axis), shard each (middle axis), cut its layers (last axis). Collective."""
     ignore_known()
     model.to(world.device)
     mesh = world.mesh(pipeline=pipeline, shard=shard, tensor=tensor)
     num_parts = mesh["tensor"].size()
     styles = tensors.styles_of(model, num_parts=num_parts) if num_parts > 1 else {}
-
-    def shard_stage(stage: Stage) -> None:
-        cut_and_shard(model, stage, styles=styles, mesh=mesh, reshard_after_forward=reshard_after_forward)
-
+    shard_stage = partial(cut_and_shard, model, styles=styles, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule, shard_stage=shard_stage)
 
 

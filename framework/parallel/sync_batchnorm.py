@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.engine.forward import Forward
-
-BatchNorm = nn.modules.batchnorm._BatchNorm
+from framework.runtime.torch_internals import BATCH_NORMS
 
 
 def synchronise(model: nn.Module, *, group: dist.ProcessGroup, forward: Forward) -> None:
@@ -18,12 +17,12 @@ def synchronise(model: nn.Module, *, group: dist.ProcessGroup, forward: Forward)
     Every rank of the group runs the same number of micro-batches; `forward` knows which are padding, and do not count.
     """
     for layer in model.modules():
-        if isinstance(layer, BatchNorm):
+        if isinstance(layer, BATCH_NORMS):
             layer.forward = functools.partial(_normalise, layer, layer.forward, group, forward)  # type: ignore[method-assign]
 
 
 def _normalise(
-    layer: BatchNorm, alone: Callable[[Tensor], Tensor], group: dist.ProcessGroup, forward: Forward, x: Tensor
+    layer: BATCH_NORMS, alone: Callable[[Tensor], Tensor], group: dist.ProcessGroup, forward: Forward, x: Tensor
 ) -> Tensor:
     """Normalise x (B, C, ...) by the mean and the variance of all ranks' x, in two passes: first the mean, then the rest."""
     if not layer.training:
@@ -43,7 +42,7 @@ def _normalise(
     return normal if layer.weight is None else normal * layer.weight.view(shape) + layer.bias.view(shape)
 
 
-def _follow(layer: BatchNorm, mean: Tensor, variance: Tensor) -> None:
+def _follow(layer: BATCH_NORMS, mean: Tensor, variance: Tensor) -> None:
     """Move the running statistics as nn.BatchNorm does."""
     if layer.running_mean is None or layer.running_var is None or layer.num_batches_tracked is None:
         return

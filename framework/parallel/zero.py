@@ -7,9 +7,10 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable, stand_in
-from framework.parallel import invariant as invariants
+from framework.optim.groups import BuildOptimizer, MakeOptimizer, Trainable
+from framework.optim.optimizers import stand_in
 from framework.parallel.ddp import replicated
+from framework.parallel.invariant import invariant
 
 
 def zero(
@@ -22,13 +23,18 @@ def zero(
     gradient_as_bucket_view: bool,
     static_graph: bool,
     find_unused_parameters: bool,
+    bitwise: int | None = None,
 ) -> Engine:
     """Replicate the model; each process updates the parameters that it owns and sends them to the others. Collective.
+
+    With `bitwise`, the gradients of micro-batches of that size are summed along a tree.
 
     torch's ZeroRedundancyOptimizer does the same, but keeps its state by position in a partition of the world; here a
     parameter's state has the parameter's name, as everywhere, and any optimizer will do.
     Source: Rajbhandari et al. 2020, "ZeRO", stage 1.
     """
+    if bitwise is not None:
+        return invariant(model, world=world, forward=forward, micro_batch_size=bitwise, make_optimizer=owned(world))
     return replicated(
         model,
         world=world,
@@ -39,13 +45,6 @@ def zero(
         gradient_as_bucket_view=gradient_as_bucket_view,
         static_graph=static_graph,
         find_unused_parameters=find_unused_parameters,
-    )
-
-
-def invariant(model: nn.Module, *, world: World, forward: Forward, micro_batch_size: int) -> Engine:
-    """The same with gradients of the same bits in every world. Collective."""
-    return invariants.invariant(
-        model, world=world, forward=forward, micro_batch_size=micro_batch_size, make_optimizer=owned(world)
     )
 
 

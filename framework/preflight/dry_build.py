@@ -1,82 +1,155 @@
-"""Building the model and the optimizer for nothing, to find what only they know to be wrong, before the run starts."""
+"""Building the model and the optimizer without storage, to find what only they know to be wrong, before the run starts."""
 
-import importlib
+import copy
+import dataclasses
+import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from framework.build import components
-from framework.checkpoint.header import read_header
+from framework.checkpoint.tensors import read_header
+from framework.checkpoint.weights import Fit
+from framework.config.components import locate
 from framework.config.modes import MODES
-from framework.distributed.mesh import MESH_AXES, resolve_axes
-from framework.preflight.check import from_error
-from framework.preflight.processes import most_processes
+from framework.config.schema import CheckpointSection, Node, RunConfig, TrainerSection
+from framework.distributed.mesh import resolve_axes
+from framework.engine.seam import Demands
+from framework.modules.freeze_parameters import freeze_parameters
+from framework.modules.structure import switch_off_dropout
+from framework.optim.groups import require_matches
+from framework.optim.optimizers import hidden_matrices, stand_in, trainable
+from framework.preflight.processes import axes_of
 from framework.runtime.problem import Problem
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
-Config = dict[str, Any]
-
-
-def try_out(config: Config) -> list[Problem]:
-    """Build the model (without storage) and the optimizer, and run a batch's shape through, for what only they know.
-
-    Imports torch, and what its optimizers import at their first step.
-    """
-    import torch
-
-    from framework.modules.freeze_parameters import freeze
-    from framework.modules.structure import switch_off_dropout
-    from framework.optim.optimizers import hidden_matrices, trainable
-
+def dry_build(config: RunConfig) -> list[Problem]:
+    """Build the model (without storage) and the optimizer, and run a batch's shape through, for what only they know."""
     try:
         with torch.device("meta"):
-            model = components.model(config)
-    except Exception as error:
-        return [from_error("model", error)]
-    if config["mode"] in MODES:
+            model = components.model(config.model, seed=config.seed)
+    except Exception as error:  # the model may be anybody's
+        return [Problem.of_error("model", error)]
+    if not isinstance(model, nn.Module):
+        return [Problem("model", f"{config.model['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
+    if MODES[config.mode].about == "existing run":
         switch_off_dropout(model)
-    if problems := _check_init(model, config["model"].get("init_from")):
+    if problems := _check_init(model, config.model.get("init_from")):
         return problems
     try:
-        freeze(model, config["trainer"]["freeze"])
+        freeze_parameters(model, config.trainer.freeze)
     except ValueError as error:
         return [Problem("trainer.freeze", str(error))]
     try:
-        components.component(config["optimizer"])(trainable(model, hidden=hidden_matrices(model)))
+        task = components.task(config.task)
     except Exception as error:
-        return [from_error("optimizer", error)]
-    return _check_strategy(model, config) or _check_forward(model, components.example(components.dataset(config).info))
+        return [Problem.of_error("task", error)]
+    if not callable(getattr(task, "loss", None)) or not callable(getattr(task, "metrics", None)):
+        what = f"{config.task['_target_']} gives a {type(task).__name__} without loss() and metrics()"
+        return [Problem("task", what, "a task, as in framework/tasks/")]
+    demands = _demands(config.trainer, config.checkpoint, precision=config.precision.name, invariance=config.invariance)
+    if MODES[config.mode].about == "existing run":  # it takes no step
+        demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, ema_decay=None, grad_noise=None)
+        demands = dataclasses.replace(demands, scales_loss=False, recovers=None)
+    return (
+        _check_optimizer(model, config.optimizer, config.scheduler)
+        or _check_strategy(model, config.parallel, demands, num_processes=config.launch.most_processes)
+        or _check_forward(model, components.example(components.dataset(config.dataset).info))
+    )
 
 
-def _check_init(model: "nn.Module", init_from: str | None) -> list[Problem]:
+def _check_init(model: nn.Module, init_from: str | None) -> list[Problem]:
     """Refuse a file to begin with of which nothing fits."""
-    from framework.checkpoint.weights import Fit
-
     fit = Fit.of(read_header(Path(init_from)), model) if init_from else None
     if fit is None or fit.fitting:
         return []
     return [Problem("model.init_from", f"nothing in {init_from} fits this model", "; ".join(fit.faults))]
 
 
-def _check_strategy(model: "nn.Module", config: Config) -> list[Problem]:
-    """Ask the strategy's module, if it has a function `problems`, whether it can run this model."""
-    module = importlib.import_module(config["parallel"]["_target_"].rpartition(".")[0])
-    if config["invariance"] == "bitwise" and not hasattr(module, "invariant"):
+def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list[Problem]:
+    """Refuse an optimizer that cannot be built or stepped, or that keeps what a checkpoint does not hold."""
+    trained = trainable(model, hidden=hidden_matrices(model))
+    try:
+        require_matches(optimizer.get("groups") or [], [item.name for item in trained])
+        build = components.optimizer_builder(optimizer)
+        built = build(trained)
+        if problem := _step_problem(build(stand_in(torch.device("cpu")))):
+            return [problem]
+    except Exception as error:  # it may be anybody's
+        return [Problem.of_error("optimizer", error)]
+    try:
+        lr = optimizer.get("lr", built.param_groups[0]["lr"])
+        components.share_of_peak(scheduler, total_steps=100, lr=lr)(1)
+    except Exception as error:
+        return [Problem.of_error("scheduler", error)]
+    return []
+
+
+def _step_problem(optimizer: torch.optim.Optimizer) -> Problem | None:
+    """Take a step with one number, and say what of it a checkpoint would lose."""
+    other = "an optimizer that keeps tensors for each parameter, as those of torch.optim do"
+    name = type(optimizer).__name__
+    parameters = inspect.signature(type(optimizer).step).parameters
+    if "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty:
+        return Problem("optimizer", f"{name} takes steps by a closure, but a step here has one backward pass", other)
+    before = [{key: copy.copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for group, values in zip(optimizer.param_groups, before):
+        changed = [key for key, value in values.items() if not isinstance(value, Tensor) and group[key] != value]
+        if changed:
+            return Problem(
+                "optimizer", f"{name} counts in its parameter groups ({changed[0]}), which no checkpoint holds", other
+            )
+    for state in optimizer.state.values():
+        odd = [key for key, value in state.items() if value is not None and not isinstance(value, Tensor)]
+        if odd:
+            return Problem(
+                "optimizer", f"{name} keeps {odd[0]} as a {type(state[odd[0]]).__name__}, which no checkpoint holds", other
+            )
+    return None
+
+
+def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precision: str, invariance: str) -> Demands:
+    action = trainer.divergence.action
+    return Demands(
+        eval_every=trainer.eval_every,
+        checkpoint_every=checkpoint.every,
+        sync_batchnorm=trainer.sync_batchnorm,
+        ema_decay=trainer.ema_decay,
+        grad_noise=trainer.grad_noise.eta,
+        scales_loss=precision == "fp16",
+        recovers=None if action == "raise" else action,
+        bitwise=invariance == "bitwise",
+    )
+
+
+def _check_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num_processes: int) -> list[Problem]:
+    """Ask the strategy's module, if it has a function `problems`, whether it can run this model as the run demands."""
+    strategy = locate(parallel["_target_"])
+    if demands.bitwise and "bitwise" not in inspect.signature(strategy).parameters:
         what = "bitwise, but this strategy sums in an order of its own collectives"
         return [Problem("invariance", what, "parallel=single, ddp or zero, or invariance=samples")]
-    if not hasattr(module, "problems"):
+    problems = getattr(inspect.getmodule(strategy), "problems", None)
+    if problems is None:
         return []
-    options = {name: value for name, value in config["parallel"].items() if name != "_target_"}
-    axes = {name: options[name] for name in MESH_AXES if name in options}
-    options |= resolve_axes(axes, world_size=most_processes(config) or 1)
-    return [from_error("parallel", ValueError(line)) for line in module.problems(model, **options)]
+    options: dict[str, Any] = {name: value for name, value in parallel.items() if name != "_target_"}
+    options |= resolve_axes(axes_of(parallel), world_size=num_processes)
+    return [_of_strategy(line) for line in problems(model, demands=demands, **options)]
 
 
-def _check_forward(model: "nn.Module", batch: "Tensor | None") -> list[Problem]:
+def _of_strategy(line: str) -> Problem:
+    """Return what a strategy says, under the key that it begins with, else under its own."""
+    names_key = line.partition(": ")[0].split(".")[0] in RunConfig.model_fields
+    return Problem.of_line(line) if names_key else Problem.of_error("parallel", ValueError(line))
+
+
+def _check_forward(model: nn.Module, batch: Tensor | None) -> list[Problem]:
     """Refuse a model that cannot take a batch of this data: shapes alone, no number is computed."""
-    import torch
-
     if batch is None:
         return []
     try:

@@ -5,66 +5,59 @@ import mmap
 from pathlib import Path
 from typing import Any
 
-from framework.config.compose import option_node, options
-from framework.config.nodes import node_counts
+from framework.config.folders import option_node, options
+from framework.config.schema import LaunchSection, Node
 from framework.distributed.mesh import MESH_AXES
 from framework.distributed.mpi import start as mpi
-from framework.runtime.problem import Problem, shown
-
-Config = dict[str, Any]
+from framework.runtime.problem import Problem
 
 
-def check_processes(config: Config, *, world_size: int | None) -> tuple[Config, list[Problem]]:
-    """Check the mesh against the number of processes, and fill that number in."""
-    launch, parallel = dict(config["launch"]), config["parallel"]
+def with_processes(
+    launch: LaunchSection, parallel: Node, *, backend: str, world_size: int | None
+) -> tuple[LaunchSection, list[Problem]]:
+    """Return the section with the number of processes filled in, and what does not fit the mesh or the machine.
+
+    `world_size` is what a launcher has fixed, None where the choice is ours.
+    """
+    asked, problems = launch.nproc_per_node, []
     if world_size is not None:
-        asked = launch.get("nproc_per_node")
-        launch |= {"nproc_per_node": world_size, "nnodes": 1}
-        source = f"the launcher started {world_size}"
+        launch = launch.model_copy(update={"nproc_per_node": world_size, "nnodes": 1})
+        source, start = f"the launcher started {world_size}", "{} processes"
+        if launch.kind == "slurm":
+            what = f"slurm, but {source} already"
+            problems.append(Problem("launch", what, "launch=local, or this command without a launcher"))
+        if asked is not None and asked > world_size:
+            problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
     else:
-        asked = None
-        if node_counts(launch.get("nnodes")) is None:
-            return config, [Problem("launch.nnodes", f"{shown(launch.get('nnodes'))} is not valid",
-                                    "a number of nodes, or MIN:MAX for a run that nodes may leave and join")]  # fmt: skip
-        if launch.get("nproc_per_node") is None:
-            launch["nproc_per_node"] = _default_processes(config)
-        source = f"launch.nproc_per_node gives {launch['nproc_per_node']}"
-    config = config | {"launch": launch}
-    count = launch["nproc_per_node"]
-    counts = node_counts(launch["nnodes"]) or range(1, 2)
-    axes = {name: parallel[name] for name in MESH_AXES if name in parallel}
-    problems = []
-    if world_size is not None and launch["kind"] == "slurm":
-        problems.append(
-            Problem("launch", f"slurm, but {source} already", "launch=local, or this command without a launcher")
-        )
-    if asked is not None and asked != world_size and world_size is not None and asked > world_size:
-        problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
-    if not isinstance(count, int) or any(not isinstance(size, (int, type(None))) for size in axes.values()):
-        return config, problems  # the schema has said so
-    start = "launch.nproc_per_node={}" if world_size is None else "{} processes"
+        if asked is None:
+            launch = launch.model_copy(update={"nproc_per_node": _default_processes(launch, parallel)})
+        source, start = f"launch.nproc_per_node gives {launch.num_processes}", "launch.nproc_per_node={}"
+    axes = axes_of(parallel)
+    if any(not isinstance(size, (int, type(None))) for size in axes.values()):
+        return launch, problems  # the strategy's signature says so
+    counts, count = launch.node_counts, launch.num_processes
     for num_nodes in sorted({counts[0], counts[-1]}):  # what is between them may fit or not: see `fitting_nodes`
         if counts != range(1, 2):
-            source = f"{num_nodes} nodes of launch.nproc_per_node={launch['nproc_per_node']} give {count * num_nodes}"
+            source = f"{num_nodes} nodes of launch.nproc_per_node={count} give {count * num_nodes}"
         problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=_option(parallel))
-    return config, problems or (_device_problems(config) if world_size is None else [])
+    if not problems and world_size is None:
+        problems = _device_problems(launch, parallel, backend=backend)
+    return launch, problems
 
 
-def fitting_nodes(config: Config) -> list[int]:
+def axes_of(parallel: Node) -> dict[str, Any]:
+    """Return the sizes of the mesh axes that a strategy's node has, by name."""
+    return {name: parallel[name] for name in MESH_AXES if name in parallel}
+
+
+def fitting_nodes(launch: LaunchSection, parallel: Node) -> list[int]:
     """Return the numbers of nodes, of those allowed, whose processes fill the mesh."""
-    count, parallel = config["launch"]["nproc_per_node"], config["parallel"]
-    axes = {name: parallel[name] for name in MESH_AXES if name in parallel}
-    return [num_nodes for num_nodes in node_counts(config["launch"]["nnodes"]) or ()
-            if not _mesh_problems(axes, count=count * num_nodes, source="", start="", option="")]  # fmt: skip
+    counts = {num_nodes: launch.num_processes * num_nodes for num_nodes in launch.node_counts}
+    axes = axes_of(parallel)
+    return [n for n, count in counts.items() if not _mesh_problems(axes, count=count, source="", start="", option="")]
 
 
-def most_processes(config: Config) -> int | None:
-    """Return how many processes there are with all the nodes that are allowed; None where that is not known yet."""
-    count, counts = config["launch"].get("nproc_per_node"), node_counts(config["launch"].get("nnodes"))
-    return count * counts[-1] if isinstance(count, int) and counts is not None else None
-
-
-def _option(parallel: Config) -> str:
+def _option(parallel: Node) -> str:
     target = parallel.get("_target_")
     known = (name for name in options("parallel") if option_node("parallel", name).get("_target_") == target)
     return next(known, str(target).rpartition(".")[2])
@@ -93,23 +86,19 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
     return []
 
 
-def _default_processes(config: Config) -> int:
-    """Return how many processes a node's CUDA devices suffice for, if the strategy has mesh axes; 1 for any other and on a CPU."""
-    parallel = config["parallel"]
-    axes = [parallel[name] for name in MESH_AXES if name in parallel]
-    return max(1, _devices_of_node(config) // _devices_of_each(parallel)) if axes else 1
+def _default_processes(launch: LaunchSection, parallel: Node) -> int:
+    """Return how many processes a node's CUDA devices suffice for; 1 if the strategy has no mesh axes, and on a CPU."""
+    return max(1, _devices_of_node(launch) // _devices_of_each(parallel)) if axes_of(parallel) else 1
 
 
-def _devices_of_node(config: Config) -> int:
+def _devices_of_node(launch: LaunchSection) -> int:
     """Return how many CUDA devices a node of the run has: this machine's, or those that its job asks for."""
-    if config["launch"].get("kind") != "slurm":
+    if launch.slurm is None:
         return _cuda_devices()
-    slurm = config["launch"].get("slurm")
-    asked = slurm.get("gpus_per_node") if isinstance(slurm, dict) else None
-    return asked if isinstance(asked, int) else 0
+    return launch.slurm.gpus_per_node or 0
 
 
-def _devices_of_each(parallel: Config) -> int:
+def _devices_of_each(parallel: Node) -> int:
     num_devices = parallel.get("num_devices")
     return num_devices if isinstance(num_devices, int) and num_devices > 0 else 1
 
@@ -123,10 +112,10 @@ def _cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def _device_problems(config: Config) -> list[Problem]:
+def _device_problems(launch: LaunchSection, parallel: Node, *, backend: str) -> list[Problem]:
     """Refuse more processes, or devices of one, than there are CUDA devices. Without any, the CPU takes all."""
-    num_processes, each = config["launch"]["nproc_per_node"], _devices_of_each(config["parallel"])
-    if config["backend"].get("name") not in ("auto", "nccl") or not (there := _devices_of_node(config)):
+    num_processes, each = launch.num_processes, _devices_of_each(parallel)
+    if backend not in ("auto", "nccl") or not (there := _devices_of_node(launch)):
         return []
     num_devices = num_processes * each
     if num_devices <= there:
@@ -148,16 +137,13 @@ def torch_build(fact: str) -> Any:
     return getattr(module, fact, None)
 
 
-_BACKEND_COMES_WITH = {
-    "nccl": "those for CUDA",
-    "ucc": "one compiled from source with USE_UCC=1",
-}
+_BACKEND_COMES_WITH = {"nccl": "those for CUDA", "ucc": "one compiled from source with USE_UCC=1"}
 
 
-def check_backend(config: Config) -> list[Problem]:
-    backend = config["backend"].get("name")
+def backend_problems(backend: str, *, num_processes: int) -> list[Problem]:
+    """Refuse a backend that the installed torch does not have."""
     if backend == "mpi":
-        refusal = mpi.refusal(num_processes=most_processes(config), is_torchs=_torch_has("ProcessGroupMPI"))
+        refusal = mpi.refusal(num_processes=num_processes, is_torchs=_torch_has("ProcessGroupMPI"))
         return [refusal] if refusal is not None else []
     if backend not in ("nccl", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
         return []

@@ -9,63 +9,64 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.config.nodes import node_counts
+from framework.config.schema import LaunchSection, RunSection, SlurmSection
 from framework.config.spelling import did_you_mean
 from framework.runs.directory import RunDirectory
 from framework.runs.status import queued_jobs
 from framework.runtime import slurm
+from framework.runtime.extras import missing_extra
 from framework.runtime.problem import Problem
 from framework.runtime.slurm import SlurmFailed
 
-Config = dict[str, Any]
+
+def slurm_section(launch: LaunchSection) -> SlurmSection:
+    """Return what launch=slurm brings."""
+    assert launch.slurm is not None
+    return launch.slurm
 
 
-def job_options(config: Config) -> dict[str, Any]:
-    """Return what the run's job asks for: sbatch's long options by name, True for one that takes no value."""
-    launch, asked = config["launch"], config["launch"]["slurm"]
-    counts = node_counts(launch["nnodes"]) or range(1, 2)
+def job_options(launch: LaunchSection, *, job_name: str) -> dict[str, Any]:
+    """Return what a run's job asks for: sbatch's long options by name, True for one that takes no value."""
+    asked, counts = slurm_section(launch), launch.node_counts
     options = {
-        "job-name": f"{config['name']}/{config['run']['id']}",
-        "partition": asked["partition"],
-        "account": asked["account"],
-        "qos": asked["qos"],
-        "constraint": asked["constraint"],
-        "exclude": asked["exclude"],
-        "time": asked["time_min"],
+        "job-name": job_name,
+        "partition": asked.partition,
+        "account": asked.account,
+        "qos": asked.qos,
+        "constraint": asked.constraint,
+        "exclude": asked.exclude,
+        "time": asked.time_min,
         "nodes": f"{counts[0]}-{counts[-1]}",  # and no number of tasks: it would get as few nodes as they need
         "cpus-per-task": _num_cpus(launch),
-        "mem": f"{_memory_mb(asked)}M" if asked["mem_gb"] is not None else None,
-        "gpus-per-node": asked["gpus_per_node"],
+        "mem": f"{_memory_mb(asked)}M" if asked.mem_gb is not None else None,
+        "gpus-per-node": asked.gpus_per_node,
         # to the tasks, not to the script: it has nothing to say
-        "signal": f"USR1@{asked['signal_s']}",
-        "requeue" if asked["requeue"] else "no-requeue": True,
+        "signal": f"USR1@{asked.signal_s}",
+        "requeue" if asked.requeue else "no-requeue": True,
         "no-kill": len(counts) > 1,  # the nodes that are left go on
     }
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
-def problems(config: Config, *, but: list[Problem]) -> list[Problem]:
-    """Return why Slurm would not take the job, or the job could not run: all that can be told without submitting it.
-
-    `but` are the problems that are known; where they concern the launch, Slurm is not asked.
-    """
-    if any(problem.key.partition(".")[0] in ("launch", "run") for problem in but):
+def job_problems(run: RunSection, launch: LaunchSection, *, job_name: str) -> list[Problem]:
+    """Return why Slurm would not take the job, or the job could not run: all that can be found without submitting it."""
+    if launch.kind != "slurm":
         return []
-    if not config or config["launch"]["kind"] != "slurm":
-        return []
+    if problems := missing_extra("launch", "slurm"):
+        return problems
     if shutil.which("sbatch") is None:
         what = "slurm, but there is no sbatch on PATH"
         return [Problem("launch", what, "a machine from which jobs are submitted, or launch=local")]
-    directory = RunDirectory(Path(config["run"]["dir"]))
     try:
-        if queued_jobs([directory]):
+        if queued_jobs([RunDirectory(Path(run.dir))]):
             return []  # nothing will be submitted
-        found = _check_partition(config, _node_kinds())
+        found = _check_partition(launch, _node_kinds())
     except SlurmFailed as error:
         return [Problem("launch", f"Slurm does not answer: {error}", "try again, or launch=local")]
-    if "%" in config["run"]["dir"]:
+    if "%" in run.dir:
         found.append(Problem("run.dir", "holds a %, which Slurm replaces in the names of its output", "a path without"))
-    return found or _check_limits(config) or _check_visible(config)
+    options = job_options(launch, job_name=job_name)
+    return found or _check_limits(options) or _check_visible(Path(run.dir), options)
 
 
 # --- what the cluster has
@@ -83,23 +84,17 @@ class _NodeKind:
     num_gpus: int
     limit_min: float
 
+    @classmethod
+    def of(cls, partition: str, nodes: str, cpus: str, memory: str, gres: str, limit: str) -> "_NodeKind":
+        """Return what sinfo's words say."""
+        gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
+        name = partition.rstrip("*")
+        return cls(name, name != partition, int(nodes), int(cpus), int(memory), gpus, _minutes(limit))
+
 
 def _node_kinds() -> list[_NodeKind]:
     lines = slurm.ask("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%l").splitlines()
-    kinds = []
-    for partition, nodes, cpus, memory, gres, limit in (line.split("|") for line in lines):
-        kinds.append(
-            _NodeKind(
-                partition=partition.rstrip("*"),
-                is_default=partition.endswith("*"),
-                num_nodes=int(nodes),
-                num_cpus=int(cpus),
-                memory_mb=int(memory),
-                num_gpus=sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres)),
-                limit_min=_minutes(limit),
-            )
-        )
-    return kinds
+    return [_NodeKind.of(*line.split("|")) for line in lines]
 
 
 def _minutes(limit: str) -> float:
@@ -112,21 +107,19 @@ def _minutes(limit: str) -> float:
     return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def _num_cpus(launch: Config) -> int:
-    return launch["slurm"]["cpus_per_task"] or launch["nproc_per_node"]
+def _num_cpus(launch: LaunchSection) -> int:
+    return slurm_section(launch).cpus_per_task or launch.num_processes
 
 
-def _memory_mb(asked: Config) -> int:
-    return math.ceil((asked["mem_gb"] or 0) * 1024)
+def _memory_mb(asked: SlurmSection) -> int:
+    return math.ceil((asked.mem_gb or 0) * 1024)
 
 
-def _check_partition(config: Config, kinds: list[_NodeKind]) -> list[Problem]:
+def _check_partition(launch: LaunchSection, kinds: list[_NodeKind]) -> list[Problem]:
     """Compare what the job asks for with the nodes of its partition."""
-    launch, asked = config["launch"], config["launch"]["slurm"]
+    asked = slurm_section(launch)
     there = list(dict.fromkeys(kind.partition for kind in kinds))
-    chosen = (
-        (asked["partition"] or "").split(",") if asked["partition"] else [k.partition for k in kinds if k.is_default]
-    )
+    chosen = asked.partition.split(",") if asked.partition else [kind.partition for kind in kinds if kind.is_default]
     if not chosen:
         return [Problem("launch.slurm.partition", "null, but there is no default", "one of " + ", ".join(there))]
     for name in chosen:
@@ -136,67 +129,58 @@ def _check_partition(config: Config, kinds: list[_NodeKind]) -> list[Problem]:
             return [Problem("launch.slurm.partition", f"there is no partition {name!r}", expected)]
     kinds = [kind for kind in kinds if kind.partition in chosen]
     where = f"partition {','.join(dict.fromkeys(chosen))}"
-    cpus_key = "launch.slurm.cpus_per_task" if asked["cpus_per_task"] else "launch.nproc_per_node"
+    cpus_key = "launch.slurm.cpus_per_task" if asked.cpus_per_task else "launch.nproc_per_node"
     needs: list[tuple[str, float, str, list[float]]] = [
         (cpus_key, _num_cpus(launch), "CPUs", [kind.num_cpus for kind in kinds]),
         ("launch.slurm.mem_gb", _memory_mb(asked), "MB", [kind.memory_mb for kind in kinds]),
-        ("launch.slurm.gpus_per_node", asked["gpus_per_node"] or 0, "GPUs", [kind.num_gpus for kind in kinds]),
-        ("launch.slurm.time_min", asked["time_min"] or 0, "minutes", [kind.limit_min for kind in kinds]),
+        ("launch.slurm.gpus_per_node", asked.gpus_per_node or 0, "GPUs", [kind.num_gpus for kind in kinds]),
+        ("launch.slurm.time_min", asked.time_min or 0, "minutes", [kind.limit_min for kind in kinds]),
     ]
     found = [Problem(key, f"{needed:g} {unit}, but {where} has no more than {max(has):g}", f"at most {max(has):g}")
              for key, needed, unit, has in needs if needed > max(has)]  # fmt: skip
-    shortest = asked["signal_s"] // 60 + 2  # else each attempt may end before its first step
-    if asked["time_min"] is not None and asked["time_min"] < shortest:
-        when = f"launch.slurm.signal_s={asked['signal_s']} before the end, or up to a minute earlier"
-        what = f"{asked['time_min']} minutes, but Slurm has the job stop {when}"
+    shortest = asked.signal_s // 60 + 2  # else each attempt may end before its first step
+    if asked.time_min is not None and asked.time_min < shortest:
+        when = f"launch.slurm.signal_s={asked.signal_s} before the end, or up to a minute earlier"
+        what = f"{asked.time_min} minutes, but Slurm has the job stop {when}"
         found.append(Problem("launch.slurm.time_min", what, f"at least {shortest}"))
     if found:
         return found
     fit = [all(needed <= has[place] for _, needed, _, has in needs) for place in range(len(kinds))]
-    num_nodes, least = (
-        sum(kind.num_nodes for kind, fits in zip(kinds, fit) if fits),
-        (node_counts(launch["nnodes"]) or [1])[0],
-    )
+    num_nodes, least = (sum(kind.num_nodes for kind, fits in zip(kinds, fit) if fits), launch.node_counts[0])
     if least > num_nodes:
-        what = f"{launch['nnodes']}, but {where} has {num_nodes} such nodes"
+        what = f"{launch.nnodes}, but {where} has {num_nodes} such nodes"
         return [Problem("launch.nnodes", what, f"at most {num_nodes}" if num_nodes else "less of each")]
     return []
 
 
-def _check_limits(config: Config) -> list[Problem]:
+def _check_limits(options: dict[str, Any]) -> list[Problem]:
     """Have Slurm itself judge what is left: accounts, limits, features."""
-    flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in job_options(config).items()]
+    flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
     try:
         slurm.ask("sbatch", "--test-only", *flags, "--wrap=true")
     except SlurmFailed as error:
-        if "node configuration is not available" in str(
-            error
-        ):  # or only for now: sbatch lets a job wait for nodes that are down
-            return []
-        return [Problem("launch.slurm", f"Slurm refuses such a job: {error}", "what the site allows")]
+        # or only for now: sbatch lets a job wait for nodes that are down
+        if "node configuration is not available" not in str(error):
+            return [Problem("launch.slurm", f"Slurm refuses such a job: {error}", "what the site allows")]
     return []
 
 
 _MEMORY = ("tmpfs", "ramfs", "overlay")  # file systems of one machine, or of one container, by nature
 
 
-def _check_visible(config: Config) -> list[Problem]:
+def _check_visible(place: Path, options: dict[str, Any]) -> list[Problem]:
     """Refuse a run's directory that the nodes do not see: a node, if one is free at once, is asked for a file there."""
-    place = Path(config["run"]["dir"]).absolute()
+    place = place.absolute()
     nearest = next(parent for parent in [place, *place.parents] if parent.is_dir())
     problem = Problem("run.dir", f"{nearest} is of this machine alone: the nodes do not see it",
                       "a directory on a file system that they share")  # fmt: skip
-    options = job_options(config)
-    flags = [
-        f"--{name}={options[name]}"
-        for name in ("partition", "account", "qos", "constraint", "exclude")
-        if name in options
-    ]
+    names = ("partition", "account", "qos", "constraint", "exclude")
+    flags = [f"--{name}={options[name]}" for name in names if name in options]
     with tempfile.NamedTemporaryFile(dir=nearest, prefix=".seen_by_nodes_") as file:
         test = 'test -e "$0" && echo seen || echo unseen'
         try:
-            answer = slurm.ask("srun", "--immediate=5", "--nodes=1", "--ntasks=1", "--time=1", "--mpi=none", "--chdir=/", *flags,
-                          "sh", "-c", test, file.name)  # fmt: skip
+            answer = slurm.ask("srun", "--immediate=5", "--nodes=1", "--ntasks=1", "--time=1", "--mpi=none", "--chdir=/",
+                          *flags, "sh", "-c", test, file.name)  # fmt: skip
         except SlurmFailed:  # nobody is free to tell: the first thing that the job itself does is to look
             answer = ""
     return [problem] if "unseen" in answer or ("seen" not in answer and _file_system(nearest) in _MEMORY) else []

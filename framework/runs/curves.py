@@ -33,9 +33,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
             pick_best = max if is_maximised(f"{split}/{name}", monitor=monitor, mode=mode) else min
             _draw_split(axes, shown, name, split, color, pick_best)
         for number, step in enumerate(restarts):
-            axes.axvline(
-                step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1, label="restart" if number == 0 else None
-            )
+            axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1, label="restart" if number == 0 else None)
         axes.set(xlabel="step", title=name)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)

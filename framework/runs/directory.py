@@ -12,20 +12,9 @@ from framework.runtime.files import write_atomically
 from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
 
-_NAMES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "model.safetensors", "train.log",
-          "curves.png", "evaluations.jsonl", "export", "tensorboard", "wandb", "slurm", "profile")  # fmt: skip
-
-
-_FILES = (
-    "lock",
-    "config.yaml",
-    "metrics.jsonl",
-    "summary.json",
-    "model.safetensors",
-    "train.log",
-    "curves.png",
-    "evaluations.jsonl",
-)
+RECORD = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
+_FILES = (*RECORD, "model.safetensors", "curves.png", "evaluations.jsonl")
+_FOLDERS = ("checkpoints", "export", "tensorboard", "wandb", "slurm", "profile")
 
 
 class RunDirectory:
@@ -47,7 +36,7 @@ class RunDirectory:
         """Return the names in the directory that are no run's, if it is none: it has no frozen configuration."""
         if frozen_run_id(self.path) is not None or not self.path.is_dir():
             return []
-        return sorted(name for name in os.listdir(self.path) if not name.startswith(".") and name not in _NAMES)
+        return sorted({name for name in os.listdir(self.path) if not name.startswith(".")}.difference(_FILES, _FOLDERS))
 
     def odd_files(self) -> list[str]:
         """Return which of a run's files are none: a link, through which a run would write elsewhere, or a pipe."""

@@ -5,18 +5,15 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from framework.runtime.exits import Exit, RunEnded
-from framework.runtime.files import make_directory
+from framework.runtime.exits import RunEnded
+from framework.runtime.files import lock_file, make_directory
 
 
-class Busy(RunEnded):
+class RunLocked(RunEnded):
     """Another process works in this directory."""
-
-    code = Exit.FAILED
 
 
 class Lock:
@@ -33,36 +30,26 @@ class Lock:
         self._descriptor: int | None = None
 
     def take(self, *, patience_s: float = 10.0, party_patience_s: float = 3.0) -> None:
-        """Take the lock, making the directory. Busy, at once, if a living process holds it.
+        """Take the lock, making the directory. RunLocked, at once, if a living process holds it.
 
         Where the holder itself is dead and its workers are just being taken down, waits `patience_s` for them; for one of
         the same party `party_patience_s`, and then goes on without it.
         """
         make_directory(self.path.parent)
         began = time.monotonic()
-        while (descriptor := self._try()) is None:
+        while (descriptor := lock_file(self.path, waits=False)) is None:
             waited, holder = time.monotonic() - began, self.holder()
             if self._party is not None and holder.get("party") == self._party:
                 if waited > party_patience_s:
                     self.path.unlink(missing_ok=True)  # its lock is on the file, not on the name
             elif waited > (0.0 if _is_alive(holder) else patience_s):
-                raise Busy(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
+                raise RunLocked(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
                            f"{holder.get('host', 'an unknown host')}; wait for it, or stop it")  # fmt: skip
             time.sleep(0.05)
         os.ftruncate(descriptor, 0)
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "party": self._party}
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         self._descriptor = descriptor
-
-    def _try(self) -> int | None:
-        """Return the descriptor of the locked file, or None where another has the lock."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        with suppress(BlockingIOError, FileNotFoundError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
-                return descriptor
-        os.close(descriptor)
-        return None
 
     @property
     def is_held(self) -> bool:
@@ -98,5 +85,5 @@ def _is_alive(holder: dict[str, Any]) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass  # another user's
     return True

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class MetricsFile:
     def __init__(self, path: Path, *, step: int) -> None:
         """Open for appending, having cut back what was written after `step`, where the run continues."""
         if path.exists():
-            write_rows(path, [row for row in read_rows(path) if row["step"] <= step])
+            write_rows(path, read_rows(path, until=step))
         elif step:
             LOGGER.warning("%s is gone: the rows before step %d are lost", path, step)
         self._file = open(path, "ab", buffering=0)
@@ -59,21 +60,24 @@ class MetricsFile:
         self._file.close()
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a `metrics.jsonl`, in order; what is not a row (a line that a crash cut short) is left out."""
-    return rows_in(path.read_bytes())
+def read_rows(path: Path, *, until: float = math.inf) -> list[Row]:
+    """Return a `metrics.jsonl`'s rows until a step, in order; what is no row (a line that a crash cut short) is left out."""
+    return [row for row in rows_in(path.read_bytes()) if row["step"] <= until]
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """Return what a row measures, as SPLIT/METRIC, as far as it is known."""
+    known = {name: value for name, value in row.items() if name not in ("step", "split") and value is not None}
+    return {f"{row['split']}/{name}": value for name, value in known.items()}
 
 
 def rows_in(content: bytes) -> list[Row]:
     """Return the rows among the lines of `content`."""
     rows = []
     for line in content.splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if _is_row(row):
-            rows.append(row)
+        with contextlib.suppress(ValueError, RecursionError):
+            if _is_row(row := json.loads(line)):
+                rows.append(row)
     return rows
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from framework.runs.curves import NOT_CURVES
-from framework.runs.directory import RunDirectory
+from framework.runs.directory import RECORD, RunDirectory
 from framework.runs.metrics_file import Row, is_maximised, rows_in
+from framework.runtime.problem import shown
 
-_MARKS = {"config.yaml", "lock", "metrics.jsonl", "summary.json", "train.log"}  # two of them make a run
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
 _MOST_POINTS = 300  # of a training curve: a screen shows no more
 _MOST_KEYS = 2000  # of a configuration
@@ -52,7 +52,7 @@ def find_runs(root: Path) -> list[Path]:
     found = []
     for path, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not _MOVED_ASIDE.search(name) and not name.startswith(".")]
-        if len(_MARKS & {*files, *folders}) >= 2:
+        if len({*files, *folders}.intersection(RECORD)) >= 2:  # two of them make a run
             found.append(Path(path))
             folders.clear()
     return sorted(found)
@@ -90,13 +90,8 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
     summary = directory.read_summary()
     config, damaged = _read_config(directory.path / "config.yaml")
     rows = _read_rows(directory.metrics)
-    notes = [str(summary.get("error") or "")]
-    if not summary:
-        notes.append("no summary.json that can be read")
-    if damaged:
-        notes.append("no config.yaml that can be read")
-    if not rows:
-        notes.append("no metrics")
+    missing = {"summary.json that can be read": not summary, "config.yaml that can be read": damaged, "metrics": not rows}
+    notes = [str(summary.get("error") or ""), *(f"no {what}" for what, is_missing in missing.items() if is_missing)]
     monitor = config.get("checkpoint.monitor", "val/loss")
     last, best, curves = _metrics(rows, monitor=monitor, mode=config.get("checkpoint.mode", "min"))
     return ReportedRun(
@@ -137,14 +132,8 @@ def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 def _written(value: Any) -> str:
     if isinstance(value, list):
-        return (
-            "["
-            + ", ".join(_written(item) if not isinstance(item, (list, dict)) else "..." for item in value[:20])
-            + "]"
-        )
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return printable(str(value))
+        return "[" + ", ".join(_written(item) if not isinstance(item, (list, dict)) else "..." for item in value[:20]) + "]"
+    return shown(value) if value is None or isinstance(value, bool) else printable(str(value))
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -157,9 +146,7 @@ def _read_rows(path: Path) -> list[Row]:
     return rows_in(b"\n".join([*reversed(train[::-every]), *(line for line in lines if _TRAIN not in line)]))
 
 
-def _metrics(
-    rows: list[Row], *, monitor: str, mode: str
-) -> tuple[dict[str, float], dict[str, float], dict[str, Curve]]:
+def _metrics(rows: list[Row], *, monitor: str, mode: str) -> tuple[dict[str, float], dict[str, float], dict[str, Curve]]:
     """Return the last and best of each SPLIT/METRIC, and its curve."""
     found: dict[tuple[str, str], Curve] = {}
     for row in rows:
@@ -185,9 +172,7 @@ def number(value: Any) -> float:
         return math.nan
 
 
-def told(runs: list[ReportedRun]) -> str:
+def told(states: list[str]) -> str:
     """Return how many runs there are, and in which states."""
-    counts = Counter(run.state for run in runs)
-    return f"{len(runs)} run{'s' * (len(runs) != 1)}: " + ", ".join(
-        f"{count} {state}" for state, count in counts.most_common()
-    )
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
+    return f"{len(states)} run{'s' * (len(states) != 1)}: {counts}"

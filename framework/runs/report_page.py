@@ -13,31 +13,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from bokeh import models
 from bokeh.embed import file_html
 from bokeh.layouts import column, row
-from bokeh.models import (
-    AllIndices,
-    BooleanFilter,
-    CDSView,
-    ColumnDataSource,
-    CustomJS,
-    HoverTool,
-    InlineStyleSheet,
-    MultiLine,
-    NanCompare,
-)
-from bokeh.models.widgets import Button, DataTable, HTMLTemplateFormatter, RadioButtonGroup, TableColumn, TextInput
+from bokeh.models import CDSView, ColumnDataSource, CustomJS, widgets
+from bokeh.models.widgets import HTMLTemplateFormatter, TableColumn
 from bokeh.plotting import figure
 from bokeh.resources import INLINE
 
 from framework.runs.report import ReportedRun, differing, told
 from framework.runtime.files import write_atomically
 
-_FIRST_COLORS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #17becf #bcbd22 #7f7f7f".split()
+_FIRST_COLORS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f"]
 _CHARACTER = 7.4  # pixels, of the table's font
 _MOST_PANELS = 8
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-_TABLE_STYLE = InlineStyleSheet(
+_TABLE_STYLE = models.InlineStyleSheet(
     css=f"""
     .slick-header-column {{ font: 600 12px {_FONT}; color: #37474f; background: #f5f7f9; }}
     .slick-cell {{ font: 12.5px {_FONT}; font-variant-numeric: tabular-nums; border-color: #eceff1 !important; }}
@@ -72,7 +63,7 @@ h1 { font-size: 19px; margin: 0 0 2px; } p { margin: 0 0 10px; color: #607d8b; }
 
 def write_page(runs: list[ReportedRun], left_out: list[str], target: Path, *, title: str) -> None:
     """Write the page, whole or not at all."""
-    variables = {"told": f"{told(runs)}; {time.strftime('%Y-%m-%d %H:%M')}", "left_out": left_out}
+    variables = {"told": f"{told([run.state for run in runs])}; {time.strftime('%Y-%m-%d %H:%M')}", "left_out": left_out}
     text = file_html(_layout(runs), INLINE, title, template=_PAGE, template_variables=variables)
     write_atomically(target, text)
 
@@ -80,36 +71,26 @@ def write_page(runs: list[ReportedRun], left_out: list[str], target: Path, *, ti
 def _layout(runs: list[ReportedRun]) -> Any:
     source = ColumnDataSource({"color": colors(len(runs)), "run": [run.label for run in runs],
                                "state": [run.state for run in runs], "note": [run.note for run in runs]})  # fmt: skip
-    view = CDSView(filter=AllIndices())
+    view = CDSView(filter=models.AllIndices())
     linear, log = _panels(runs, source, view, "linear"), _panels(runs, source, view, "log")
     log.visible = False
     table = _table(runs, source, view)
-    scale = RadioButtonGroup(labels=["linear", "log"], active=0, width=120, name="scale")
-    scale.js_on_change(
-        "active",
-        CustomJS(
-            args={"linear": linear, "log": log},
-            code="""
-        linear.visible = this.active == 0; log.visible = !linear.visible""",
-        ),
-    )
-    shown = TextInput(placeholder="only runs with these words in them", width=320, name="filter")
-    words = [
-        " ".join([run.label, run.state, run.note, *(f"{k}={v}" for k, v in run.config.items())]).lower() for run in runs
-    ]
-    shown.js_on_change(
-        "value_input",
-        CustomJS(
-            args={"view": view, "words": words, "some": BooleanFilter()},
-            code="""
-        const asked = this.value_input.toLowerCase().split(/\\s+/)
-        some.booleans = words.map((text) => asked.every((word) => text.includes(word)))
-        view.filter = some""",
-        ),
-    )
-    everything = Button(label="all runs", width=90, name="all")
+    scale = widgets.RadioButtonGroup(labels=["linear", "log"], active=0, width=120, name="scale")
+    scale.js_on_change("active", CustomJS(args={"linear": linear, "log": log}, code=_CHOOSE_SCALE))
+    shown = widgets.TextInput(placeholder="only runs with these words in them", width=320, name="filter")
+    words = [" ".join([run.label, run.state, run.note, *(f"{k}={v}" for k, v in run.config.items())]).lower() for run in runs]
+    some = models.BooleanFilter()
+    shown.js_on_change("value_input", CustomJS(args={"view": view, "words": words, "some": some}, code=_CHOOSE_RUNS))
+    everything = widgets.Button(label="all runs", width=90, name="all")
     everything.js_on_click(CustomJS(args={"source": source}, code="source.selected.indices = []"))
     return column(row(scale, everything, shown), table, linear, log, sizing_mode="stretch_width")
+
+
+_CHOOSE_SCALE = "linear.visible = this.active == 0; log.visible = !linear.visible"
+_CHOOSE_RUNS = r"""
+const asked = this.value_input.toLowerCase().split(/\s+/)
+some.booleans = words.map((text) => asked.every((word) => text.includes(word)))
+view.filter = some"""
 
 
 # --- the curves
@@ -133,7 +114,7 @@ def _panels(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView, sc
         )  # fmt: skip
         panel.toolbar.logo, panel.toolbar.autohide = None, True
         panel.grid.grid_line_color, panel.outline_line_color = "#eceff1", None
-        curve = functools.partial(MultiLine, xs=xs, ys=ys, line_color="color")
+        curve = functools.partial(models.MultiLine, xs=xs, ys=ys, line_color="color")
         lines = panel.add_glyph(
             source,
             curve(line_width=1.6, line_alpha=0.85),
@@ -143,7 +124,7 @@ def _panels(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView, sc
             view=view,
         )
         tooltips = [("", "@run"), ("step", "$snap_x{0}"), ("value", "$snap_y{0.0000}")]
-        panel.add_tools(HoverTool(renderers=[lines], line_policy="nearest", tooltips=tooltips))
+        panel.add_tools(models.HoverTool(renderers=[lines], line_policy="nearest", tooltips=tooltips))
         figures.append(panel)
     pairs = [row(*figures[i : i + 2], sizing_mode="stretch_width") for i in range(0, len(figures), 2)]
     return column(*pairs, sizing_mode="stretch_width")
@@ -169,11 +150,12 @@ def colors(count: int) -> list[str]:
 # --- the table
 
 
-def _table(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView) -> DataTable:
+def _table(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView) -> widgets.DataTable:
     swatch = HTMLTemplateFormatter(template='<span class="swatch" style="background: <%- value %>"></span>')
     state = HTMLTemplateFormatter(template='<span class="state <%- value %>"><%- value %></span>')
     columns = [TableColumn(field="color", title="", width=34, formatter=swatch, sortable=False),
-               _text_column("run", "run", source), TableColumn(field="state", title="state", width=100, formatter=state)]  # fmt: skip
+               _text_column("run", "run", source),
+               TableColumn(field="state", title="state", width=100, formatter=state)]  # fmt: skip
     for title, values, kind in _cells(runs):
         field = f"cell {title}"
         numbers = [_as_number(value) for value in values]
@@ -182,7 +164,7 @@ def _table(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView) -> 
         columns.append(_number_column(field, title, kind) if is_number else _text_column(field, title, source))
     if any(run.note for run in runs):
         columns.append(_text_column("note", "note", source))
-    return DataTable(
+    return widgets.DataTable(
         source=source, view=view, columns=columns, sizing_mode="stretch_width", height=min(352, 48 + 28 * len(runs)),
         row_height=28, index_position=None, autosize_mode="none", frozen_columns=2, reorderable=False, name="runs",
         stylesheets=[_TABLE_STYLE],
@@ -231,11 +213,11 @@ _SHOWN = {  # how a number is written: aligned by its point within a column
 def _number_column(field: str, title: str, kind: str) -> TableColumn:
     width = round(_CHARACTER * max(8, len(title) + 2)) + 16
     template = f'<div class="number"><%= Number.isNaN(value) ? "" : {_SHOWN[kind]} %></div>'
-    return TableColumn(field=field, title=html.escape(title), width=width, sorter=NanCompare(),
+    return TableColumn(field=field, title=html.escape(title), width=width, sorter=models.NanCompare(),
                        formatter=HTMLTemplateFormatter(template=template))  # fmt: skip
 
 
 def _text_column(field: str, title: str, source: ColumnDataSource) -> TableColumn:
     longest = max(map(len, [title, *source.data[field]]))
     return TableColumn(field=field, title=html.escape(title), width=round(_CHARACTER * min(60, max(6, longest))) + 22,
-                       formatter=HTMLTemplateFormatter(template="<span title=\"<%- value %>\"><%- value %></span>"))  # fmt: skip
+                       formatter=HTMLTemplateFormatter(template='<span title="<%- value %>"><%- value %></span>'))  # fmt: skip

@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, rows_in
-from framework.runs.report import number, printable
+from framework.runs.report import number, printable, told
 from framework.runtime import slurm
 from framework.runtime.log import LOGGER
 from framework.runtime.slurm import QueuedJob, SlurmFailed
@@ -44,33 +43,33 @@ def queued_jobs(directories: Iterable[RunDirectory]) -> dict[Path, QueuedJob]:
 def states_of(directories: Iterable[RunDirectory]) -> dict[Path, str]:
     """Return how runs stand, a word each. Where Slurm does not answer, what their directories tell."""
     directories = list(directories)
+    in_queue, silence = _asked(directories)
+    if silence:
+        LOGGER.warning("%s", silence)
+    return {directory.path: _state(directory, in_queue.get(directory.path), silence) for directory in directories}
+
+
+def _asked(directories: Iterable[RunDirectory]) -> tuple[dict[Path, QueuedJob], str]:
+    """Return the queued jobs of runs, or why Slurm does not tell."""
     try:
-        in_queue = queued_jobs(directories)
+        return queued_jobs(directories), ""
     except SlurmFailed as error:
-        LOGGER.warning("Slurm does not answer: %s", error)
-        return {directory.path: directory.state for directory in directories}
-    return {directory.path: _state(directory, in_queue.get(directory.path)) for directory in directories}
+        return {}, f"Slurm does not answer: {error}"
 
 
 def read_all(directories: Sequence[RunDirectory]) -> list[Status]:
     """Return how runs stand. Where Slurm does not answer, what their directories tell."""
-    found: dict[Path, Status] = {}
-    plain = []
-    for directory in directories:
-        if odd := directory.odd_files():
-            found[directory.path] = Status(directory, "unreadable", why=f"{odd[0]} is not a plain file")
-        else:
-            plain.append(directory)
-    silence = ""
-    in_queue: dict[Path, QueuedJob] = {}
-    try:
-        in_queue = queued_jobs(plain)
-    except SlurmFailed as error:
-        silence = f"Slurm does not answer: {error}"
-    found |= {directory.path: _read(directory, in_queue.get(directory.path), silence) for directory in plain}
-    lost = [status.job_id for status in found.values() if status.state == "killed" and status.job_id]
+    odd = {directory.path: directory.odd_files() for directory in directories}
+    in_queue, silence = _asked(directory for directory in directories if not odd[directory.path])
+    found = [
+        Status(directory, "unreadable", why=f"{odd[directory.path][0]} is not a plain file")
+        if odd[directory.path]
+        else _read(directory, in_queue.get(directory.path), silence)
+        for directory in directories
+    ]
+    lost = [status.job_id for status in found if status.state == "killed" and status.job_id]
     ends = slurm.ends(lost) if lost and not silence else {}
-    return [_explained(found[directory.path], ends) for directory in directories]
+    return [_explained(status, ends) for status in found]
 
 
 def _explained(status: Status, ends: dict[str, str]) -> Status:
@@ -82,9 +81,11 @@ def _explained(status: Status, ends: dict[str, str]) -> Status:
     return replace(status, why=ends.get(status.job_id, never_began))
 
 
-def _state(directory: RunDirectory, job: QueuedJob | None) -> str:
+def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
     """Return the run's own word, but where Slurm knows better: it waits, it has started, it was cancelled while it waited."""
     own = directory.state
+    if silence:
+        return own
     if job is not None and own not in ("finished", "failed"):
         return "queued" if job.waits else "running"
     return "killed" if own == "queued" else own
@@ -92,11 +93,9 @@ def _state(directory: RunDirectory, job: QueuedJob | None) -> str:
 
 def _read(directory: RunDirectory, job: QueuedJob | None, silence: str) -> Status:
     summary = directory.read_summary()
-    state = directory.state if silence else _state(directory, job)
+    state = _state(directory, job, silence)
     rows = _last_rows(directory.metrics)
-    step = max(
-        [number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step)
-    )
+    step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
     total_steps = number(summary.get("total_steps"))
     pace = next((number(row.get("step_s")) for row in reversed(rows) if row["split"] == "train"), math.nan)
     reasons = {"failed": summary.get("error"), "killed": summary.get("error"), "queued": job.reason if job else silence}
@@ -133,10 +132,10 @@ def _last_metric(rows: list[Row], monitor: str) -> str:
     return ""
 
 
-# --- telling it
+# --- printing it
 
 
-def tell(statuses: list[Status], labels: list[str]) -> None:
+def print_table(statuses: list[Status], labels: list[str]) -> None:
     """Print a table, a run a line. `labels` say what sets each apart."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -147,39 +146,21 @@ def tell(statuses: list[Status], labels: list[str]) -> None:
     shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     table = Table(*shown, box=SIMPLE_HEAD, pad_edge=False)
     for status, row in zip(statuses, rows):
-        table.add_row(
-            *(Text(row[name], style=_STYLES.get(status.state, "") if name == "state" else "") for name in shown)
-        )
-    is_terminal = sys.stdout.isatty()
-    console = Console(file=sys.stdout, width=None if is_terminal else _WIDE, highlight=False)
+        table.add_row(*(Text(row[name], style=_STYLES.get(status.state, "") if name == "state" else "") for name in shown))
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDE, highlight=False)
     console.print(table)
-    counts = Counter(status.state for status in statuses)
-    console.print(f"{len(statuses)} runs: {', '.join(f'{count} {state}' for state, count in counts.most_common())}")
+    console.print(told([status.state for status in statuses]))
 
 
 _LONGEST_S = 1e9
 _WIDE = 1000  # columns, of a file: it folds no line
-_STYLES = {
-    "finished": "green",
-    "failed": "red",
-    "killed": "red",
-    "running": "cyan",
-    "queued": "yellow",
-    "preempted": "yellow",
-}
+_STYLES = {"finished": "green", "failed": "red", "killed": "red", "running": "cyan", "queued": "yellow", "preempted": "yellow"}
 
 
 def _cells(status: Status, label: str) -> dict[str, str]:
     step = f"{status.step:.0f}" if math.isfinite(status.step) else ""
     if step and math.isfinite(status.total_steps):
         step += f"/{status.total_steps:.0f}"
-    return {
-        "run": printable(label),
-        "state": status.state,
-        "step": step,
-        "ETA": str(timedelta(seconds=math.ceil(status.eta_s))) if abs(status.eta_s) < _LONGEST_S else "",
-        "metric": printable(status.metric),
-        "job": printable(status.job_id),
-        "node": printable(status.node),
-        "why": printable(status.why),
-    }
+    eta = str(timedelta(seconds=math.ceil(status.eta_s))) if abs(status.eta_s) < _LONGEST_S else ""
+    cells = {"run": label, "state": status.state, "step": step, "ETA": eta, "metric": status.metric, "job": status.job_id}
+    return {name: printable(text) for name, text in (cells | {"node": status.node, "why": status.why}).items()}

@@ -1,12 +1,16 @@
 """How runs stand, a row each: what mode=plan lists and a sweep's table holds."""
 
+import csv
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from framework.config.schema import RunSection
 from framework.runs.curves import NOT_CURVES
 from framework.runs.directory import RunDirectory
 from framework.runtime.exits import Exit
+from framework.runtime.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -23,21 +27,19 @@ class TableRow:
 
     @classmethod
     def read(
-        cls, config: dict[str, Any], values: dict[str, str], *, state: str | None = None, code: int | None = None
+        cls, run: RunSection, monitor: str, values: dict[str, str], *, state: str | None = None, code: int | None = None
     ) -> "TableRow":
         """Read from the job's directory how it stands.
 
         `state` is what a search knows better; `code` the exit code, of one that has just ended.
         """
-        directory = RunDirectory(Path(config["run"]["dir"]))
+        directory = RunDirectory(Path(run.dir))
         summary = directory.read_summary()
-        split, _, metric = config["checkpoint"]["monitor"].partition("/")
+        split, _, metric = monitor.partition("/")
         objective = summary.get("metrics", {}).get(split, {}).get("best", {}).get(metric)
         state = "failed" if code not in (None, Exit.FINISHED, Exit.PREEMPTED) else state or directory.state
         error = summary.get("error") or ("" if code is None else f"exit {code}, without a word")
-        return cls(
-            config["run"]["id"], directory, values, state, objective, str(error) if state == "failed" else "", code
-        )
+        return cls(run.id, directory, values, state, objective, str(error) if state == "failed" else "", code)
 
     @property
     def assignment(self) -> str:
@@ -56,6 +58,18 @@ def listing(rows: list[TableRow]) -> str:
     """Return what mode=plan prints: a line a job, with its id, its state and its own overrides."""
     return "".join(f"{row.run_id}  {row.state:<9}  {row.assignment}{f'  ({row.error})' if row.error else ''}".rstrip() + "\n"
                    for row in rows)  # fmt: skip
+
+
+def write_csv(rows: list[TableRow], target: Path) -> None:
+    """Write the table, whole or not at all."""
+    dicts = [row.as_dict() for row in rows]
+    ends = ("step", "seconds", "error")
+    columns = dict.fromkeys(name for row in dicts for name in row if name not in ends)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*columns, *ends], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(dicts)
+    write_atomically(target, text.getvalue())
 
 
 def best_of(rows: list[TableRow], *, mode: str) -> TableRow | None:

@@ -9,23 +9,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Environment:
-    """The process's place in the run, in torchrun's variables or those of an mpirun; one process alone has neither."""
+    """The process's place in the run, in torchrun's variables or those of an mpirun; alone it has neither, but the defaults."""
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    attempt: int  # how often the worker group has been restarted
-    is_launched: bool  # torchrun (or any launcher that speaks its variables) or mpirun started this process
-    uses_mpi: bool  # mpirun did, as one of several
-    uses_agent_store: bool
-    master_addr: str
-    master_port: int
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    attempt: int = 0  # how often the worker group has been restarted
+    is_launched: bool = False  # torchrun (or any launcher that speaks its variables) or mpirun started this process
+    uses_mpi: bool = False  # mpirun did, as one of several
+    uses_agent_store: bool = False
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
 
     @classmethod
     def read(cls) -> "Environment":
         env = os.environ
-        names = _TORCHRUN if "RANK" in env and "WORLD_SIZE" in env else _mpirun(env) or _TORCHRUN
+        is_torchruns = "RANK" in env and "WORLD_SIZE" in env
+        told = [names for names in _MPIRUNS if names[0] in env and int(env.get(names[2], "1")) > 1]  # as one of several
+        names = told[0] if told and not is_torchruns else _TORCHRUN
         rank, local_rank, world_size, local_world_size = names
         uses_mpi = names is not _TORCHRUN
         return cls(
@@ -34,7 +36,7 @@ class Environment:
             world_size=int(env.get(world_size, "1")),
             local_world_size=int(env.get(local_world_size, "1")),
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            is_launched=uses_mpi or ("RANK" in env and "WORLD_SIZE" in env and "MASTER_PORT" in env),
+            is_launched=uses_mpi or (is_torchruns and "MASTER_PORT" in env),
             uses_mpi=uses_mpi,
             uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
@@ -49,13 +51,8 @@ _MPIRUNS = [
 ]
 
 
-def _mpirun(env: Mapping[str, str]) -> tuple[str, str, str, str] | None:
-    """Return the names under which an mpirun has told this process its place among several."""
-    return next((names for names in _MPIRUNS if names[0] in env and int(env.get(names[2], "1")) > 1), None)
-
-
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """The process's place on its node."""
 
     local_rank: int
@@ -63,7 +60,7 @@ class Place:
     first_on_node: int  # the rank whose local_rank is 0
 
     @classmethod
-    def of(cls, environment: Environment) -> "Place":
+    def of(cls, environment: Environment) -> "NodePlace":
         """Return the place that a launcher gives which numbers the processes of a node in one row."""
         first = environment.rank - environment.local_rank
         return cls(environment.local_rank, environment.local_world_size, first)
@@ -82,22 +79,14 @@ class SlurmTask:
     def read(cls) -> "SlurmTask":
         env = os.environ
         array = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}" if "SLURM_ARRAY_JOB_ID" in env else "{SLURM_JOB_ID}"
-        return cls(
-            int(env["SLURM_JOB_ID"]),
-            array.format_map(env),
-            int(env.get("SLURM_RESTART_COUNT", "0")),
-            int(env["SLURM_NODEID"]),
-        )
+        restarts = int(env.get("SLURM_RESTART_COUNT", "0"))
+        return cls(int(env["SLURM_JOB_ID"]), array.format_map(env), restarts, int(env["SLURM_NODEID"]))
 
 
 @contextmanager
 def outside_of_jobs() -> Iterator[None]:
-    """Hide what would change what Slurm's commands do: the job that this process is in, and the user's own defaults for listings."""
-    hidden = [
-        name
-        for name in os.environ
-        if (name.startswith(_CHANGE_SLURM) and name not in _LEAD_TO_SLURM) or name == "SBATCH_WAIT"
-    ]
+    """Hide what changes what Slurm's commands do: the job that this process is in, and the user's defaults for listings."""
+    hidden = {name for name in os.environ if name.startswith(_CHANGE_SLURM) or name == "SBATCH_WAIT"} - {*_LEAD_TO_SLURM}
     before = {name: os.environ.pop(name) for name in hidden}
     try:
         yield
@@ -117,6 +106,11 @@ def node_name() -> str:
 def set_default(name: str, value: str) -> None:
     """Set an environment variable that a library reads, unless the user has set it."""
     os.environ.setdefault(name, value)
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set an environment variable, for this process and those that it starts."""
+    os.environ[name] = value
 
 
 def variable(name: str) -> str | None:

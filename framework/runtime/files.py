@@ -1,6 +1,7 @@
 """Files that appear complete or not at all."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -57,6 +58,20 @@ def require_room(path: Path) -> None:
         path = path.parent
     if shutil.disk_usage(path).free < 1 << 20:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def lock_file(path: Path, *, waits: bool) -> int | None:
+    """Take the kernel's lock (flock) of a file, which is made. Returns its descriptor: closing that gives the lock back.
+
+    None where another has the lock and it is not waited for, or where the file that it is on was removed meanwhile.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def flush_directory(path: Path) -> None:

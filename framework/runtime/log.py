@@ -1,4 +1,4 @@
-"""Logging: the standard library's, with the rank in every line, to the console and to the run's `train.log`; no secret reaches either."""
+"""Logging: with the rank in every line, to the console and to the run's `train.log`; no secret reaches either."""
 
 import logging
 import sys
@@ -7,49 +7,41 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from framework.runtime.environment import variable
 from framework.runtime.secrets import Redacting
 
 LOGGER = logging.getLogger("steadfast")
 
 
 def start_console(*, rank: int) -> None:
-    """Log to stderr: rank 0 everything, the others warnings. Safe to call again in a forked worker."""
-    _hide_secrets()
+    """Log to stderr, which is rid of secrets: rank 0 everything, the others warnings. Safe to call again in a forked worker."""
+    if not isinstance(sys.stderr, Redacting):  # not only the log: also a library's warnings and a last traceback
+        sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # all but by class
     handler = logging.StreamHandler()
-    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    # rank 0 speaks to a person: the level is worth a word only where something is wrong
-    handler.setFormatter(_Console(rank=rank))
+    level = logging.DEBUG if variable("STEADFAST_VERBOSE") else logging.INFO
+    handler.setLevel(level if rank == 0 else logging.WARNING)
+    handler.setFormatter(_Console(f"[rank {rank}] %(levelname)s: %(message)s"))
     LOGGER.handlers.clear()
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.DEBUG)
     LOGGER.propagate = False
 
 
-def _hide_secrets() -> None:
-    """Rid of secrets whatever this process prints: not only the log, also a library's warnings and a last traceback."""
-    if not isinstance(sys.stderr, Redacting):
-        sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # all but by class
-
-
-def start_file(path: Path, *, rank: int) -> None:
+def start_file(path: Path, *, who: str) -> None:
     """Log to `path` too. All ranks append to the one file: a line is one write, so lines never mix."""
-    _add_file(path, who=f"rank {rank}")
+    handler = _File(path)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname)s %(message)s"))
+    LOGGER.addHandler(handler)
 
 
 @contextmanager
 def launcher_file(path: Path) -> Iterator[None]:
     """Log to `path` too, for a moment: the launcher's part of a run's log."""
-    _add_file(path, who="launcher")
+    start_file(path, who="launcher")
     try:
         yield
     finally:
         stop_file()
-
-
-def _add_file(path: Path, *, who: str) -> None:
-    handler = _File(path)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname)s %(message)s"))
-    LOGGER.addHandler(handler)
 
 
 def to_files(text: str) -> None:
@@ -81,10 +73,7 @@ class _File(logging.FileHandler):
 
 
 class _Console(logging.Formatter):
-    def __init__(self, *, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
+    """Rank and level are worth a word only where something is wrong."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        message = super().format(record)
-        return message if record.levelno < logging.WARNING else f"[rank {self.rank}] {record.levelname}: {message}"
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record) if record.levelno >= logging.WARNING else record.message

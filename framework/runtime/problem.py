@@ -1,5 +1,6 @@
 """What is wrong with a configuration: one thing, in the one line that the user sees."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,21 @@ class Problem:
     what: str
     expected: str = ""
     code: Exit = Exit.CONFIGURATION
+
+    @classmethod
+    def of_line(cls, line: str) -> "Problem":
+        """Return what a component says in a line: `KEY: WHAT`."""
+        key, _, what = line.partition(": ")
+        return cls(key, what)
+
+    @classmethod
+    def of_error(cls, group: str, error: Exception) -> "Problem":
+        """Return a component's refusal under the key that it names (`seq_len=0: ...`), else under its group's."""
+        text = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+        if re.match(r"[a-z]\w*(\.\w+)+: ", text):
+            return cls.of_line(text)
+        named = re.match(rf"(?:{group}\.)?(\w+)=(.*)", text)
+        return cls(f"{group}.{named[1]}", named[2]) if named else cls(group, text)
 
     def __str__(self) -> str:
         return redact(f"{self.key}: {self.what}" + (f" ({self.expected})" if self.expected else ""))

@@ -14,9 +14,7 @@ REMEDY = "leave it out: the library reads it itself, from its environment variab
 _SHORTEST = 8  # characters; a shorter value would hide ordinary words
 
 # TOKENIZERS_PARALLELISM, SSH_KEY_PATH and the like hold none.
-_VARIABLE = re.compile(
-    r"TOKEN(?!I)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|KEYS?(?:_ID)?$|(?:^|_)(?:KEYS?|PASS|PAT)(?:_|$)"
-)
+_VARIABLE = re.compile(r"TOKEN(?!I)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|KEYS?(?:_ID)?$|(?:^|_)(?:KEYS?|PASS|PAT)(?:_|$)")
 _NOT_VARIABLE = re.compile(r"_(?:FILE|PATH|DIR|NAME|TYPE)$")
 _KEY = re.compile(r"(?:^|_)(?:passw(?:or)?d|passphrase|secret|credentials?|api_?key|(?:access|private|secret|auth)_key|"
                   r"(?:api|auth|access|bearer|refresh|hub|hf)_token)s?$|^token$")  # fmt: skip

@@ -33,17 +33,15 @@ class QueuedJob:
 
 def queue(job_ids: Iterable[str]) -> dict[str, QueuedJob]:
     """Return those of the jobs that wait or run, by their ids. SlurmFailed if that cannot be known."""
-    return {job.job_id: job for ids in _lists(job_ids) for job in _queued(ids)}
-
-
-def _queued(ids: str) -> list[QueuedJob]:
-    try:
-        lines = ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%i|%T|%N|%r").splitlines()
-    except SlurmFailed as error:
-        if "Invalid job id" not in str(error):  # the only one, and so long ago that the controller has forgotten it
-            raise
-        return []
-    return [QueuedJob(*line.split("|", 3)) for line in lines]
+    told = ""
+    for ids in _lists(job_ids):
+        try:
+            told += ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%i|%T|%N|%r")
+        except SlurmFailed as error:
+            if "Invalid job id" not in str(error):  # the only one, and so long ago that the controller has forgotten it
+                raise
+    jobs = [QueuedJob(*line.split("|", 3)) for line in told.splitlines()]
+    return {job.job_id: job for job in jobs}
 
 
 def _lists(job_ids: Iterable[str]) -> Iterator[str]:

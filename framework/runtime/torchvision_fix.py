@@ -1,27 +1,38 @@
 """Make `import torchvision` work beside a torch of another build."""
 
 import functools
+import importlib.abc
 import importlib.machinery
 import importlib.util
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # torchvision's own operators, and with them those that it gives fake kernels to while it is being imported.
 OPERATORS = (
-    "nms",
-    "qnms",
-    "roi_align",
-    "qroi_align",
-    "roi_pool",
-    "ps_roi_align",
-    "ps_roi_pool",
-    "deform_conv2d",
-    "_roi_align_backward",
-    "_roi_pool_backward",
-    "_ps_roi_align_backward",
-    "_ps_roi_pool_backward",
-    "_deform_conv2d_backward",
+    *("nms", "qnms", "roi_align", "qroi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"),
+    *(f"_{name}_backward" for name in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")),
 )
+
+
+class _BeforeTorchvision(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it only sees torchvision's import coming, whoever asks for it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            make_torchvision_importable()
+
+
+def watch_for_torchvision() -> None:
+    """Make every later `import torchvision` in this process work, also in somebody else's package. Costs nothing until then."""
+    if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 def make_torchvision_importable() -> None:
@@ -35,27 +46,23 @@ def make_torchvision_importable() -> None:
     Call it in each process, before the first `import torchvision`. It does nothing where torchvision is missing, where
     the extension loads, and when called again; it never imports torchvision, which takes seconds.
     """
-    if importlib.util.find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
-        return
-    if not _extension_loads():
-        _declare_operators()
+    import torch
 
-
-def _extension_loads() -> bool:
     package = importlib.util.find_spec("torchvision")
-    assert package is not None
+    if package is None or hasattr(torch.ops.torchvision, "nms"):
+        return
     extension = importlib.machinery.PathFinder.find_spec("_C", package.submodule_search_locations)
-    if extension is None or extension.origin is None:
-        return False
-    try:
-        torch.ops.load_library(extension.origin)
-    except OSError:
-        return False
-    return True
+    with suppress(OSError):
+        if extension is not None and extension.origin is not None:
+            torch.ops.load_library(extension.origin)
+            return
+    _declare_operators()
 
 
 @functools.cache  # the declarations live as long as the library object: the cache keeps it
-def _declare_operators() -> torch.library.Library:
+def _declare_operators() -> "torch.library.Library":
+    import torch
+
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in OPERATORS:
         library.define(f"{name}() -> ()")  # never called: torchvision checks for its extension first

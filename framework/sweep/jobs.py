@@ -4,32 +4,41 @@ import multiprocessing
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from framework.cli.run import start
+from framework.config.schema import RunConfig
 from framework.runs.directory import RunDirectory
+from framework.runs.table import TableRow
 from framework.runtime.exits import Exit
 from framework.runtime.parent_death import die_with_parent
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.sweep.line import Values
 
 
+@dataclass(eq=False)
 class Job:
     """One run of a sweep: its command line, what that composes to, and how it has ended."""
 
-    def __init__(self, values: Values, *, line: list[str], config: dict[str, Any]) -> None:
-        self.values = values
-        self.line = line
-        self.config = config
-        self.directory = RunDirectory(Path(config["run"]["dir"]))
-        self.code: int | None = None  # None: it has not run, or has not ended
+    values: Values
+    line: list[str]
+    config: RunConfig
+    code: int | None = None  # None: it has not run, or has not ended
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(Path(self.config.run.dir))
 
     @property
     def is_done(self) -> bool:
-        return self.directory.is_finished and self.config["run"]["resume"] != "never"
+        return self.directory.is_finished and self.config.run.resume != "never"
+
+    def row(self, *, state: str | None = None) -> TableRow:
+        """Return how the job stands."""
+        return TableRow.read(self.config.run, self.config.checkpoint.monitor, self.values, state=state, code=self.code)
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.values.items()) or " ".join(self.line)
@@ -38,12 +47,13 @@ class Job:
 class Pool:
     """Runs jobs, at most `size` at a time. The PREEMPTION of this process passes a signal on to all of them.
 
-    What a job leaves in its process (memory, CUDA, the threads of OpenMP, which a later fork would not survive) is gone
-    with it; one that is killed takes no other with it; and none outlives this process. torch and whatever else a job would import is imported here, once.
-    Each is a part of `group`, unless its line names another. With more than one at a time, each has its share of the CPUs, and its console goes into `logs`.
+    What a job leaves in its process (memory, CUDA, threads of OpenMP) is gone with it; one that is killed takes no other
+    with it; and none outlives this process. Each is a part of `group`, unless its line names another. With more than one at
+    a time, each has its share of the CPUs, and its console goes into `logs`.
     """
 
     def __init__(self, *, size: int, logs: Path, group: str) -> None:
+        self.size = size
         self._group = group
         self._logs = logs if size > 1 else None
         cpus = sorted(os.sched_getaffinity(0))
@@ -59,13 +69,13 @@ class Pool:
         return [job for job, _ in self._running.values()]
 
     def start(self, job: Job) -> None:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.figure  # noqa: F401  # once, for all jobs
 
-        import framework.launch.local  # noqa: F401
+        import framework.launch.worker  # noqa: F401
 
         share = self._shares.pop(0)
-        log = self._logs / f"{job.config['run']['id']}.log" if self._logs is not None else None
-        line = [*job.line, *([f"run.group={self._group}"] if job.config["run"]["group"] is None else [])]
+        log = self._logs / f"{job.config.run.id}.log" if self._logs is not None else None
+        line = [*job.line, *([f"run.group={self._group}"] if job.config.run.group is None else [])]
         process = multiprocessing.get_context("fork").Process(target=_run, args=(line, share, log))
         sys.stdout.flush()
         # until the child can note it, and this process pass it on, a signal waits
@@ -78,9 +88,7 @@ class Pool:
 
     def stop(self, job: Job) -> None:
         """Have a job save a checkpoint and end."""
-        for process, (other, _) in self._running.items():
-            if other is job:
-                process.terminate()
+        next(process for process, (other, _) in self._running.items() if other is job).terminate()
 
     def wait(self, *, timeout_s: float) -> list[Job]:
         """Wait until a job ends, or for `timeout_s`. Returns those that have ended, with their exit codes."""
@@ -100,7 +108,10 @@ def _run(line: list[str], share: set[int], log: Path | None) -> None:
     PREEMPTION.speaks = False
     PREEMPTION.watch()  # a signal that came just before the fork is in it
     if log is not None:
-        _take_share(share)
+        import torch
+
+        os.sched_setaffinity(0, share)
+        torch.set_num_threads(min(torch.get_num_threads(), len(share)))
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -108,13 +119,6 @@ def _run(line: list[str], share: set[int], log: Path | None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _take_share(share: set[int]) -> None:
-    import torch
-
-    os.sched_setaffinity(0, share)
-    torch.set_num_threads(min(torch.get_num_threads(), len(share)))
 
 
 def exit_code(codes: list[int]) -> int:

@@ -4,7 +4,10 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from framework.config.compose import is_hydras, options, parse
+from framework.config.compose import swept_in_files
+from framework.config.folders import options
+from framework.config.overrides import is_hydras, parse
+from framework.runtime.extras import missing_extra
 from framework.runtime.problem import Problem
 from framework.sweep.settings import Launcher, SubmititSlurm, Sweeper, read_settings
 
@@ -75,10 +78,14 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
     fixed: list[str] = []
     swept: dict[str, Any] = {}
     hydras: dict[str, Any] = {}
-    for text in overrides:
+    given = {override.key_or_group for override in map(parse, overrides) if override is not None}
+    written = [f"{key}={value}" for key, value in _written_down(overrides).items() if key not in given]
+    for text in [*overrides, *written]:
         override = parse(text)
         key = override.key_or_group if override is not None else ""
         swept.pop(key, None)  # the last one counts
+        if key.startswith(_PARAMS):
+            continue
         if override is not None and override.is_sweep_override():
             swept[key] = override
         elif is_hydras(key):
@@ -87,34 +94,38 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
             fixed.append(text)
     is_search = hydras.get("hydra/sweeper") == "optuna"
     launcher, sweeper, problems = read_settings(hydras)
-    problems += [
-        Problem(key, "cannot be swept", "one value for all jobs") for key in swept if is_hydras(key) or key == "mode"
-    ]
+    problems += [Problem(key, "cannot be swept", "one value for all jobs") for key in swept if is_hydras(key) or key == "mode"]
     if "mode=report" in fixed:
-        problems.append(
-            Problem("mode", "report is about all runs of a root, and -m about jobs", "without -m, with run.root alone")
-        )
-    if isinstance(launcher, SubmititSlurm) and any(
-        text.startswith("launch=") and text != "launch=slurm" for text in fixed
-    ):
+        what = "report is about all runs of a root, and -m about jobs"
+        problems.append(Problem("mode", what, "without -m, with run.root alone"))
+    if isinstance(launcher, SubmititSlurm) and any(text.startswith("launch=") and text != "launch=slurm" for text in fixed):
         problems.append(Problem("launch", "is not slurm, but hydra/launcher=submitit_slurm is", "one of the two"))
         launcher = Launcher()
+    problems += missing_extra("hydra/sweeper", "search") if is_search else []
     if is_search and not swept:
         problems.append(Problem("hydra/sweeper", "optuna, but there is nothing to search", "as in " + _EXAMPLE))
     spaces: dict[str, list[str] | Interval] = {}
     for key, override in swept.items():
         try:
-            spaces[key] = _interval(override) if is_search and _is_numeric(override) else _listed(override)
+            is_numeric = override.is_interval_sweep() or override.is_range_sweep()
+            spaces[key] = _interval(override) if is_search and is_numeric else _listed(override)
         except ValueError as error:
             problems.append(Problem(key, str(error), "as in " + _EXAMPLE))
     return Multirun(fixed, spaces, launcher, sweeper), problems
 
 
+def _written_down(overrides: list[str]) -> dict[str, str]:
+    """Return the sweep that a file or `hydra.sweeper.params.KEY=VALUES` writes down, as Hydra's users do."""
+    found = swept_in_files([text for text in overrides if not text.startswith("hydra")])
+    for text in overrides:
+        key, _, values = text.lstrip("+").partition("=")
+        if key.startswith(_PARAMS):
+            found[key.removeprefix(_PARAMS)] = values
+    return found
+
+
+_PARAMS = "hydra.sweeper.params."
 _EXAMPLE = '"optimizer.lr=tag(log, interval(1e-4, 1e-1))"'
-
-
-def _is_numeric(override: Any) -> bool:
-    return override.is_interval_sweep() or override.is_range_sweep()
 
 
 def _listed(override: Any) -> list[str]:

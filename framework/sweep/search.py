@@ -1,22 +1,23 @@
 """A search: Optuna draws the parameters, in this process alone; a trial is a run, and its objective is checkpoint.monitor."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.exceptions import OptunaError
+from optuna.pruners import MedianPruner, NopPruner
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from framework.cli.run import check
+from framework.cli.run import checked_line
 from framework.config.frozen_file import digest_of
+from framework.preflight.check import Checked
+from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, rows_in
 from framework.runs.table import TableRow
 from framework.runtime.exits import DiskFailed, Exit
 from framework.runtime.log import LOGGER
-from framework.runtime.problem import Problem
 from framework.sweep.jobs import Job, exit_code
 from framework.sweep.line import Interval, Multirun, Values
 from framework.sweep.settings import Sweeper
@@ -28,19 +29,19 @@ class Search:
     A draw follows from the seed, the trial's number, the key, and the trials before it, whatever was killed in between.
     """
 
-    def __init__(self, multirun: Multirun, config: dict[str, Any], directory: Path) -> None:
+    def __init__(self, multirun: Multirun, *, monitor: str, mode: str, directory: Path) -> None:
         assert multirun.sweeper is not None
         self._multirun = multirun
         self._sweeper = multirun.sweeper
-        self._monitor = config["checkpoint"]["monitor"]
+        self._monitor = monitor
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         database = directory / "search.db"
         try:
             self._study = optuna.create_study(
                 storage=f"sqlite:///{database}",
                 study_name="search",
-                direction="maximize" if config["checkpoint"]["mode"] == "max" else "minimize",
-                pruner=_pruner(self._sweeper),
+                direction="maximize" if mode == "max" else "minimize",
+                pruner=MedianPruner() if self._sweeper.pruner == "median" else NopPruner(),
                 load_if_exists=True,
             )
             self._interrupted = self._study.get_trials(states=(TrialState.RUNNING,))
@@ -50,7 +51,7 @@ class Search:
         self._held: tuple[Job, Trial] | None = None
         self._running: dict[Job, _Watched] = {}
         self._codes: list[int] = []
-        self._checked: dict[int, tuple[dict[str, Any], list[Problem]]] = {}
+        self._checked: dict[int, Checked] = {}
 
     @property
     def num_left(self) -> int:
@@ -68,24 +69,19 @@ class Search:
         return job
 
     def _drawn(self) -> tuple[Job, Trial] | None:
-        while (trial := self._next_trial()) is not None:
+        """Return a trial that was interrupted, to be continued, or else a new one."""
+        while self._interrupted or len(self._study.trials) < self._sweeper.n_trials:
+            # Optuna's own name for a trial in the storage, which no public call gives
+            trial = Trial(self._study, self._interrupted.pop(0)._trial_id) if self._interrupted else self._study.ask()
             values = {key: self._draw(trial, key) for key in self._multirun.swept}
-            config, problems = self._check(trial.number, values)
-            if not problems:
-                return Job(values, line=self._multirun.line(values), config=config), trial
-            for problem in problems:  # of this combination: its single values were checked
+            checked = self._check(trial.number, values)
+            if checked.config is not None:
+                return Job(values, line=self._multirun.line(values), config=checked.config), trial
+            for problem in checked.problems:  # of this combination: its single values were checked
                 LOGGER.error("trial %d: %s", trial.number, problem)
             self._study.tell(trial, state=TrialState.FAIL)
             self._codes.append(Exit.CONFIGURATION)
         return None
-
-    def _next_trial(self) -> Trial | None:
-        """Return a trial that was interrupted, to be continued, or else a new one."""
-        frozen = self._interrupted.pop(0) if self._interrupted else None
-        if frozen is None and len(self._study.trials) >= self._sweeper.n_trials:
-            return None
-        # Optuna's own name for a trial in the storage, which no public call gives
-        return self._study.ask() if frozen is None else Trial(self._study, frozen._trial_id)
 
     def _draw(self, trial: Trial, key: str) -> str:
         """Draw a value, or return the one that was drawn before the trial was interrupted."""
@@ -104,11 +100,9 @@ class Search:
         """Tell Optuna how a trial has ended; of one that was interrupted, nothing, so that it is continued."""
         watched = self._running.pop(job)
         self._codes.append(job.code if job.code is not None else Exit.FAILED)
-        objective = TableRow.read(job.config, job.values, code=job.code).objective
+        objective = job.row().objective
         if watched.is_hopeless():  # also one that had ended before it could be stopped: what is drawn next is to follow
-            self._study.tell(
-                watched.trial, state=TrialState.PRUNED
-            )  # from the results, and not from how fast they came
+            self._study.tell(watched.trial, state=TrialState.PRUNED)  # from the results, and not from how fast they came
             self._codes.pop()
             LOGGER.info("trial %d pruned, at step %d: %s", watched.trial.number, watched.step, job)
         elif job.code == Exit.FINISHED and objective is not None:
@@ -123,14 +117,16 @@ class Search:
         if trial.params.keys() != self._multirun.swept.keys():
             return None  # killed while it was drawn
         values = {key: str(trial.params[key]) for key in self._multirun.swept}
-        config, problems = self._check(trial.number, values)
+        checked = self._check(trial.number, values)
         state = {TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}.get(trial.state)
-        row = TableRow.read(config, values, state=state)
-        return replace(row, error=str(problems[0])) if problems else row
+        if checked.config is None:
+            run = checked.valid["run"]
+            return TableRow(run.id, RunDirectory(Path(run.dir)), values, "failed", None, str(checked.problems[0]), None)
+        return TableRow.read(checked.config.run, self._monitor, values, state=state)
 
-    def _check(self, number: int, values: Values) -> tuple[dict[str, Any], list[Problem]]:
+    def _check(self, number: int, values: Values) -> Checked:
         if number not in self._checked:  # a twentieth of a second, for every trial at every end of one
-            self._checked[number] = check(self._multirun.line(values), world_size=None)
+            self._checked[number] = checked_line(self._multirun.line(values))
         return self._checked[number]
 
     @property
@@ -144,10 +140,6 @@ def _sampler(sweeper: Sweeper, *, draw: list[Any]) -> optuna.samplers.BaseSample
     """Return a sampler of one draw: a search that was killed between two draws goes on with the second."""
     seed = int(digest_of([sweeper.seed, *draw])[:8], 16)
     return optuna.samplers.RandomSampler(seed) if sweeper.sampler == "random" else optuna.samplers.TPESampler(seed=seed)
-
-
-def _pruner(sweeper: Sweeper) -> optuna.pruners.BasePruner:
-    return optuna.pruners.MedianPruner() if sweeper.pruner == "median" else optuna.pruners.NopPruner()
 
 
 class _Watched:

@@ -1,11 +1,13 @@
-"""The settings of a sweep: where its jobs run and how many at a time (`hydra.launcher`), how a search draws (`hydra.sweeper`)."""
+"""The settings of a sweep: where and how many jobs run at a time (`hydra.launcher`), how a search draws (`hydra.sweeper`)."""
 
 import json
 import os
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from framework.config.compose import option_node
-from framework.config.schema import Section
+from pydantic import Field
+
+from framework.config.folders import option_node
+from framework.config.schema import AboveZero, Count, Positive, Section
 from framework.config.spelling import did_you_mean
 from framework.config.validation import settings_problems
 from framework.runtime.problem import Problem, shown
@@ -25,7 +27,7 @@ class Launcher(Section):
 
 
 class Joblib(Launcher):
-    n_jobs: int
+    n_jobs: Annotated[int, Field(ge=-1)]
 
     @property
     def num_at_a_time(self) -> int:
@@ -33,8 +35,8 @@ class Joblib(Launcher):
 
 
 class SubmititLocal(Launcher):
-    cpus_per_task: int
-    tasks_per_node: int
+    cpus_per_task: Positive
+    tasks_per_node: Positive
 
     @property
     def num_at_a_time(self) -> int:
@@ -47,19 +49,19 @@ class SubmititLocal(Launcher):
 
 class SubmititSlurm(Launcher):
     partition: str | None
-    timeout_min: int | None
-    nodes: int
-    tasks_per_node: int | None
-    gpus_per_node: int | None
-    cpus_per_task: int | None
-    mem_gb: float | None
+    timeout_min: Positive | None
+    nodes: Positive
+    tasks_per_node: Positive | None
+    gpus_per_node: Positive | None
+    cpus_per_task: Positive | None
+    mem_gb: AboveZero | None
     account: str | None
     qos: str | None
     constraint: str | None
     exclude: str | None
     setup: list[str]
-    signal_delay_s: int
-    array_parallelism: int | None
+    signal_delay_s: Positive
+    array_parallelism: Positive | None
 
     @property
     def num_at_a_time(self) -> int:
@@ -77,10 +79,11 @@ class SubmititSlurm(Launcher):
 class Sweeper(Section):
     """How a search draws its trials."""
 
-    n_trials: int
-    seed: int
+    n_trials: Positive
+    seed: Count
     sampler: Literal["tpe", "random"]
     pruner: Literal["median", "none"]
+    params: dict[str, str] | None = None  # the sweep, where a file writes it down
 
 
 _MANY = 1_000_000  # jobs that may wait in Slurm's queue
@@ -107,18 +110,17 @@ def read_settings(hydras: dict[str, Any]) -> tuple[Launcher, Sweeper | None, lis
     for key, value in hydras.items():
         section, _, name = key.removeprefix("hydra.").partition(".")
         if section not in _OPTIONS or not name:
-            problems.append(
-                Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go")
-            )
+            problems.append(Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go"))
         elif chosen[section] == "basic":
             others = [option for option in _OPTIONS[section] if option != "basic"]
             problems.append(Problem(key, "unknown key", f"only with hydra/{section}={' or '.join(others)}"))
         else:
             nodes[section][name] = value
     launcher, sweeper = _LAUNCHERS[chosen["launcher"]], Sweeper if chosen["sweeper"] == "optuna" else None
+    if (count := nodes["launcher"].get("n_jobs")) in (0, -2):
+        what = f"{count} is out of range"
+        problems.append(Problem("hydra.launcher.n_jobs", what, "at least 1, or -1 for one each CPU"))
     problems += settings_problems(launcher, nodes["launcher"], prefix="hydra.launcher.")
-    if nodes["launcher"].get("n_jobs") == 0:
-        problems.append(Problem("hydra.launcher.n_jobs", "0 is out of range", "at least 1, or -1 for one each CPU"))
     problems += settings_problems(sweeper, nodes["sweeper"], prefix="hydra.sweeper.") if sweeper else []
     if problems:
         return Launcher(), None, problems

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from framework.config.frozen_file import digest_of
 from framework.launch.slurm import submit
-from framework.preflight import slurm as slurm_preflight
-from framework.preflight.dry_build import try_out
+from framework.preflight.slurm import job_options, job_problems, slurm_section
 from framework.runs.status import queued_jobs
 from framework.runtime import slurm
 from framework.runtime.exits import Exit
@@ -18,20 +17,18 @@ from framework.runtime.problem import Problem
 from framework.runtime.slurm import SlurmFailed
 from framework.sweep.jobs import Job
 
-_LARGEST_ARRAY = (
-    500  # Slurm's own limit is 1001 unless the site has changed it; and each job's lock is a file held open
-)
+_LARGEST_ARRAY = 500  # Slurm's own limit is 1001 unless the site has changed it; and each job's lock is a file held open
 
 
 def problems_of(jobs: list[Job]) -> list[Problem]:
     """Return what would keep any of the jobs that are left from running, in torch's eyes or Slurm's."""
     left = [job for job in jobs if not job.is_done]
-    found: dict[Problem, None] = {}
-    for job in left:
-        found |= dict.fromkeys(try_out(job.config))
-    for alike in _alike(left) if not found else ():
-        found |= dict.fromkeys(slurm_preflight.problems(alike[0].config, but=[]))
-    return list(found)
+    from framework.preflight.dry_build import dry_build  # torch, which a sweep that is finished does without
+
+    found = [problem for job in left for problem in dry_build(job.config)]
+    for config in [alike[0].config for alike in _alike(left)] if not found else []:
+        found += job_problems(config.run, config.launch, job_name=f"{config.name}/{config.run.id}")
+    return list(dict.fromkeys(found))
 
 
 def submit_all(jobs: list[Job], *, directory: Path, group: str) -> None:
@@ -46,15 +43,15 @@ def submit_all(jobs: list[Job], *, directory: Path, group: str) -> None:
     for alike in _alike([job for job in jobs if not job.is_done]):
         for start in range(0, len(alike), _LARGEST_ARRAY):
             part = alike[start : start + _LARGEST_ARRAY]
-            if len(part) == 1:
-                _submit(part, group=group, folder=part[0].directory.path / "slurm")
-            else:
+            folder, name = part[0].directory.path / "slurm", None
+            if len(part) > 1:
                 folder = next(path for n in itertools.count(1) if not (path := directory / "slurm" / str(n)).exists())
-                _submit(part, group=group, folder=folder, name=f"{part[0].config['name']}/{directory.name}")
+                name = f"{part[0].config.name}/{directory.name}"
+            _submit(part, group=group, folder=folder, name=name)
 
 
 def _submit(jobs: list[Job], *, group: str, folder: Path, name: str | None = None) -> None:
-    configs = [job.config | {"run": job.config["run"] | {"group": job.config["run"]["group"] or group}} for job in jobs]
+    configs = [job.config.in_group(group) for job in jobs]
     for job, code in zip(jobs, submit(configs, folder=folder, name=name)):
         job.code = Exit.PREEMPTED if code == Exit.FAILED else code  # of the submission, which says nothing of the run
 
@@ -63,8 +60,8 @@ def _alike(jobs: list[Job]) -> Iterator[list[Job]]:
     """Yield the jobs in groups that ask for the same."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        options = slurm_preflight.job_options(job.config) | {"job-name": None}
-        groups.setdefault(digest_of([options, job.config["launch"]["slurm"]]), []).append(job)
+        asked = slurm_section(job.config.launch).model_dump()
+        groups.setdefault(digest_of([job_options(job.config.launch, job_name=""), asked]), []).append(job)
     yield from groups.values()
 
 
@@ -72,7 +69,7 @@ class SlurmPool:
     """What a `Pool` is to a sweep, its jobs being Slurm's. They outlive this process, which takes them up again."""
 
     def __init__(self, *, size: int, group: str) -> None:
-        self._size = size
+        self.size = size  # jobs at a time
         self._group = group
         self._running: list[Job] = []
         self._refused: list[Job] = []
@@ -80,7 +77,7 @@ class SlurmPool:
 
     @property
     def has_room(self) -> bool:
-        return len(self._running) < self._size and not self._refused
+        return len(self._running) < self.size and not self._refused
 
     @property
     def running(self) -> list[Job]:
@@ -130,8 +127,4 @@ class SlurmPool:
 
 
 _PAUSE_S = 2.0  # between two questions to the controller, which all users share
-_CODES = {
-    "finished": Exit.FINISHED,
-    "preempted": Exit.PREEMPTED,
-    "queued": Exit.PREEMPTED,
-}  # queued: cancelled before it began
+_CODES = {"finished": Exit.FINISHED, "preempted": Exit.PREEMPTED, "queued": Exit.PREEMPTED}  # queued: cancelled before it began

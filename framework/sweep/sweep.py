@@ -1,19 +1,22 @@
 """A sweep: its jobs checked, run, and told of at the end. The same command again runs only what is missing."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
-from framework.cli.run import check
+from framework.cli.run import checked_line
 from framework.config.frozen_file import digest_of
 from framework.config.modes import MODES
-from framework.launch.claim import report
+from framework.config.schema import CheckpointSection
+from framework.launch.claim import print_problems
 from framework.runs.lock import Lock
-from framework.runs.status import read_all, states_of, tell
-from framework.runs.table import TableRow, best_of, listing
+from framework.runs.status import print_table, read_all, states_of
+from framework.runs.table import TableRow, best_of, listing, write_csv
 from framework.runtime import log
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.files import make_directory, write_atomically
@@ -25,31 +28,11 @@ from framework.sweep.line import Multirun, Values, read
 from framework.sweep.picture import draw
 from framework.sweep.settings import Launcher, SubmititSlurm
 from framework.sweep.slurm import SlurmPool, problems_of, submit_all
-from framework.sweep.table import write_csv
 
+if TYPE_CHECKING:
+    from framework.sweep.search import Search
 
-class Source(Protocol):
-    """Where the jobs of a sweep come from."""
-
-    @property
-    def num_left(self) -> int:
-        """How many jobs have not finished."""
-
-    def next(self) -> Job | None:
-        """Return a job to run now; None if there is none, as long as none of those that run has ended."""
-
-    def is_hopeless(self, job: Job) -> bool:
-        """Return whether a job that is running is to be stopped."""
-
-    def note(self, job: Job) -> None:
-        """Take in that a job has ended, as its `code` says."""
-
-    def rows(self) -> list[TableRow]:
-        """Return how the jobs stand."""
-
-    @property
-    def code(self) -> int:
-        """The sweep's exit code, as far as it has come."""
+Source: TypeAlias = "Grid | Search"  # where the jobs of a sweep come from
 
 
 class Grid:
@@ -57,31 +40,33 @@ class Grid:
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
-        self._on_slurm = jobs[0].config["launch"]["kind"] == "slurm"
+        self._on_slurm = jobs[0].config.launch.kind == "slurm"
         self._waiting = list(jobs)
 
     @property
     def num_left(self) -> int:
+        """How many jobs have not finished."""
         return sum(not job.is_done for job in self._jobs)
 
     def next(self) -> Job | None:
+        """Return a job to run now; None if there is none, as long as none of those that run has ended."""
         return self._waiting.pop(0) if self._waiting else None
 
     def is_hopeless(self, job: Job) -> bool:
+        """Return whether a job that is running is to be stopped."""
         return False
 
     def note(self, job: Job) -> None:
-        pass
+        """Take in that a job has ended, as its `code` says."""
 
     def rows(self) -> list[TableRow]:
+        """Return how the jobs stand."""
         states = states_of(job.directory for job in self._jobs) if self._on_slurm else {}
-        return [
-            TableRow.read(job.config, job.values, state=states.get(job.directory.path), code=job.code)
-            for job in self._jobs
-        ]
+        return [job.row(state=states.get(job.directory.path)) for job in self._jobs]
 
     @property
     def code(self) -> int:
+        """The sweep's exit code, as far as it has come."""
         return exit_code([job.code for job in self._jobs if job.code is not None])
 
 
@@ -91,9 +76,9 @@ def sweep(overrides: list[str], problems: list[Problem]) -> int:
     multirun, found = read(overrides)
     jobs, problems = _checked(multirun, [*problems, *found])
     if problems:
-        return report(problems)
-    if jobs[0].config["mode"] in MODES:
-        return report([Problem("mode", f"{jobs[0].config['mode']} is about one run", "without -m")])
+        return print_problems(problems)
+    if MODES[jobs[0].config.mode].about == "existing run":
+        return print_problems([Problem("mode", f"{jobs[0].config.mode} is about one run", "without -m")])
     try:
         return _carry_out(overrides, multirun, jobs)
     except RunEnded as end:
@@ -103,28 +88,30 @@ def sweep(overrides: list[str], problems: list[Problem]) -> int:
 
 def _carry_out(overrides: list[str], multirun: Multirun, jobs: list[Job]) -> int:
     """Do with the jobs what `mode` says. Returns the exit code."""
-    directory = _directory(multirun, jobs)
-    if jobs[0].config["mode"] == "plan":
-        return _plan(multirun, jobs, directory)
-    if jobs[0].config["mode"] == "status":
-        return _tell_status(multirun, jobs, directory)
-    on_slurm = jobs[0].config["launch"]["kind"] == "slurm"
+    directory, config = _directory(multirun, jobs), jobs[0].config
+    if config.mode in ("plan", "status"):
+        return _tell(multirun, jobs, directory)
+    on_slurm, group = config.launch.kind == "slurm", f"sweep-{directory.name}"
     if on_slurm and (problems := problems_of(jobs)):
-        return report(problems)
+        return print_problems(problems)
     lock = Lock(directory)
     try:
         lock.take()
-        _describe(overrides, multirun, directory)
+        write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *overrides]}))
+        if multirun.num_at_a_time > 1:
+            make_directory(directory / "logs")
     except OSError as error:
         LOGGER.error("the sweep's directory cannot be written: %s", error)
         return Exit.DISK
     try:
         source = _source(multirun, jobs, directory)
         if on_slurm and not isinstance(multirun.launcher, SubmititSlurm):
-            submit_all(jobs, directory=directory, group=_group(directory))
+            submit_all(jobs, directory=directory, group=group)
             LOGGER.info("how they stand: python train.py mode=status run.root=%s", directory)
-            return _end(source, jobs[0].config, directory)
-        return _run(source, multirun, jobs[0].config, directory)
+            return _end(source, config.checkpoint, directory)
+        size = max(1, min(multirun.num_at_a_time, source.num_left))
+        pool = SlurmPool(size=size, group=group) if on_slurm else Pool(size=size, group=group, logs=directory / "logs")
+        return _run(source, pool, config.checkpoint, directory)
     finally:
         lock.release()
 
@@ -142,8 +129,8 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
     jobs, problems = _composed(multirun, multirun.combinations())
     by_place: dict[str, Job] = {}
     for job in jobs:
-        other = by_place.setdefault(job.config["run"]["dir"], job)
-        if other.config["run"]["id"] != job.config["run"]["id"]:
+        other = by_place.setdefault(job.config.run.dir, job)
+        if other.config.run.id != job.config.run.id:
             what = f"{other.directory.path} would hold several runs ({other}; {job})"
             return [], [Problem("run.dir", what, "run.root and name can be given to a sweep")]
     if len(by_place) < len(jobs):
@@ -153,7 +140,7 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
 
 def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
     """Return why the jobs cannot be launched together."""
-    kinds = {job.config["launch"]["kind"] for job in jobs}
+    kinds = {job.config.launch.kind for job in jobs}
     if len(kinds) > 1:
         return [Problem("launch", f"is {' and '.join(sorted(kinds))} in one sweep", "the same for all jobs")]
     if kinds != {"slurm"} or isinstance(multirun.launcher, SubmititSlurm):
@@ -170,27 +157,20 @@ def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], 
     jobs: list[Job] = []
     problems: dict[Problem, None] = {}
     for values in all_values:
-        config, found = check(multirun.line(values), world_size=None)
-        problems |= dict.fromkeys(found)
-        if not found:
-            jobs.append(Job(values, line=multirun.line(values), config=config))
+        checked = checked_line(multirun.line(values))
+        problems |= dict.fromkeys(checked.problems)
+        if checked.config is not None:
+            jobs.append(Job(values, line=multirun.line(values), config=checked.config))
     return jobs, list(problems)
 
 
 def _directory(multirun: Multirun, jobs: list[Job]) -> Path:
     """Return where the sweep's record is: a hash of its runs; of a search, of where it starts, and how it draws."""
-    decides: Any = sorted([job.config["name"], job.config["run"]["id"]] for job in jobs)
+    decides: Any = sorted([job.config.name, job.config.run.id] for job in jobs)
     if multirun.sweeper is not None:
         spaces = {key: space if isinstance(space, list) else asdict(space) for key, space in multirun.swept.items()}
         decides = [decides, spaces, multirun.sweeper.model_dump(exclude={"n_trials"})]
-    return Path(jobs[0].config["run"]["root"]) / "sweeps" / digest_of(decides)[:12]
-
-
-def _describe(overrides: list[str], multirun: Multirun, directory: Path) -> None:
-    """Say in the sweep's directory which sweep it is."""
-    write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *overrides]}))
-    if multirun.num_at_a_time > 1:
-        make_directory(directory / "logs")
+    return Path(jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
 
 
 def _source(multirun: Multirun, jobs: list[Job], directory: Path) -> Source:
@@ -198,38 +178,26 @@ def _source(multirun: Multirun, jobs: list[Job], directory: Path) -> Source:
         return Grid(jobs)
     from framework.sweep.search import Search  # Optuna takes a second
 
-    return Search(multirun, jobs[0].config, directory)
+    saving = jobs[0].config.checkpoint
+    return Search(multirun, monitor=saving.monitor, mode=saving.mode, directory=directory)
 
 
-def _plan(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
-    """List the jobs and how they stand; of a search, those that have been drawn."""
+def _tell(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
+    """List the jobs, or tell how they stand; of a search, those that have been drawn."""
     is_new = multirun.sweeper is not None and not (directory / "search.db").exists()
     rows = [] if is_new else _source(multirun, jobs, directory).rows()
+    if jobs[0].config.mode == "status":
+        print_table(read_all([row.directory for row in rows]), [row.assignment for row in rows])
+        return Exit.FINISHED
     print(listing(rows), end="")
     if multirun.sweeper is not None:
-        print(
-            f"{max(0, multirun.sweeper.n_trials - len(rows))} of {multirun.sweeper.n_trials} trials are still to be drawn"
-        )
+        print(f"{max(0, multirun.sweeper.n_trials - len(rows))} of {multirun.sweeper.n_trials} trials are still to be drawn")
     return Exit.FINISHED
 
 
-def _tell_status(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
-    """Tell how the jobs stand; of a search, those that have been drawn."""
-    is_new = multirun.sweeper is not None and not (directory / "search.db").exists()
-    rows = [] if is_new else _source(multirun, jobs, directory).rows()
-    tell(read_all([row.directory for row in rows]), [row.assignment for row in rows])
-    return Exit.FINISHED
-
-
-def _run(source: Source, multirun: Multirun, config: dict[str, Any], directory: Path) -> int:
-    size = max(1, min(multirun.num_at_a_time, source.num_left))
-    pool: Pool | SlurmPool
-    if config["launch"]["kind"] == "slurm":
-        pool = SlurmPool(size=size, group=_group(directory))
-    else:
-        pool = Pool(size=size, logs=directory / "logs", group=_group(directory))
+def _run(source: Source, pool: Pool | SlurmPool, saving: CheckpointSection, directory: Path) -> int:
     PREEMPTION.watch()
-    _record(source, directory)
+    _write(source.rows(), directory / "sweep.csv", write_csv)
     while not PREEMPTION.requested or pool.running:
         while pool.has_room and not PREEMPTION.requested and (job := source.next()) is not None:
             if job.is_done:
@@ -246,45 +214,36 @@ def _run(source: Source, multirun: Multirun, config: dict[str, Any], directory: 
                 pool.stop(job)
         for job in pool.wait(timeout_s=0.2):
             source.note(job)
-            _record(source, directory)
-            if size > 1:
-                LOGGER.info("%s", f"{TableRow.read(job.config, job.values, code=job.code).state}: {job}")
-    return _end(source, config, directory)
+            _write(source.rows(), directory / "sweep.csv", write_csv)
+            if pool.size > 1:
+                LOGGER.info("%s", f"{job.row().state}: {job}")
+    return _end(source, saving, directory)
 
 
-def _group(directory: Path) -> str:
-    return f"sweep-{directory.name}"
-
-
-def _record(source: Source, directory: Path) -> None:
+def _write(rows: list[TableRow], target: Path, write: Callable[[list[TableRow], Path], None]) -> None:
     try:
-        write_csv(source.rows(), directory / "sweep.csv")
+        write(rows, target)
     except OSError as error:
-        LOGGER.warning("%s could not be written: %s", directory / "sweep.csv", error.strerror)
+        LOGGER.warning("%s could not be written: %s", target, error.strerror)
 
 
-def _end(source: Source, config: dict[str, Any], directory: Path) -> int:
+def _end(source: Source, saving: CheckpointSection, directory: Path) -> int:
     """Draw the picture, name the best and those that failed. Returns the exit code."""
-    monitor, mode = config["checkpoint"]["monitor"], config["checkpoint"]["mode"]
-    _record(source, directory)
     rows = source.rows()
-    try:
-        draw(rows, directory / "sweep.png", monitor=monitor, mode=mode)
-    except OSError as error:
-        LOGGER.warning("%s could not be written: %s", directory / "sweep.png", error.strerror)
+    _write(rows, directory / "sweep.csv", write_csv)
+    _write(rows, directory / "sweep.png", partial(draw, monitor=saving.monitor, mode=saving.mode))
     states = Counter(row.state for row in rows)
     told = ", ".join(f"{count} {state}" for state, count in states.items())
     LOGGER.info("%s", f"{len(rows)} job{'s' * (len(rows) != 1)}: {told}; see {directory}")
-    if (best := best_of(rows, mode=mode)) is not None:
+    if (best := best_of(rows, mode=saving.mode)) is not None:
         of = f": {best.assignment}" if best.assignment else ""
-        LOGGER.info("%s", f"best {monitor} {best.objective:.4g}{of}, in {best.directory.path}")
+        LOGGER.info("%s", f"best {saving.monitor} {best.objective:.4g}{of}, in {best.directory.path}")
     if PREEMPTION.requested and source.num_left:
         LOGGER.info("stopped; the same command continues")
         return Exit.PREEMPTED
     if states["failed"]:
         LOGGER.info("%d of %d jobs failed:", states["failed"], len(rows))
-    for row in rows:
-        if row.state == "failed":
-            told = f"exit {row.code}: " if row.code is not None else ""
-            LOGGER.info("%s", f"  {told}{row.assignment}: {row.error}")
+    for row in (row for row in rows if row.state == "failed"):
+        told = f"exit {row.code}: " if row.code is not None else ""
+        LOGGER.info("%s", f"  {told}{row.assignment}: {row.error}")
     return source.code

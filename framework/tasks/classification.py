@@ -18,7 +18,4 @@ class Classification:
     def metrics(self, outputs: Tensor, targets_B: Tensor) -> dict[str, Tensor]:
         logits_BC = main_output(outputs)
         highest_BK = logits_BC.topk(min(5, logits_BC.shape[-1]), dim=-1).indices
-        return {
-            "accuracy": (logits_BC.argmax(dim=-1) == targets_B).sum(),
-            "top5": (highest_BK == targets_B[:, None]).sum(),
-        }
+        return {"accuracy": (logits_BC.argmax(dim=-1) == targets_B).sum(), "top5": (highest_BK == targets_B[:, None]).sum()}

@@ -15,6 +15,4 @@ class Regression:
 
     def metrics(self, outputs: Tensor, targets_BN: Tensor) -> dict[str, Tensor]:
         outputs_BN = main_output(outputs)
-        return {
-            "mae": F.l1_loss(outputs_BN, targets_BN.reshape(outputs_BN.shape), reduction="sum") / outputs_BN[0].numel()
-        }
+        return {"mae": F.l1_loss(outputs_BN, targets_BN.reshape(outputs_BN.shape), reduction="sum") / outputs_BN[0].numel()}

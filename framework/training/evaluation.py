@@ -32,6 +32,6 @@ def measure(engine: Engine, loader: MicroBatches) -> Sums:
 
 def totals(sums: Sums, *, world: World) -> Sums:
     """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message."""
-    flat = world.sum(torch.cat([value.double().reshape(-1) for value in sums.values()]).cpu())
+    flat = world.agreement.sum(torch.cat([value.double().reshape(-1) for value in sums.values()]).cpu())
     parts = flat.split([value.numel() for value in sums.values()])
     return {name: part.reshape(value.shape) for (name, value), part in zip(sums.items(), parts)}

@@ -28,26 +28,23 @@ class Recorder:
     def open(self, run: RunInfo, **facts: Any) -> None:
         """Start or continue the record at `run.step`; `facts`, the counters among them, go into the summary."""
         what = "the run's record could not be opened"
-        self._world.together(lambda: self._open_files(run, facts), what=what, rank_0_only=True)
+        self._world.agreement.together(lambda: self._open_files(run, facts), what=what, rank_0_only=True)
         self._run = dataclasses.replace(run, record_id=self.record_id or "")
         self._each(lambda sink: sink.open(self._run))
 
     def _open_files(self, run: RunInfo, facts: dict[str, Any]) -> None:
         before = self.directory.read_summary()
-        # the summary knows it of a run that was killed before its first checkpoint
-        self.record_id = self.record_id or _known_id(before) or f"{run.run_id}-{secrets.token_hex(4)}"
+        known = str(before.get("record_id"))  # of a run that was killed before its first checkpoint
+        self.record_id = self.record_id or (known if RECORD_ID.fullmatch(known) else f"{run.run_id}-{secrets.token_hex(4)}")
         restarts = before.get("restarts", -1) + 1
-        facts = facts | {
-            "record_id": self.record_id,
-            "continued_at": [*before.get("continued_at", []), run.step] if restarts else [],
-        }
-        self.directory.update_summary(status="running", restarts=restarts, error=None, **facts)
+        facts |= {"continued_at": [*before.get("continued_at", []), run.step] if restarts else []}
+        self.directory.update_summary(status="running", restarts=restarts, error=None, record_id=self.record_id, **facts)
         self._metrics = MetricsFile(self.directory.metrics, step=run.step)
 
     def rewind(self, step: int) -> None:
         """Take back the rows after `step`, from where the run goes on. Collective."""
         what = "the run's record could not be cut back"
-        self._world.together(lambda: self._cut_back(step), what=what, rank_0_only=True)
+        self._world.agreement.together(lambda: self._cut_back(step), what=what, rank_0_only=True)
         summary = self.directory.read_summary()
         again = dataclasses.replace(self._run, step=step)
         self._each(lambda sink: sink.close(summary))
@@ -74,7 +71,7 @@ class Recorder:
 
     def flush(self, **values: Any) -> None:
         """Put the rows on the disk and `values` into the summary: before a checkpoint that counts on them."""
-        self._world.together(lambda: self._flush_files(values), what="metrics not written", rank_0_only=True)
+        self._world.agreement.together(lambda: self._flush_files(values), what="metrics not written", rank_0_only=True)
 
     def _flush_files(self, values: dict[str, Any]) -> None:
         if self._metrics is not None:
@@ -98,8 +95,3 @@ class Recorder:
             self._each(lambda sink: sink.close(summary))
         self._each(lambda sink: sink.wait(within_s=within_s) if isinstance(sink, Background) else None)
         self._sinks = {}
-
-
-def _known_id(summary: dict[str, Any]) -> str | None:
-    record_id = summary.get("record_id")
-    return record_id if isinstance(record_id, str) and RECORD_ID.fullmatch(record_id) else None

@@ -1,86 +1,85 @@
-"""Getting over a step that is not finite: it is left out, or the run goes back to an earlier checkpoint."""
+"""What follows from a loss or gradient that is not finite: the end, a step left out, or an earlier checkpoint."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from framework.checkpoint.canonical import restore
-from framework.engine.seam import Step
+from framework.checkpoint.saver import Saver
+from framework.config.schema import Divergence
+from framework.distributed.world import World
+from framework.engine.data_parallel import persistent_buffers
+from framework.engine.seam import Engine, Step
+from framework.optim.update import Update
 from framework.runtime.exits import Diverged
 from framework.runtime.log import LOGGER
-
-if TYPE_CHECKING:
-    from framework.training.trainer import Trainer
-from dataclasses import dataclass
-from typing import Literal
+from framework.training.progress import Progress
+from framework.training.recorder import Recorder
 
 
-def recover(trainer: "Trainer", error: Diverged, *, step: Step) -> bool:
-    """Get over a step that is not finite, as the policy says; raise `error` where it says that the run ends. Collective.
+@dataclass(eq=False)
+class Recovery:
+    """Recovers a run from a step that is not finite, as its policy says. Every method is collective."""
 
-    Returns whether the run stands at an earlier step now.
-    """
-    policy, count = trainer.divergence, trainer.progress.num_divergences + 1
-    if not policy.is_watched:
-        raise error
-    if count > policy.limit:
-        raise Diverged(f"{error.what} (it has been got over {policy.limit} times, which is trainer.divergence.limit)")
-    if policy.rolls_back:
-        roll_back(trainer, past=step)
-    else:
-        leave_out(trainer, step)
-    trainer.progress.num_divergences = count
-    if trainer.world.rank == 0:
-        done = (
-            f"back to step {trainer.progress.step}, leaving out the batches since" if policy.rolls_back else "left out"
-        )
-        LOGGER.warning("%s: %s (%d of %d times)", error.what, done, count, policy.limit)
-    return policy.rolls_back
+    policy: Divergence
+    world: World
+    engine: Engine
+    update: Update
+    saver: Saver
+    recorder: Recorder
 
-
-def leave_out(trainer: "Trainer", step: Step) -> None:
-    """Count a step as taken whose forward pass has changed nothing but the buffers."""
-    for buffer, before in zip(trainer.buffers, trainer.before):
-        buffer.copy_(before)
-    trainer.progress.step += 1
-    trainer.progress.samples_seen += step.num_samples
-
-
-def roll_back(trainer: "Trainer", *, past: Step) -> None:
-    """Load an earlier checkpoint, and have the samples continue behind the step `past`. Collective."""
-    trainer.saver.settle()
-    found = trainer.store.newest_valid(back=trainer.divergence.back - 1)
-    if found is None:  # the disk has refused even the first, of step 0
-        raise Diverged(f"step {trainer.progress.step + 1} is not finite, and there is no checkpoint to go back to")
-    path, state = found
-    samples_seen = trainer.progress.samples_seen + past.num_samples
-    trainer.tick()
-    wall_s = trainer.progress.wall_s
-    restore(
-        path, module=trainer.engine.module, optimizer=trainer.optimizer, average=trainer.average, world=trainer.world
-    )
-    trainer.load_state_dict(state)
-    trainer.progress.samples_seen, trainer.progress.wall_s = samples_seen, wall_s
-    trainer.loss_watch.zero_()
-    trainer.store.drop_after(trainer.progress.step)  # a restart must not take them for this run's newest
-    trainer.recorder.rewind(trainer.progress.step)
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """`raise` ends the run. `skip` leaves the step out; `rollback` goes on from the `back`-th newest checkpoint, with the
-    batches after the one that was not finite: both at most `limit` times in a run.
-
-    Source of the rollback: Chowdhery et al. 2022, "PaLM: scaling language modeling with Pathways", section 5.1.
-    """
-
-    action: Literal["raise", "skip", "rollback"]
-    limit: int
-    back: int
+    def __post_init__(self) -> None:
+        self.is_watching = self.policy.action != "raise"  # then every step must be known to be finite before it is taken
+        self.rolls_back = self.policy.action == "rollback"
+        self._buffers = persistent_buffers(self.engine.module) if self.is_watching else []
+        self._before: list[Tensor] = []  # the buffers before the step
 
     @property
-    def is_watched(self) -> bool:
-        """Return whether every step has to be known as finite before it is taken."""
-        return self.action != "raise"
+    def needs_checkpoint(self) -> bool:
+        """Return whether the run has to save one before it starts: there is none to go back to."""
+        return self.rolls_back and self.saver.store.newest_valid() is None
 
-    @property
-    def rolls_back(self) -> bool:
-        return self.action == "rollback"
+    def begin_step(self) -> None:
+        """Keep what a step changes before it is known to be finite."""
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def recover(self, error: Diverged, *, step: Step, progress: Progress) -> dict[str, Any] | None:
+        """Return the state of the checkpoint that the run continues from; None where `step` was left out instead.
+
+        Raises Diverged where the policy ends the run.
+        """
+        policy, count = self.policy, progress.num_divergences + 1
+        if not self.is_watching:
+            raise error
+        if count > policy.limit:
+            raise Diverged(f"{error.what} (it has been got over {policy.limit} times, which is trainer.divergence.limit)")
+        progress.num_divergences = count
+        state = self._roll_back(past=step, progress=progress) if self.rolls_back else None
+        if state is None:  # the step counts as taken; its forward pass has changed nothing but the buffers
+            for buffer, before in zip(self._buffers, self._before):
+                buffer.copy_(before)
+            progress.step += 1
+            progress.samples_seen += step.num_samples
+        if self.world.rank == 0:
+            done = "left out" if state is None else f"back to step {state['progress']['step']}, leaving out the batches since"
+            LOGGER.warning("%s: %s (%d of %d times)", error.what, done, count, policy.limit)
+        return state
+
+    def _roll_back(self, *, past: Step, progress: Progress) -> dict[str, Any]:
+        """Load an earlier checkpoint; return its state, in which the samples continue behind the step `past`."""
+        self.saver.settle()
+        found = self.saver.store.newest_valid(back=self.policy.back - 1)
+        if found is None:  # the disk has refused even the first, of step 0
+            raise Diverged(f"step {progress.step + 1} is not finite, and there is no checkpoint to go back to")
+        path, state = found
+        restore(path, module=self.engine.module, optimizer=self.update.optimizer, average=self.update.average, world=self.world)
+        state["progress"] |= {
+            "samples_seen": progress.samples_seen + past.num_samples,
+            "wall_s": progress.wall_s,
+            "num_divergences": progress.num_divergences,
+        }
+        step = state["progress"]["step"]
+        self.saver.store.drop_after(step)  # a restart must not take them for this run's newest
+        self.recorder.rewind(step)
+        return state

@@ -3,22 +3,21 @@
 import resource
 import time
 from collections import deque
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
 
+from framework.training.profile import Profile
+
 Phase = Literal["start", "data", "forward_backward", "optimizer", "checkpoint", "evaluation", "loop", "end"]
-PARTS: tuple[Phase, ...] = (
-    "data",
-    "forward_backward",
-    "optimizer",
-    "checkpoint",
-)  # of a step's time; "loop" is the rest
+PARTS: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "checkpoint")  # of a step's time; "loop" is the rest
 _STEPPING: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "loop")
 _MOST_EVENTS = 4000  # that are kept between two rows: the last thousand steps
 
 
+@dataclass(eq=False)
 class Speed:
     """A stop-watch that the loop tells which phase it enters, and the numbers that follow. Each rank has its own.
 
@@ -26,20 +25,15 @@ class Speed:
     device has done what came before it. `peak_flops` is that of all devices of the run.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        tokens_per_sample: int | None = None,
-        flops_per_sample: float | None = None,
-        peak_flops: float | None = None,
-    ) -> None:
-        self._tokens_per_sample = tokens_per_sample
-        self._flops_per_sample = flops_per_sample
-        self._peak_flops = peak_flops
-        self._events: deque[tuple[Phase, torch.cuda.Event]] | None = None
-        if device.type == "cuda":
-            self._events = deque(maxlen=_MOST_EVENTS)
+    device: torch.device
+    tokens_per_sample: int | None = None
+    flops_per_sample: float | None = None
+    peak_flops: float | None = None
+    profile: Profile | None = None
+
+    def __post_init__(self) -> None:
+        is_on_gpu = self.device.type == "cuda"
+        self._events: deque[tuple[Phase, torch.cuda.Event]] | None = deque(maxlen=_MOST_EVENTS) if is_on_gpu else None
         self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
         self._phase: Phase = "start"
         self._since = time.perf_counter()
@@ -70,10 +64,10 @@ class Speed:
         num_steps, rate = step - last_step, (samples_seen - last_samples) / max(total_s, 1e-9)
         parts = self._of_device() if self._events is not None else {phase: spent[phase] / num_steps for phase in PARTS}
         row = {"samples_per_s": rate, "step_s": total_s / num_steps, **{f"{phase}_s": parts[phase] for phase in PARTS}}
-        if self._tokens_per_sample is not None:
-            row["tokens_per_s"] = rate * self._tokens_per_sample
-        if self._flops_per_sample is not None and self._peak_flops is not None:
-            row["mfu"] = rate * self._flops_per_sample / self._peak_flops
+        if self.tokens_per_sample is not None:
+            row["tokens_per_s"] = rate * self.tokens_per_sample
+        if self.flops_per_sample is not None and self.peak_flops is not None:
+            row["mfu"] = rate * self.flops_per_sample / self.peak_flops
         return row
 
     def _of_device(self) -> dict[Phase, float]:

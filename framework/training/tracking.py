@@ -1,24 +1,63 @@
 """The last and the best of what a run measures, and early stopping."""
 
+from collections.abc import Callable
 from typing import Any
 
-from framework.runs.metrics_file import MACHINE, Row
+from framework.config.schema import EarlyStopping
+from framework.runs.curves import NOT_CURVES
+from framework.runs.metrics_file import Row
 from framework.runtime.exits import Unfit
+
+Derive = Callable[[dict[str, float]], dict[str, float]]
 
 
 def require_metric(name: str, row: Row, *, key: str) -> None:
     """Raise Unfit if a row lacks the metric that `key` names: whether a task measures it may depend on the data."""
     if name not in row:
-        measured = ", ".join(
-            other for other in row if other not in ("step", "split", "lr", "grad_norm", "epoch", *MACHINE)
-        )
+        measured = ", ".join(other for other in row if other not in NOT_CURVES)
         raise Unfit(f"{key}: {row['split']}/{name} is not measured here (there are {measured})")
 
 
-class Tracker:
-    """The last and the best row of each split. `monitor` is SPLIT/METRIC; other splits are compared by their loss."""
+class Patience:
+    """Early stopping: how many evaluations in a row brought no improvement."""
 
-    def __init__(self, *, monitor: str, mode: str) -> None:
+    def __init__(self, settings: EarlyStopping) -> None:
+        self.settings = settings
+        self.best: float | None = None
+        self.num_bad = 0
+
+    def note(self, row: Row) -> None:
+        """Take a row in. Unfit if it lacks what is monitored."""
+        split, _, metric = self.settings.monitor.partition("/")
+        if row["split"] != split:
+            return
+        require_metric(metric, row, key="trainer.early_stopping.monitor")
+        value = -row[metric] if self.settings.mode == "max" else row[metric]
+        if self.best is None or value < self.best - self.settings.min_delta:
+            self.best, self.num_bad = value, 0
+        else:
+            self.num_bad += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "num_bad": self.num_bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.num_bad = state["best"], state["num_bad"]
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.settings.patience is not None and self.num_bad >= self.settings.patience
+
+
+class Tracker:
+    """The last and the best row of each split. `monitor` is SPLIT/METRIC; other splits are compared by their loss.
+
+    `derive` is the task's: from the means over samples to the metrics that follow from them.
+    """
+
+    def __init__(self, *, monitor: str, mode: str, patience: Patience, derive: Derive) -> None:
+        self.patience = patience
+        self.derive = derive
         self.monitor_split, _, self.monitor_metric = monitor.partition("/")
         self.mode = mode
         self.splits: dict[str, dict[str, Row]] = {}
@@ -39,35 +78,3 @@ class Tracker:
         """Return the monitored value, if it was measured at `step`."""
         row = self.splits.get(self.monitor_split, {}).get("last")
         return row[self.monitor_metric] if row is not None and row["step"] == step else None
-
-
-class Patience:
-    """Early stopping: how many evaluations in a row brought no improvement."""
-
-    def __init__(self, *, patience: int | None, monitor: str, mode: str, min_delta: float) -> None:
-        self.patience = patience
-        self.split, _, self.metric = monitor.partition("/")
-        self.sign = -1.0 if mode == "max" else 1.0
-        self.min_delta = min_delta
-        self.best: float | None = None
-        self.num_bad = 0
-
-    def note(self, row: Row) -> None:
-        if row["split"] != self.split:
-            return
-        require_metric(self.metric, row, key="trainer.early_stopping.monitor")
-        value = self.sign * row[self.metric]
-        if self.best is None or value < self.best - self.min_delta:
-            self.best, self.num_bad = value, 0
-        else:
-            self.num_bad += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "num_bad": self.num_bad}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.num_bad = state["best"], state["num_bad"]
-
-    @property
-    def is_exhausted(self) -> bool:
-        return self.patience is not None and self.num_bad >= self.patience

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -11,100 +11,66 @@ from torch import Tensor
 
 from framework.checkpoint.canonical import state_tensors
 from framework.checkpoint.saver import Saver
-from framework.checkpoint.store import CheckpointStore
-from framework.data.loader import Loader
+from framework.data.loader import Splits
+from framework.data.source import Split
 from framework.distributed.world import World
-from framework.engine.data_parallel import persistent_buffers
 from framework.engine.seam import Engine, Step, Sums
-from framework.optim.averaging import AveragedWeights
-from framework.optim.gradients import ChangeGradients
-from framework.optim.loss_scale import LossScale
+from framework.optim.update import Update
 from framework.runs.metrics_file import Row
 from framework.runtime.exits import Diverged
 from framework.runtime.preemption import PREEMPTION
 from framework.training.evaluation import measure, totals
-from framework.training.profile import Profile
 from framework.training.progress import Plan, Progress
 from framework.training.recorder import Recorder
-from framework.training.recovery import Divergence, recover
+from framework.training.recovery import Recovery
 from framework.training.speed import Speed, peak_memory_gib
-from framework.training.tracking import Patience, Tracker
+from framework.training.tracking import Tracker
 
 
+@dataclass(kw_only=True, eq=False)
 class Trainer:
     """Trains an engine's model to the plan's last step from wherever `progress` stands. Every method is collective."""
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        lr: float,
-        schedule: Callable[[int, int], float],
-        loaders: dict[str, Loader],
-        store: CheckpointStore,
-        saver: Saver,
-        recorder: Recorder,
-        plan: Plan,
-        tracker: Tracker,
-        patience: Patience,
-        divergence: Divergence,
-        loss_scale: LossScale,
-        changes: Sequence[ChangeGradients],
-        average: AveragedWeights | None,
-        derive: Callable[[dict[str, float]], dict[str, float]],
-        speed: Speed,
-        profile: Profile | None,
-        facts: dict[str, Any],
-    ) -> None:
-        self.world = world
-        self.engine = engine
-        self.optimizer = optimizer
-        self.lr = lr  # the peak; a rank's own groups may have others, or none of it
-        self.schedule = schedule
-        self.loaders = loaders
-        self.store = store
-        self.saver = saver
-        self.recorder = recorder
-        self.plan = plan
-        self.tracker = tracker
-        self.patience = patience
-        self.divergence = divergence
-        self.loss_scale = loss_scale
-        self.changes = changes  # of the gradient, after its norm is clipped
-        self.average = average
-        self.derive = derive  # the metrics that follow from the means of others
-        self.speed = speed
-        self.profile = profile
-        self.facts = facts  # what a checkpoint must have in common with the run that loads it
-        self.progress = Progress()
-        self.peak_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        self.buffers = persistent_buffers(engine.module) if divergence.is_watched else []
-        self.before: list[Tensor] = []  # the buffers, as they were before the step
-        self.loss_watch = torch.zeros((), device=world.device)  # adding up losses, it stays non-finite once one was
+    world: World
+    engine: Engine
+    update: Update
+    splits: Splits
+    saver: Saver
+    recorder: Recorder
+    plan: Plan
+    tracker: Tracker
+    recovery: Recovery
+    speed: Speed
+    progress: Progress = field(init=False, default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        self.loss_watch = torch.zeros((), device=self.world.device)  # adding up losses, it stays non-finite once one was
         self.memory_gib: list[float] = []  # of each rank, at its peak
 
     def fit(self) -> bool:
         """Train. Returns True when the run is finished, False when it was preempted, after a committed checkpoint."""
         if self.is_over:
             return True
-        if self.divergence.rolls_back and self.store.newest_valid() is None:
+        if self.recovery.needs_checkpoint:
             self.commit()
         step, steps = self.begin()
         while True:
             try:
                 self.take(step)
             except Diverged as error:
-                if recover(self, error, step=step):
+                self.tick()
+                state = self.recovery.recover(error, step=step, progress=self.progress)
+                if state is not None:
+                    self.load_state_dict(state)
+                    self.loss_watch.zero_()
                     step, steps = self.begin()
                     continue
             if self.is_over or self.is_due(self.plan.eval_every):
                 self.evaluate("val")
             can_pause = self.engine.can_pause(self.progress.step)
             is_best = can_pause and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
-            is_asked, save_failed = self.world.any_flags(PREEMPTION.requested, self.saver.has_failed)
+            is_asked, save_failed = self.world.agreement.any_flags(PREEMPTION.requested, self.saver.has_failed)
             preempted = is_asked and can_pause
             if save_failed:
                 self.saver.settle()
@@ -125,7 +91,7 @@ class Trainer:
     def begin(self) -> tuple[Step, Iterator[Step]]:
         """Start at `progress`: return the first step and those that follow."""
         self.speed.enter("start")
-        steps = self.loaders["train"].train(self.progress.samples_seen)
+        steps = self.splits.loader("train").train(self.progress.samples_seen)
         step = next(steps)
         self.engine.warm_up(step)
         self.speed.begin(step=self.progress.step, samples_seen=self.progress.samples_seen)
@@ -133,7 +99,7 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        return self.progress.step >= self.plan.total_steps or self.patience.is_exhausted
+        return self.progress.step >= self.plan.total_steps or self.tracker.patience.is_exhausted
 
     def is_due(self, every: int | None, *, at: int | None = None) -> bool:
         at = self.progress.step if at is None else at
@@ -141,8 +107,8 @@ class Trainer:
 
     def take(self, step: Step) -> None:
         """Take one optimizer step, and log it if that is due. Diverged, with nothing taken, if it is not finite."""
-        if self.profile is not None:
-            self.profile.begin_step(self.progress.step + 1)
+        if self.speed.profile is not None:
+            self.speed.profile.begin_step(self.progress.step + 1)
         is_logged = self.is_due(self.plan.log_every, at=self.progress.step + 1)
         sums, grad_norm = self.train_step(step, measure=is_logged)
         if is_logged:
@@ -150,44 +116,31 @@ class Trainer:
 
     def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
         """Take one optimizer step. Returns this rank's sums and, if it was measured, the global gradient norm."""
-        progress, plan, scale = self.progress, self.plan, self.loss_scale
+        progress, plan, scale, is_watching = self.progress, self.plan, self.update.loss_scale, self.recovery.is_watching
         self.world.at("training", step=progress.step + 1)
         self.speed.enter("forward_backward")
         for parameter in self.parameters:
             parameter.grad = None
-        self.before = [buffer.clone() for buffer in self.buffers]
+        self.recovery.begin_step()
         sums = self.engine.forward_backward(step, index=progress.step, loss_scale=scale.value, measure=measure)
         self.speed.enter("optimizer")
         scale.unscale(self.parameters)
-        needs_norm = measure or plan.clip_grad_norm is not None or scale.is_dynamic or self.divergence.is_watched
+        needs_norm = measure or plan.clip_grad_norm is not None or scale.is_dynamic or is_watching
         grad_norm = self.engine.clip_grad_norm(plan.clip_grad_norm) if needs_norm else None
-        if self.divergence.is_watched:
-            self.require_finite_loss(sums["loss"], step=progress.step + 1)
-        if (measure or self.divergence.is_watched) and grad_norm is not None:
+        if is_watching and self.world.agreement.sum((~torch.isfinite(sums["loss"])).double().cpu()):
+            raise Diverged(f"the loss of step {progress.step + 1} is not finite")
+        if (measure or is_watching) and grad_norm is not None:
             self.require_finite(grad_norm, step=progress.step + 1)
-        if scale.accepts(grad_norm):
-            factor = self.schedule(progress.step, plan.total_steps)
-            for group, peak in zip(self.optimizer.param_groups, self.peak_lrs):
-                group["lr"] = peak * factor
-            for change in self.changes:
-                change(progress.step)
-            self.optimizer.step()
-            if self.average is not None:
-                self.average.update()
+        self.update.take(progress.step, grad_norm=grad_norm)
         self.speed.enter("loop")
         self.loss_watch += sums["loss"]
         progress.step += 1
         progress.samples_seen += step.num_samples
         return sums, grad_norm
 
-    def require_finite_loss(self, loss: Tensor, *, step: int) -> None:
-        """Raise Diverged on every rank if the loss is not finite on any."""
-        if self.world.sum((~torch.isfinite(loss)).double().cpu()):
-            raise Diverged(f"the loss of step {step} is not finite")
-
     def require_finite(self, grad_norm: Tensor, *, step: int) -> None:
         """Raise Diverged on every rank, the norm being the global one; but fp16 skips such a step and goes on."""
-        if not self.loss_scale.is_dynamic and not torch.isfinite(grad_norm):
+        if not self.update.loss_scale.is_dynamic and not torch.isfinite(grad_norm):
             raise Diverged(f"the gradient of step {step} is not finite (norm {grad_norm.item()})")
 
     def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
@@ -200,8 +153,8 @@ class Trainer:
             "step": self.progress.step,
             "split": "train",
             **means,
-            **self.derive(means),
-            "lr": self.lr * self.schedule(self.progress.step - 1, self.plan.total_steps),
+            **self.tracker.derive(means),
+            "lr": self.update.lr(self.progress.step - 1),
             "grad_norm": norm if math.isfinite(norm) else None,  # fp16 has skipped the step; JSON has no infinity
             "epoch": step.epoch,
             **self.speed.row(step=self.progress.step, samples_seen=self.progress.samples_seen),
@@ -221,35 +174,36 @@ class Trainer:
         return {name: total.item() / num_samples for name, total in found.items()}
 
     def record(self, row: Row) -> None:
-        self.patience.note(row)
-        self.recorder.log(row)
+        """Take a row in, and write it. Unfit if it lacks what is monitored."""
+        self.tracker.patience.note(row)
         self.tracker.note(row)
+        self.recorder.log(row)
 
-    def evaluate(self, split: str) -> None:
+    def evaluate(self, split: Split) -> None:
         """Measure every sample of a split once.
 
         Diverged if the loss is not finite: no batch is to blame for that, so there is none to leave out.
         """
         self.world.at("evaluation", step=self.progress.step)
         self.speed.enter("evaluation")
-        loader = self.loaders[split]
-        if self.average is not None:
-            self.average.swap()
+        loader, average = self.splits.loader(split), self.update.average
+        if average is not None:
+            average.swap()
         sums = measure(self.engine, loader)
-        if self.average is not None:
-            self.average.swap()
+        if average is not None:
+            average.swap()
         means = self.means(sums, num_samples=len(loader.source))
         self.speed.enter("loop")
         if not math.isfinite(means["loss"]):
             raise Diverged(f"the {split} loss of step {self.progress.step} is not finite")
-        self.record({"step": self.progress.step, "split": split, **means, **self.derive(means)})
+        self.record({"step": self.progress.step, "split": split, **means, **self.tracker.derive(means)})
 
     def save(self) -> None:
         """Save a checkpoint. Diverged instead, if what it would hold is not finite."""
         self.world.at("saving", step=self.progress.step)
         self.speed.enter("checkpoint")
         self.means({}, num_samples=1)
-        if not self.divergence.is_watched:  # where it is, a step that was left out has left its gradient
+        if not self.recovery.is_watching:  # where it is, a step that was left out has left its gradient
             # the gradients of the step just taken are still there
             self.require_finite(self.engine.clip_grad_norm(None), step=self.progress.step)
         self.commit()
@@ -258,7 +212,7 @@ class Trainer:
     def commit(self) -> None:
         self.engine.sync_buffers()
         self.tick()
-        tensors = state_tensors(self.engine.module, self.optimizer, self.average)
+        tensors = state_tensors(self.engine.module, self.update.optimizer, self.update.average)
         flush = functools.partial(self.recorder.flush, **self.summary())
         self.saver.save(self.progress.step, tensors, self.state_dict(), flush=flush)
 
@@ -276,10 +230,10 @@ class Trainer:
         return {
             "progress": asdict(self.progress),
             "metrics": self.tracker.splits,
+            "patience": self.tracker.patience.state_dict(),
             "monitor": self.tracker.monitored(step=self.progress.step),
-            "patience": self.patience.state_dict(),
-            "loss_scale": self.loss_scale.state_dict(),
-            "facts": self.facts,
+            "loss_scale": self.update.loss_scale.state_dict(),
+            "facts": self.saver.facts,
             "record_id": self.recorder.record_id,
         }
 
@@ -287,6 +241,6 @@ class Trainer:
         """Continue from a checkpoint's plain part. The tensors are `checkpoint.canonical.restore`'s."""
         self.progress = Progress(**state["progress"])
         self.tracker.splits = state["metrics"]
-        self.patience.load_state_dict(state["patience"])
-        self.loss_scale.load_state_dict(state["loss_scale"])
+        self.tracker.patience.load_state_dict(state["patience"])
+        self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.record_id = state.get("record_id") or self.recorder.record_id

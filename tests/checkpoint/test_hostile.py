@@ -216,9 +216,7 @@ def edit_places(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def weight(header: Header) -> Header:
-    return next(
-        entry for name, entry in sorted(header.items()) if name.startswith("model/") and len(entry["shape"]) == 2
-    )
+    return next(entry for name, entry in sorted(header.items()) if name.startswith("model/") and len(entry["shape"]) == 2)
 
 
 def set_place(path: Path, value: Any) -> None:
@@ -290,9 +288,7 @@ for label, tensor in {"of_another_kind": "../../canary", "whose_name_clears_the_
 
 @attack("has chunks that do not make up one tensor")
 def a_chunk_placed_far_out(path: Path, outside: Path) -> None:
-    edit_places(
-        path, lambda places: [p["saved_offsets"].__setitem__(0, 2**40) for p in places.values() if p["saved_offsets"]]
-    )
+    edit_places(path, lambda places: [p["saved_offsets"].__setitem__(0, 2**40) for p in places.values() if p["saved_offsets"]])
 
 
 for label, value in {"negative": [-1], "text": ["x"], "deep": [[[]]], "huge": [10**30], "no list": {"a": 1}}.items():
@@ -442,9 +438,7 @@ def assert_calm(ended: Ended) -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_checkpoint_is_refused(name: str, ended: Ended, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step_00000008"
-    reason = make(
-        name, of=ended.directory / "checkpoints" / checkpoint.name, at=checkpoint, outside=tmp_path / "outside"
-    )
+    reason = make(name, of=ended.directory / "checkpoints" / checkpoint.name, at=checkpoint, outside=tmp_path / "outside")
     before = snapshot(tmp_path / "outside")
     world = World.start(Environment.read(), backend="gloo", timeout_s=60, scratch=None)
     store = CheckpointStore(checkpoint.parent, world=world, keep_last=1, keep_best=0, mode="min")
@@ -454,14 +448,10 @@ def test_a_hostile_checkpoint_is_refused(name: str, ended: Ended, tmp_path: Path
     assert snapshot(tmp_path / "outside") == before, "something outside was touched, or a payload has run"
 
 
-@pytest.mark.parametrize(
-    "name", ["a_pickle_for_a_shard", "a_linked_checkpoint", "a_pipe_for_the_state", "a_state_gigantic"]
-)
+@pytest.mark.parametrize("name", ["a_pickle_for_a_shard", "a_linked_checkpoint", "a_pipe_for_the_state", "a_state_gigantic"])
 def test_a_run_does_not_begin_from_a_hostile_checkpoint(name: str, ended: Ended, tmp_path: Path) -> None:
     checkpoint = tmp_path / "other" / "checkpoints" / "step_00000008"
-    reason = make(
-        name, of=ended.directory / "checkpoints" / checkpoint.name, at=checkpoint, outside=tmp_path / "outside"
-    )
+    reason = make(name, of=ended.directory / "checkpoints" / checkpoint.name, at=checkpoint, outside=tmp_path / "outside")
     refused = command(*RUN, "name=next", f"run.resume={checkpoint}", root=tmp_path / "runs", timeout_s=60)
     assert refused.code == 65 and f"{checkpoint}: " in refused.output and reason in refused.output, refused.output
     assert not (tmp_path / "outside" / "canary").exists()
@@ -469,9 +459,7 @@ def test_a_run_does_not_begin_from_a_hostile_checkpoint(name: str, ended: Ended,
 
 
 @pytest.mark.parametrize("ranks", [[], DDP], ids=["single", "ddp 2"])
-def test_hostile_checkpoints_are_passed_over_for_an_older_good_one(
-    ranks: list[str], ended: Ended, tmp_path: Path
-) -> None:
+def test_hostile_checkpoints_are_passed_over_for_an_older_good_one(ranks: list[str], ended: Ended, tmp_path: Path) -> None:
     expected = finished(*RUN, *ranks, root=tmp_path / "expected") if ranks else ended
     run = Ended(0, "", tmp_path / "runs")
     shutil.copytree(expected.root, run.root)
@@ -500,9 +488,7 @@ def test_rows_of_a_run_to_begin_from_are_not_read_through_a_link(ended: Ended, t
     replace_by_pipe(tmp_path / "other" / "metrics.jsonl")
     path = tmp_path / "other" / "checkpoints" / "step_00000008"
     refused = command(*RUN, "name=next", f"run.resume={path}", root=tmp_path / "runs", timeout_s=60)
-    assert refused.code == 65 and "'metrics.jsonl' is a device or a pipe instead of a file" in refused.output, (
-        refused.output
-    )
+    assert refused.code == 65 and "'metrics.jsonl' is a device or a pipe instead of a file" in refused.output, refused.output
 
 
 def test_a_measured_value_may_be_infinite_in_our_own_state(ended: Ended, tmp_path: Path) -> None:

@@ -129,14 +129,7 @@ def test_an_error_surfaces_at_the_next_steps(strategy: str, tmp_path: Path) -> N
         if environment.rank == environment.world_size - 1:
             raise OSError(errno.EIO, "the planted fault")
 
-    line = [
-        *RUN,
-        *STRATEGIES[strategy],
-        ASYNC,
-        "checkpoint.every=9",
-        "checkpoint.max_failures=0",
-        "trainer.max_epochs=30",
-    ]
+    line = [*RUN, *STRATEGIES[strategy], ASYNC, "checkpoint.every=9", "checkpoint.max_failures=0", "trainer.max_epochs=30"]
 
     def plant() -> None:
         in_each_save(fail)()

@@ -70,14 +70,14 @@ for target in {targets}:
     module, _, name = target.rpartition(".")
     dataset = getattr(importlib.import_module(module), name)()
     dataset.problems(), dataset.info
-print([name for name in ("torch", "torchvision", "PIL", "sklearn") if name in sys.modules])
+print([name for name in ("torch", "torchvision", "PIL") if name in sys.modules])
 """
     assert run_python(code) == "[]\n"
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_negative_num_workers_are_refused(option: str):
-    with pytest.raises(ValueError, match=r"dataset\.num_workers=-1: must be at least 0"):
+    with pytest.raises(ValueError, match=r"dataset\.num_workers=-1: .*at least 0"):
         dataset_class(option)(num_workers=-1)
 
 
@@ -115,30 +115,15 @@ def test_source_over_memory_mapped_arrays_is_the_same_source(source, tmp_path: P
 # Digits
 
 
-def test_digits_are_those_of_sklearn_and_splits_cover_them_once():
-    from sklearn.datasets import load_digits
-
-    expected = load_digits()
+def test_digits_are_those_of_the_repository_and_splits_cover_them_once():
     loaded = [everything(Digits().load(split)) for split in SPLITS]
-    pixels = np.concatenate([inputs for inputs, _ in loaded]).reshape(-1, 64)
-    rows = np.column_stack([np.rint(pixels * (16 / 255)), np.concatenate([targets for _, targets in loaded])])
-    expected_rows = np.column_stack([expected.data, expected.target])
-    assert sorted(map(tuple, rows)) == sorted(map(tuple, expected_rows))
+    pixels = np.rint(np.concatenate([inputs for inputs, _ in loaded]).reshape(-1, 64) * (16 / 255))
+    targets = np.concatenate([targets for _, targets in loaded])
+    # what UCI's page and scikit-learn's say of these 1797: the samples of each class, and the pixels' range
+    assert np.bincount(targets).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert (pixels.min(), pixels.max(), pixels.sum()) == (0, 16, 561718)
     assert [len(targets) for _, targets in loaded] == [1258, 180, 359]
     check_splits_cover(Digits(), total=1797)
-
-
-def test_loading_digits_imports_no_sklearn():
-    code = (
-        "import sys; from framework.data.digits import Digits; Digits().load('test'); print('sklearn' in sys.modules)"
-    )
-    assert run_python(code) == "False\n"
-
-
-def test_digits_without_sklearn_name_the_package(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (problem,) = Digits().problems()
-    assert problem.endswith("(pip install scikit-learn)")
 
 
 def test_digits_come_out_normalised():

@@ -53,11 +53,7 @@ def test_mnist_reads_what_was_written(tmp_path: Path, suffix: str):
     arrays = write_mnist(tmp_path / "MNIST" / "raw", suffix=suffix)
     dataset = MNIST(root=str(tmp_path), num_val=5)
     assert dataset.problems() == []
-    for split, name, part in (
-        ("train", "train", slice(15)),
-        ("val", "train", slice(15, 20)),
-        ("test", "t10k", slice(10)),
-    ):
+    for split, name, part in (("train", "train", slice(15)), ("val", "train", slice(15, 20)), ("test", "t10k", slice(10))):
         inputs, targets = everything(dataset.load(split))
         assert np.array_equal(inputs[:, 0], arrays[f"{name}-images-idx3-ubyte"][part])
         assert np.array_equal(targets, arrays[f"{name}-labels-idx1-ubyte"][part])
@@ -131,7 +127,7 @@ def test_fashion_mnist_of_debian_has_6000_of_each_class(tmp_path: Path):
     assert np.array_equal(np.bincount(train.targets) + np.bincount(val.targets), [6000] * 10)
     assert np.array_equal(np.bincount(test.targets), [1000] * 10)
     mean, std = train.inputs.mean() / 255, train.inputs.std() / 255
-    assert (mean, std) == (pytest.approx(*fashion_mnist.MEAN, abs=1e-3), pytest.approx(*fashion_mnist.STD, abs=1e-3))
+    assert (mean, std) == (pytest.approx(*FashionMNIST.mean, abs=1e-3), pytest.approx(*FashionMNIST.std, abs=1e-3))
 
 
 # CIFAR
@@ -217,9 +213,7 @@ def test_image_folder_carves_missing_splits_by_file_name(tmp_path: Path):
 
 def test_image_folder_decodes_on_demand_what_is_large(tmp_path: Path):
     write_images(tmp_path, num=50)
-    once, on_demand = (
-        ImageFolder(root=str(tmp_path), decode_once_gib=gib, image_size=8).load("train") for gib in (1, 0)
-    )
+    once, on_demand = (ImageFolder(root=str(tmp_path), decode_once_gib=gib, image_size=8).load("train") for gib in (1, 0))
     assert isinstance(once, Arrays) and isinstance(on_demand, Files)
     assert on_demand.arrays == {}
     for array, decoded in zip(everything(once), everything(pickle.loads(pickle.dumps(on_demand))), strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.data import sharing
+from framework.data import loader
 from framework.data.source import Source
 from framework.runtime.environment import Environment
 from tests.harness import finished
@@ -30,7 +30,7 @@ def note_places(folder: Path) -> Callable[[], None]:
     """Return what makes each rank of a command write down where its arrays are."""
 
     def plant() -> None:
-        original = sharing.load_shared
+        original = loader.load_shared
 
         def load_shared(*args: object, **kwargs: object) -> Source:
             source = original(*args, **kwargs)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def note_places(folder: Path) -> Callable[[], None]:
             (folder / f"{Environment.read().rank}.json").write_text(json.dumps(places))
             return source
 
-        sharing.load_shared = load_shared  # type: ignore[assignment]
+        loader.load_shared = load_shared  # type: ignore[assignment]
 
     return plant
 

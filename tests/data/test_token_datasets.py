@@ -54,9 +54,7 @@ def test_text_of_the_standard_library_is_python_and_megabytes():
 
 
 def test_text_problems_say_what_is_missing(tmp_path: Path):
-    assert Text(root=str(tmp_path / "x")).problems() == [
-        f"dataset.root: {tmp_path}/x is no folder (give one with text files)"
-    ]
+    assert Text(root=str(tmp_path / "x")).problems() == [f"dataset.root: {tmp_path}/x is no folder (give one with text files)"]
     assert "see dataset.pattern" in Text(root=str(tmp_path)).problems()[0]
     (tmp_path / "x.py").write_text("pass\n" * 100)
     assert "hold no sample of seq_len=128" in Text(root=str(tmp_path)).problems()[0]

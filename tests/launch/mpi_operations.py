@@ -161,12 +161,8 @@ def check_messages(rank: int, size: int) -> None:
 def check_functional(rank: int, size: int) -> None:
     """What DTensor calls: through C++, and back."""
     mine, whole = values(rank, 2, 3), everyone(2, 3)
-    same(
-        functional.wait_tensor(functional.all_reduce(mine, "sum", dist.group.WORLD)), reduced(dist.ReduceOp.SUM, whole)
-    )
-    assert torch.equal(
-        functional.wait_tensor(functional.all_gather_single(mine, 0, dist.group.WORLD)), torch.cat(whole)
-    )
+    same(functional.wait_tensor(functional.all_reduce(mine, "sum", dist.group.WORLD)), reduced(dist.ReduceOp.SUM, whole))
+    assert torch.equal(functional.wait_tensor(functional.all_gather_single(mine, 0, dist.group.WORLD)), torch.cat(whole))
     long = values(rank, 2 * size, 3)
     part = functional.wait_tensor(functional.reduce_scatter_single(long, "avg", 0, dist.group.WORLD))
     same(part, reduced(dist.ReduceOp.AVG, everyone(2 * size, 3))[2 * rank : 2 * rank + 2])
@@ -174,9 +170,7 @@ def check_functional(rank: int, size: int) -> None:
     for plus, tensor in enumerate(both):
         same(functional.wait_tensor(tensor), reduced(dist.ReduceOp.MAX, whole) + plus)
     swapped = functional.all_to_all_single(long, [2] * size, [2] * size, dist.group.WORLD)
-    assert torch.equal(
-        functional.wait_tensor(swapped), torch.cat([t[2 * rank : 2 * rank + 2] for t in everyone(2 * size, 3)])
-    )
+    assert torch.equal(functional.wait_tensor(swapped), torch.cat([t[2 * rank : 2 * rank + 2] for t in everyone(2 * size, 3)]))
 
 
 def check_groups(rank: int, size: int) -> None:
@@ -184,9 +178,7 @@ def check_groups(rank: int, size: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group()]
     members = [[0, 1], [1, 2], [0, 1, 2]]
     tensors = [values(rank, 50_000, seed=i) for i in range(3)]
-    works = [
-        dist.all_reduce(t, group=g, async_op=True) if rank in m else None for t, g, m in zip(tensors, pairs, members)
-    ]
+    works = [dist.all_reduce(t, group=g, async_op=True) if rank in m else None for t, g, m in zip(tensors, pairs, members)]
     for work in reversed(works):
         if work is not None:
             work.wait()

@@ -179,9 +179,7 @@ def test_a_node_lost_and_a_node_back(one: Ended, cluster: Callable[..., Cluster]
 @pytest.mark.parametrize(
     "whom", ["agent 1", *(pytest.param(whom, marks=pytest.mark.slow) for whom in ("agent 0", "worker of agent 0"))]
 )
-def test_a_signal_to_any_process_stops_the_run_on_all_nodes(
-    whom: str, one: Ended, cluster: Callable[..., Cluster]
-) -> None:
+def test_a_signal_to_any_process_stops_the_run_on_all_nodes(whom: str, one: Ended, cluster: Callable[..., Cluster]) -> None:
     both = two(cluster)
     node = both.nodes[int(whom[-1])]
     pid = psutil.Process(node.pid).children()[0].pid if "worker" in whom else node.pid
@@ -373,9 +371,7 @@ def test_three_nodes_may_become_one_and_three_again(one: Ended, cluster: Callabl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_machine_that_falls_silent_is_gone_on_without(
-    number: int, one: Ended, cluster: Callable[..., Cluster]
-) -> None:
+def test_a_machine_that_falls_silent_is_gone_on_without(number: int, one: Ended, cluster: Callable[..., Cluster]) -> None:
     """No connection is closed and no lock is let go: all its processes are stopped. Later they come back."""
     both = two(cluster)
     node = both.nodes[number]

@@ -34,9 +34,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 class Halted:
     """A command whose ranks wait at the end of step STOP_AT (of their first attempt) until they are let go."""
 
-    def __init__(
-        self, *overrides: str, folder: Path, num_ranks: int, before: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, *overrides: str, folder: Path, num_ranks: int, before: Callable[[], None] = lambda: None) -> None:
         self.before = before
         self.root = folder / "runs"
         self.go = folder / "go"
@@ -77,9 +75,7 @@ def assert_gone(pids: list[int], *, timeout_s: float = 10.0) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(
-    rank: int, undisturbed: Ended, tmp_path: Path
-) -> None:
+def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(rank: int, undisturbed: Ended, tmp_path: Path) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)
     os.kill(run.pids[rank], signal.SIGKILL)
     run.resume()
@@ -120,9 +116,7 @@ def test_without_restarts_kill_9_of_a_worker_names_it(tmp_path: Path) -> None:
     assert_gone(run.pids)
 
 
-def test_kill_9_of_the_parent_leaves_no_orphan_and_the_same_command_continues(
-    undisturbed: Ended, tmp_path: Path
-) -> None:
+def test_kill_9_of_the_parent_leaves_no_orphan_and_the_same_command_continues(undisturbed: Ended, tmp_path: Path) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)
     os.kill(run.process.pid, signal.SIGKILL)
     assert leftovers(Ended(0, "", run.root))

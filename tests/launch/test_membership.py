@@ -7,7 +7,7 @@ from pathlib import Path
 
 from framework.launch.elastic.membership import Membership, Node
 from framework.launch.elastic.shared_record import Meeting
-from framework.launch.worker import Failure
+from framework.launch.failures import Failure
 from tests import harness
 
 ERROR = Failure(0, "RuntimeError: a mistake", "file.py:1 in step")

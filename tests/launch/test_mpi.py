@@ -73,9 +73,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]
 
 @needs_mpi
 @pytest.mark.slow
-def test_four_ranks_of_mpirun_compute_what_one_process_does(
-    one_process: Callable[[list[str]], Ended], tmp_path: Path
-) -> None:
+def test_four_ranks_of_mpirun_compute_what_one_process_does(one_process: Callable[[list[str]], Ended], tmp_path: Path) -> None:
     run = end(train(4, *MLP, "parallel=ddp", "backend=mpi", root=tmp_path / "runs"), root=tmp_path / "runs")
     assert run.code == 0, run.output
     assert run.output.count("steps on 4 x cpu") == 1  # one run, not four

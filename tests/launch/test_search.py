@@ -52,9 +52,7 @@ def test_a_trial_is_a_run_and_its_objective_is_the_monitor(whole: list[dict[str,
     assert float(row["objective"]) == min(r["loss"] for r in own.rows if r["split"] == "val")
 
 
-def test_the_same_search_draws_the_same_and_a_longer_one_continues_it(
-    whole: list[dict[str, str]], tmp_path: Path
-) -> None:
+def test_the_same_search_draws_the_same_and_a_longer_one_continues_it(whole: list[dict[str, str]], tmp_path: Path) -> None:
     root = tmp_path / "runs"
     first = swept(*SEARCH, *SPACE, trials(2), root=root)
     assert drawn(table(first)) == drawn(whole)[:2]
@@ -123,9 +121,7 @@ def killed_around(owner: Any, name: str, *, before: bool) -> Callable[[], None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(
-    "call", [(Study, "ask"), (Trial, "suggest_float"), (Trial, "suggest_categorical"), (Study, "tell")]
-)
+@pytest.mark.parametrize("call", [(Study, "ask"), (Trial, "suggest_float"), (Trial, "suggest_categorical"), (Study, "tell")])
 def test_killed_at_any_point_a_search_draws_as_if_it_had_not_been(
     call: tuple[Any, str], before: bool, whole: list[dict[str, str]], tmp_path: Path
 ) -> None:
@@ -237,9 +233,7 @@ def test_what_is_drawn_and_stopped_does_not_depend_on_how_fast_the_search_looks(
     line = [*SEARCH[:-1], *SPACE, trials(20)]
     slow = swept(*line, root=tmp_path / "slow", before=watched_at_every_evaluation(tmp_path / "seen"))
     fast = swept(*line, root=tmp_path / "fast")
-    assert [(drawn([row]), row["state"]) for row in table(fast)] == [
-        (drawn([row]), row["state"]) for row in table(slow)
-    ]
+    assert [(drawn([row]), row["state"]) for row in table(fast)] == [(drawn([row]), row["state"]) for row in table(slow)]
     assert "pruned" in [row["state"] for row in table(fast)]
 
 

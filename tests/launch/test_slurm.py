@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from framework.cli.run import check
+from framework.cli.run import checked_line
 from tests.harness import Ended, assert_close, command, finished, slow_but, wait_for, wait_for_checkpoint
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN, Cluster
@@ -22,16 +22,12 @@ from tests.launch.test_elastic import RUN, Cluster
 CLUSTER = ROOT / "slurm" / "local_cluster.sh"
 SEARCH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 MISSING = [
-    name
-    for name in ("munged", "slurmctld", "slurmd", "slurmdbd", "sbatch", "mariadbd")
-    if not shutil.which(name, path=SEARCH)
+    name for name in ("munged", "slurmctld", "slurmd", "slurmdbd", "sbatch", "mariadbd") if not shutil.which(name, path=SEARCH)
 ]
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"no {', '.join(MISSING)} here: slurm/local_cluster.sh install installs it"
-    ),
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)} here: slurm/local_cluster.sh install installs it"),
 ]
 TWO = ["launch=slurm", "launch.nnodes=2", "parallel=ddp"]
 
@@ -209,9 +205,7 @@ def test_the_time_limit(one: Ended, submitted: Callable[..., Run]) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_job_starts(
-    one: Ended, submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_the_job_starts(one: Ended, submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """The only warning may come before Python has got so far as to listen: here the nodes give it to themselves."""
     plant = Run._plant
 
@@ -232,13 +226,7 @@ def test_a_signal_while_the_job_starts(
 def test_a_job_of_higher_priority(one: Ended, submitted: Callable[..., Run]) -> None:
     run = submitted()
     other = ask(
-        "sbatch",
-        "--parsable",
-        "--partition=high",
-        "--nodes=4",
-        "--exclusive",
-        "--output=/dev/null",
-        "--wrap=sleep 1000",
+        "sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000"
     ).strip()
     run.wait_for_restart()
     assert "requeues itself" in run.log()
@@ -346,9 +334,7 @@ def test_there_are_five_commands() -> None:
 
 
 @pytest.mark.parametrize("line", slow_but([line for line in FIVE if "nnodes" not in line], FIVE))
-def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(
-    line: str, one: Ended, cluster: Path, tmp_path: Path
-) -> None:
+def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(line: str, one: Ended, cluster: Path, tmp_path: Path) -> None:
     if "launch=slurm" in line:
         run = Run(tmp_path, *RUN, *line.split())
         run.submit()
@@ -382,9 +368,7 @@ def test_what_is_edited_after_the_submission_changes_nothing(
     ask("scontrol", "update", "PartitionName=main", "State=DOWN")  # jobs wait
     try:
         line = [*RUN, *TWO, "launch.slurm.snapshot=true", f"run.root={tmp_path / 'runs'}"]
-        told = subprocess.run(
-            [sys.executable, "train.py", *line], cwd=copy, text=True, capture_output=True, timeout=120
-        )
+        told = subprocess.run([sys.executable, "train.py", *line], cwd=copy, text=True, capture_output=True, timeout=120)
         assert told.returncode == 0, told.stderr
         run = Run(tmp_path, *line)
         run.jobs += re.findall(r"job (\d+) is submitted", told.stderr)
@@ -396,9 +380,7 @@ def test_what_is_edited_after_the_submission_changes_nothing(
     assert_ends_as(run, one, restarts=0)
 
 
-def test_a_frozen_configuration_that_was_tampered_with_is_not_run(
-    submitted: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
     ask("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:
         run = Run(tmp_path, *RUN, *TWO)
@@ -434,9 +416,7 @@ def test_a_frozen_configuration_that_was_tampered_with_is_not_run(
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )  # fmt: skip
-def test_what_the_cluster_does_not_have_is_refused(
-    line: list[str], problem: str, cluster: Path, tmp_path: Path
-) -> None:
+def test_what_the_cluster_does_not_have_is_refused(line: list[str], problem: str, cluster: Path, tmp_path: Path) -> None:
     refused = command(*RUN, *TWO, *line, root=tmp_path / "runs")
     assert (refused.code, refused.output) == (78, problem + "\n")
     assert not list(refused.root.iterdir())
@@ -445,14 +425,11 @@ def test_what_the_cluster_does_not_have_is_refused(
 def test_all_problems_come_in_one_report(cluster: Path, tmp_path: Path) -> None:
     refused = command(*RUN, *TWO, "optimizer.lrr=1", "launch.slurm.partition=hihg", root=tmp_path / "runs")
     assert refused.code == 78
-    assert [line.partition(":")[0] for line in refused.output.splitlines()] == [
-        "optimizer.lrr",
-        "launch.slurm.partition",
-    ]
+    assert [line.partition(":")[0] for line in refused.output.splitlines()] == ["optimizer.lrr", "launch.slurm.partition"]
 
 
 def test_a_launcher_does_not_submit() -> None:
-    _, problems = check([*RUN, "launch=slurm", "parallel=ddp"], world_size=2)
+    problems = checked_line([*RUN, "launch=slurm", "parallel=ddp"], world_size=2).problems
     expected = "launch: slurm, but the launcher started 2 already (launch=local, or this command without a launcher)"
     assert [str(problem) for problem in problems] == [expected]
 
@@ -462,15 +439,11 @@ def test_a_machine_without_slurm_is_no_place_to_submit_from(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     refused = command(*RUN, *TWO, root=tmp_path / "runs")
-    expected = (
-        "launch: slurm, but there is no sbatch on PATH (a machine from which jobs are submitted, or launch=local)\n"
-    )
+    expected = "launch: slurm, but there is no sbatch on PATH (a machine from which jobs are submitted, or launch=local)\n"
     assert (refused.code, refused.output) == (78, expected)
 
 
-def test_a_controller_that_is_gone_is_said_to_be(
-    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_that_is_gone_is_said_to_be(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Path(os.environ["SLURM_CONF"]).read_text()
     (tmp_path / "slurm.conf").write_text(
         re.sub("SlurmctldPort=.*", "SlurmctldPort=1", text) + "MessageTimeout=1\nSlurmctldTimeout=1\n"

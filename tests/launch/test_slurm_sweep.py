@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from framework.cli.run import check, start
+from framework.cli.run import start
 from framework.config.frozen_file import recall
 from framework.sweep.line import read
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, assert_close, begin, command, end, files_below, finished, wait_for
+from tests.harness import Ended, assert_close, begin, checked, command, end, files_below, finished, wait_for
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN
 from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
@@ -81,9 +81,7 @@ class Sweep:
             raise AssertionError(f"{error}\n{ask('squeue')}\n{self.log[-6000:]}") from None
 
     def wait_for_rows(self, *seeds: int) -> None:
-        self.wait(
-            lambda: all((self.run(seed).root / "metrics.jsonl").exists() for seed in seeds), what=f"rows of {seeds}"
-        )
+        self.wait(lambda: all((self.run(seed).root / "metrics.jsonl").exists() for seed in seeds), what=f"rows of {seeds}")
 
     def wait_for_end(self) -> None:
         self.wait(lambda: not ask("squeue", "--noheader"), what="an empty queue")
@@ -124,9 +122,7 @@ def status(*line: str, run: Callable[[list[str]], int] = start, root: Path) -> d
     names = lines[rule - 1]
     starts = [match.start() for match in re.finditer(r"\S+", names)]
     columns = list(zip(names.split(), starts, [*starts[1:], None]))
-    rows = [
-        {name: text[first:last].strip() for name, first, last in columns} for text in lines[rule + 1 :] if text.strip()
-    ]
+    rows = [{name: text[first:last].strip() for name, first, last in columns} for text in lines[rule + 1 :] if text.strip()]
     return {row["run"]: row for row in rows[:-1]}  # the last counts them
 
 
@@ -154,9 +150,7 @@ def test_a_sweep_is_an_array_that_ends_as_on_one_machine(one: Ended, submitted: 
     assert {row["state"] for row in submitted.table} == {"finished"} and (folder / "sweep.png").exists()
 
 
-def test_the_same_command_submits_only_what_is_missing(
-    held: None, submitted: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_command_submits_only_what_is_missing(held: None, submitted: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SQUEUE_STATES", "all")  # what the user likes to see is not what waits or runs
     jobs = ids(submitted.submit(*SEEDS))
     assert len(jobs) == 3
@@ -221,9 +215,7 @@ def test_a_full_quota_is_waited_for_or_told(
     held: None, submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sbatch_that(
-        '[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }',
-        tmp_path,
-        monkeypatch,
+        '[ "$1" = --test-only ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }', tmp_path, monkeypatch
     )
     told = submitted.submit(*SEEDS, code=75)
     assert "not submitted: " in told.output and "QOSMaxSubmitJobPerUserLimit" in told.output
@@ -232,9 +224,7 @@ def test_a_full_quota_is_waited_for_or_told(
 
 
 @pytest.mark.slow
-def test_a_search_waits_for_room_in_the_queue(
-    submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_waits_for_room_in_the_queue(submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = '[ -n "$(squeue --noheader)" ]'
     sbatch_that(
         f'[ "$1" != --test-only ] && {full} && {{ echo "sbatch: error: no room" >&2; exit 1; }}; exec "$real" "$@"',
@@ -286,9 +276,7 @@ def test_single_has_one_process_where_others_have_more(held: None, submitted: Sw
 def test_an_account_and_a_quality_of_service_are_asked_for(held: None, submitted: Sweep) -> None:
     user = psutil.Process().username()
     for what in (["account", "physics"], ["user", user, "account=physics"], ["qos", "patient"]):
-        subprocess.run(
-            ["sacctmgr", "--immediate", "add", *what], stdout=subprocess.DEVNULL, timeout=60
-        )  # 1 if it is there
+        subprocess.run(["sacctmgr", "--immediate", "add", *what], stdout=subprocess.DEVNULL, timeout=60)  # 1 if it is there
     ask("sacctmgr", "--immediate", "modify", "user", user, "set", "qos=normal,patient")
     told = command(*ARRAY, "launch.slurm.account=physics", "launch.slurm.qos=patient", root=submitted.root)
     asked_for = facts(*ids(told))
@@ -382,14 +370,7 @@ def test_status_without_slurm_tells_what_the_directories_do(
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        "a fifo",
-        "a directory",
-        "abc",
-        "id,directory,state,objective\n1,a\0b,finished,0",
-        "id,directory\n1,2",
-        "x" * 200_000,
-    ],
+    ["a fifo", "a directory", "abc", "id,directory,state,objective\n1,a\0b,finished,0", "id,directory\n1,2", "x" * 200_000],
 )
 def test_status_of_a_damaged_sweep_says_so(damage: str, tmp_path: Path) -> None:
     table = tmp_path / "runs" / "sweep.csv"
@@ -409,9 +390,7 @@ def test_status_of_numbers_that_are_none(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "default" / "odd"
     directory.mkdir(parents=True)
     (directory / "summary.json").write_text('{"status": "running", "step": 1e999, "total_steps": NaN, "job_id": ["7"]}')
-    (directory / "metrics.jsonl").write_text(
-        f'{{"step": {"9" * 400}, "split": "train", "step_s": 1e300, "loss": 0.5}}\n'
-    )
+    (directory / "metrics.jsonl").write_text(f'{{"step": {"9" * 400}, "split": "train", "step_s": 1e300, "loss": 0.5}}\n')
     (odd,) = status(root=tmp_path / "runs").values()
     assert (odd["state"], odd["metric"]) == ("killed", "train/loss 0.5") and "ETA" not in odd
 
@@ -453,10 +432,8 @@ def test_submitit_local_runs_as_many_jobs_as_there_are_cpus_for(tmp_path: Path) 
     line = ["parallel=ddp", "seed=0,1", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
     sweep_line, problems = read([*line, f"hydra.launcher.cpus_per_task={len(os.sched_getaffinity(0))}"])
     assert not problems and sweep_line.launcher.num_at_a_time == 1
-    assert check(sweep_line.line({"seed": "0"}), world_size=None)[0]["launch"]["nproc_per_node"] == 2
-    assert read([*line[:-1], "hydra.launcher.cpus_per_task=1"])[0].launcher.num_at_a_time == len(
-        os.sched_getaffinity(0)
-    )
+    assert checked(*sweep_line.line({"seed": "0"})).launch.num_processes == 2
+    assert read([*line[:-1], "hydra.launcher.cpus_per_task=1"])[0].launcher.num_at_a_time == len(os.sched_getaffinity(0))
     told = finished(*RUN, "trainer.max_steps=5", *line, root=tmp_path / "runs", run=multirun)
     assert "2 jobs: 2 finished" in told.output and "2 x cpu" in told.output
 

@@ -63,15 +63,7 @@ def test_our_own_workers_listen_on_loopback_only(more: list[str], folder: Path, 
 
 @pytest.mark.slow
 def test_workers_of_torchrun_listen_on_loopback_only(folder: Path, tmp_path: Path) -> None:
-    line = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        str(ROOT / "train.py"),
-        *LINE,
-        "parallel=ddp",
-    ]
+    line = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(ROOT / "train.py"), *LINE, "parallel=ddp"]
     agent = subprocess.Popen([sys.executable, *line, f"run.root={tmp_path / 'runs'}"])
     assert agent.wait(timeout=120) == 0
     assert_loopback(folder, processes=2, besides=agent.pid)  # torchrun's own store listens everywhere (pytorch#173909)

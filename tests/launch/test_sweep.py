@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-from framework.cli.run import check
 from framework.runs.directory import RunDirectory
 from framework.runs.lock import Lock
 from framework.runs.table import TableRow
@@ -23,7 +22,7 @@ from framework.sweep.jobs import Job, Pool, exit_code
 from framework.sweep.line import Interval, read
 from framework.sweep.picture import draw, panels
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
+from tests.harness import Ended, assert_same_bits, begin, checked, command, end, finished, wait_for
 from tests.test_resume import RUN, after_step, preempt
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -226,11 +225,7 @@ def test_a_signal_to_a_sweep_ends_all_its_jobs_with_a_checkpoint(signum: int, tm
         os.kill(process.pid, signum)
     ended = end(process, root=root)
     assert ended.code == 75, ended.output
-    assert [(row["state"], row["step"]) for row in table(ended)] == [
-        ("preempted", "6"),
-        ("preempted", "6"),
-        ("missing", ""),
-    ]
+    assert [(row["state"], row["step"]) for row in table(ended)] == [("preempted", "6"), ("preempted", "6"), ("missing", "")]
     ended = swept(*line, root=root)
     for row in table(ended)[:1]:
         assert_same_bits(job(ended, row), finished(*RUN, f"seed={row['seed']}", root=tmp_path / "alone"))
@@ -250,9 +245,7 @@ def test_jobs_at_a_time_share_the_cpus(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     one, other = ({int(cpu) for cpu in path.read_text().split()} for path in folder.iterdir())
     assert one | other == cpus and (not one & other or len(cpus) == 1)
-    assert "training" not in ended.output and all(
-        "training" in path.read_text() for path in ended.root.glob("sweeps/*/logs/*")
-    )
+    assert "training" not in ended.output and all("training" in path.read_text() for path in ended.root.glob("sweeps/*/logs/*"))
 
 
 # --- the plan
@@ -337,14 +330,7 @@ def test_flags_that_print_are_not_for_sweeps(tmp_path: Path) -> None:
 
 def test_a_line_is_taken_apart_as_hydra_does() -> None:
     line, problems = read(
-        [
-            "seed=range(3)",
-            "model=glob(*t)",
-            "+model.dropout=choice(0,0.1)",
-            "name=x",
-            "optimizer=sgd,adam",
-            "optimizer=sgd",
-        ]
+        ["seed=range(3)", "model=glob(*t)", "+model.dropout=choice(0,0.1)", "name=x", "optimizer=sgd,adam", "optimizer=sgd"]
     )
     assert not problems and line.fixed == ["name=x", "optimizer=sgd"]
     assert line.swept == {"seed": ["0", "1", "2"], "model": ["gpt", "resnet", "vit"], "model.dropout": ["0", "0.1"]}
@@ -352,13 +338,7 @@ def test_a_line_is_taken_apart_as_hydra_does() -> None:
     assert len(combinations) == 18 and combinations[1] == {"seed": "0", "model": "gpt", "model.dropout": "0.1"}
     assert line.line(combinations[1]) == ["name=x", "optimizer=sgd", "seed=0", "model=gpt", "model.dropout=0.1"]
     space, problems = read(
-        [
-            "a=interval(1,2)",
-            "b=int(interval(1,8))",
-            "c=tag(log,interval(1e-3,1))",
-            "d=range(1,9,3)",
-            "hydra/sweeper=optuna",
-        ]
+        ["a=interval(1,2)", "b=int(interval(1,8))", "c=tag(log,interval(1e-3,1))", "d=range(1,9,3)", "hydra/sweeper=optuna"]
     )
     assert not problems and space.swept == {
         "a": Interval(1.0, 2.0), "b": Interval(1, 8), "c": Interval(1e-3, 1.0, log=True), "d": Interval(1, 7, step=3)
@@ -404,8 +384,7 @@ def test_seeds_alone_are_categories(tmp_path: Path) -> None:
 )
 def test_a_summary_that_is_none_is_no_traceback(summary: Any, tmp_path: Path) -> None:
     line = [*SHORT, "seed=0,1"]
-    config, _ = check([*SHORT, "seed=0", f"run.root={tmp_path / 'runs'}"], world_size=None)
-    directory = Path(config["run"]["dir"])
+    directory = Path(checked(*SHORT, "seed=0", f"run.root={tmp_path / 'runs'}").run.dir)
     directory.mkdir(parents=True)
     (directory / "summary.json").write_text(json.dumps(summary))
     for mode in ("plan", "status"):

@@ -233,7 +233,7 @@ IMAGES = {"num_classes": 10, "in_channels": 1}
 @pytest.mark.parametrize(
     ("construct", "given", "message"),
     [
-        (MLP, IMAGES | {"image_size": 8, "num_layers": 0}, r"num_layers=0: .*set num_layers >= 1"),
+        (MLP, IMAGES | {"image_size": 8, "num_layers": 0}, r"num_layers=0: .*at least 1"),
         (CNN, IMAGES | {"image_size": 8, "channels": []}, r"channels=\[\]: .*one width per block"),
         (CNN, IMAGES | {"image_size": 8, "channels": [8], "norm": "layer"}, r"norm='layer' .*group, batch, none"),
         (ResNet, IMAGES | {"depth": 20}, r"depth=20 .*18, 34, 50, 101"),
@@ -242,7 +242,7 @@ IMAGES = {"num_classes": 10, "in_channels": 1}
         (ViT, IMAGES | {"image_size": 28, "patch_size": 8}, r"patch_size=8: .*image_size=28; choose a divisor"),
         (ViT, IMAGES | {"image_size": 8, "dim": 30}, r"dim=30 .*num_heads=4.*a multiple of 4"),
         (GPT, {"vocab_size": 17, "seq_len": 12, "dim": 12}, r"dim=12 .*2 \* num_heads=8.*a multiple of 8"),
-        (GPT, {"vocab_size": 17, "seq_len": 12, "num_layers": 0}, r"num_layers=0: .*set num_layers >= 1"),
+        (GPT, {"vocab_size": 17, "seq_len": 12, "num_layers": 0}, r"num_layers=0: .*at least 1"),
         (TorchvisionClassifier, {"num_classes": 10, "in_channels": 4}, r"in_channels=4: .*3 channels, or 1"),
         (TorchvisionClassifier, IMAGES | {"name": "resnet19"}, r"name='resnet19' .*resnet18"),
     ],

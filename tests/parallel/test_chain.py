@@ -2,12 +2,10 @@
 
 import itertools
 import random
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import _ComputationType
 
 from framework.parallel.pipelining.chain import costs_of, cut, stray_parameters, weighty
 from framework.parallel.pipelining.schedules import simulated_waiting
@@ -30,17 +28,13 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(seed: int) -> None:
 
 def test_links_without_weights_go_with_their_neighbours() -> None:
     links = [nn.Flatten(), nn.Linear(4, 4), nn.GELU(), nn.Dropout(), nn.Linear(4, 2), nn.Identity()]
-    assert weighty(links) == [range(0, 4), range(4, 6)]
+    assert weighty(links) == [range(4), range(4, 6)]
 
 
 def test_costs_are_counted_operations() -> None:
     links = [nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 6 * 6, 5)]
     example = torch.empty(3, 1, 8, 8, device="meta")
-    assert costs_of(nn.Sequential(*links), links, example=example) == [
-        1 + 2 * 3 * 2 * 9 * 36 + 20,
-        1,
-        1 + 2 * 3 * 72 * 5 + 365,
-    ]
+    assert costs_of(nn.Sequential(*links), links, example=example) == [1 + 2 * 3 * 2 * 9 * 36 + 20, 1, 1 + 2 * 3 * 72 * 5 + 365]
 
 
 def test_a_weight_outside_of_the_chain_is_found() -> None:
@@ -48,15 +42,7 @@ def test_a_weight_outside_of_the_chain_is_found() -> None:
     assert stray_parameters(model, [model[0]]) == ["1.weight", "1.bias"]
 
 
-class Action(NamedTuple):
-    """What torch's schedules list."""
-
-    stage_index: int
-    computation_type: _ComputationType
-    microbatch_index: int
-
-
 def test_waiting_is_simulated() -> None:
-    forward, backward = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
-    order = {rank: [Action(rank, kind, n) for kind in (forward, backward) for n in range(4)] for rank in range(3)}
+    kinds = ("FORWARD", "FULL_BACKWARD")
+    order = {rank: [(kind, rank, n) for kind in kinds for n in range(4)] for rank in range(3)}
     assert simulated_waiting(order) == pytest.approx((3 - 1) / (4 + 3 - 1))  # GPipe's own formula

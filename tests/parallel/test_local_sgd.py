@@ -9,10 +9,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from framework.build import components
-from framework.cli.run import check
 from framework.data.loader import Loader
 from framework.data.order import Order
-from tests.harness import assert_same_bits, command, finished
+from tests.harness import assert_same_bits, checked, command, finished
 from tests.test_resume import after_step, preempt
 
 RANKS, SYNC_EVERY, SYNC_FIRST, STEPS = 3, 4, 2, 15
@@ -26,12 +25,11 @@ LOCAL = ["parallel=local-sgd", f"launch.nproc_per_node={RANKS}", f"parallel.sync
 
 def simulated() -> dict[str, torch.Tensor]:
     """Train the replicas in turn, step by step, in one process and without the framework's loop."""
-    config, problems = check(RUN, world_size=None)
-    assert not problems
-    first = components.model(config).double()
+    config = checked(*RUN)
+    first = components.model(config.model, seed=config.seed).double()
     models = [first, *(copy.deepcopy(first) for _ in range(RANKS - 1))]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=config["optimizer"]["lr"], momentum=0.9) for model in models]
-    dataset = components.dataset(config)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=config.optimizer["lr"], momentum=0.9) for model in models]
+    dataset = components.dataset(config.dataset)
     source = dataset.load("train")
     order = Order(num_samples=len(source), global_batch_size=14, seed=0, drop_last=False)
     loaders = [
@@ -95,6 +93,4 @@ def test_evaluations_and_checkpoints_in_between_are_refused(tmp_path: Path) -> N
 def test_a_model_that_answers_no_question_is_trained_too(tmp_path: Path) -> None:
     line = [*RUN, *LOCAL, "dataset.image_size=32", "model=torchvision", "model.name=resnet18", "precision=fp32"]
     losses = [row["loss"] for row in finished(*[o for o in line if o != "model.dim=8"], root=tmp_path / "runs").rows]
-    assert (
-        all(map(math.isfinite, losses)) and len(losses) == 15 + 4 + 1
-    )  # training, validation (the last at the end), test
+    assert all(map(math.isfinite, losses)) and len(losses) == 15 + 4 + 1  # training, validation (the last at the end), test

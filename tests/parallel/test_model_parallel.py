@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from framework.cli.run import check
+from framework.cli.run import checked_line
 from framework.modules.structure import units_of
 from framework.parallel import model_parallel
 from framework.parallel.model_parallel import sharing_weights
 from framework.preflight import processes
-from tests.harness import Ended, assert_close, command, finished
+from tests.harness import Ended, assert_close, checked, command, finished
 from tests.test_any_to_any import LONGER, longer, note_state, own_option, together  # noqa: F401
 from tests.test_conformance import MODELS, OPTIMIZERS, RESNET18, RUN, One, one_process, own_options  # noqa: F401
 from tests.test_resume import after_step, preempt
@@ -66,9 +66,9 @@ def test_emulated_devices_refuse_what_cuda_would(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_from_one_device_to_several_and_back(
-    own_option: Callable[[], None],
-    longer: Ended,
-    tmp_path: Path,  # noqa: F811
+    own_option: Callable[[], None],  # noqa: F811
+    longer: Ended,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     hops = [("single", 1, 3), ("ddp+mp", 2, 6), ("model-parallel", 1, 11), ("fsdp", 2, 16)]
     previous: Ended | None = None
@@ -122,16 +122,14 @@ def test_units_are_the_modules_that_a_forward_calls() -> None:
         (["parallel=model-parallel", "parallel.num_devices=9"], "launch.nproc_per_node: 1 x parallel.num_devices=9 = 9, but there are 4 CUDA devices (at most 4 of each)"),
     ],
 )  # fmt: skip
-def test_more_devices_than_there_are_are_refused(
-    line: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_devices_than_there_are_are_refused(line: list[str], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_cuda_devices", lambda: 4)
-    _, problems = check(line, world_size=None)
+    problems = checked_line(line).problems
     assert [str(found)[: len(problem)] for found in problems] == [problem]
 
 
 def test_a_process_takes_as_many_devices_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_cuda_devices", lambda: 4)
     for strategy, count in {"ddp": 4, "ddp+mp": 2, "model-parallel": 1, "dp": 1}.items():
-        config, problems = check([f"parallel={strategy}"], world_size=None)
-        assert (config["launch"]["nproc_per_node"], problems) == (count, [])
+        config = checked(f"parallel={strategy}")
+        assert config.launch.num_processes == count

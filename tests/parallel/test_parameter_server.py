@@ -17,16 +17,15 @@ from torch.nn.functional import cross_entropy
 
 from framework.build import components
 from framework.checkpoint.canonical import state_tensors
-from framework.cli.run import check
 from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.engine.data_parallel import DataParallelEngine
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.parallel.server.asynchronous import Hogwild
-from framework.parallel.server.exchange import Notices, Serving
+from framework.parallel.server.exchange import Notices, Server
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
+from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, slow_but
 from tests.test_any_to_any import note_state, together
 from tests.test_optim import scale_from
 from tests.test_resume import RUN, after_step, preempt
@@ -146,7 +145,7 @@ def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
     has_come = FORK.Semaphore(0)
 
     def plant() -> None:
-        compute, hand_in = DataParallelEngine.forward_backward, Serving.hand_in
+        compute, hand_in = DataParallelEngine.forward_backward, Server.hand_in
 
         def last(engine: Any, *args: Any, **options: Any) -> Any:
             if engine.dp_rank == 1:  # ranks 0 and 2 have computed by then
@@ -159,7 +158,7 @@ def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
                 has_come.release()
 
         DataParallelEngine.forward_backward = last  # type: ignore[method-assign,assignment]
-        Serving.hand_in = tell  # type: ignore[method-assign]
+        Server.hand_in = tell  # type: ignore[method-assign]
 
     assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs", before=plant), whole)
 
@@ -170,13 +169,7 @@ def test_two_ranks_are_ddp_to_the_last_bit(precision: str, tmp_path: Path) -> No
 
     DDP means, so its backward passes start from twice what a sum needs; in fp16 half the loss scale makes them the same.
     """
-    line = [
-        *RUN,
-        f"precision={precision}",
-        "launch.nproc_per_node=2",
-        "trainer.clip_grad_norm=0.5",
-        "trainer.max_epochs=1",
-    ]
+    line = [*RUN, f"precision={precision}", "launch.nproc_per_node=2", "trainer.clip_grad_norm=0.5", "trainer.max_epochs=1"]
     scales = []
     runs = []
     for strategy, scale in (("parameter-server", 2.0**24), ("ddp", 2.0**23)):
@@ -240,13 +233,12 @@ def in_turns() -> Callable[[], None]:
 
 def by_hand(line: list[str]) -> dict[str, torch.Tensor]:
     """Train one model on the ranks' samples in turn, in one process and without the framework's loop."""
-    config, problems = check(line, world_size=None)
-    assert not problems
-    model = components.model(config).double()
-    optimizer = components.component(config["optimizer"])(trainable(model, hidden=hidden_matrices(model)))
-    schedule = components.component(config["scheduler"])
+    config = checked(*line)
+    model = components.model(config.model, seed=config.seed).double()
+    optimizer = components.component(config.optimizer)(trainable(model, hidden=hidden_matrices(model)))
+    schedule = components.component(config.scheduler)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    dataset = components.dataset(config)
+    dataset = components.dataset(config.dataset)
     source = dataset.load("train")
     order = Order(num_samples=len(source), global_batch_size=14, seed=0, drop_last=False)
     loaders = [Loader(dataset, source, order=order, micro_batch_size=None, dp_rank=rank, dp_size=RANKS,
@@ -391,11 +383,9 @@ def test_an_evaluation_waits_for_the_pushes_of_all(tmp_path: Path) -> None:
     run = finished(*line, *ASYNC, root=tmp_path / "runs", before=plant)
     saved = tensors_of(run.directory / "checkpoints" / "step_00000008")
     assert {value.item() for name, value in saved.items() if name.endswith("/step")} == {8 * RANKS}
-    config, _ = check(line, world_size=None)
-    model, dataset = components.model(config).double(), components.dataset(config)
-    model.load_state_dict(
-        {name.removeprefix("model/"): value for name, value in saved.items() if name.startswith("model/")}
-    )
+    config = checked(*line)
+    model, dataset = components.model(config.model, seed=config.seed).double(), components.dataset(config.dataset)
+    model.load_state_dict({name.removeprefix("model/"): value for name, value in saved.items() if name.startswith("model/")})
     stored = [torch.from_numpy(array) for array in dataset.load("val").gather(np.arange(8))]
     inputs, targets = dataset.transform(*stored, keys=None)
     (row,) = (row for row in run.rows if (row["split"], row["step"]) == ("val", 8))

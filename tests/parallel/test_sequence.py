@@ -15,9 +15,7 @@ MESHES = {"tensor 2": ["parallel=tensor", "launch.nproc_per_node=2"], "tensor 4"
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    ends = {
-        name: finished(*LINE, *line, root=tmp_path_factory.mktemp(name) / "runs") for name, line in OPTIMIZERS.items()
-    }
+    ends = {name: finished(*LINE, *line, root=tmp_path_factory.mktemp(name) / "runs") for name, line in OPTIMIZERS.items()}
     return ends | {"one block": finished(*LINE, "model.num_layers=1", root=tmp_path_factory.mktemp("block") / "runs")}
 
 
@@ -48,9 +46,7 @@ def test_a_run_goes_on_with_it_and_without(one: dict[str, Ended], tmp_path: Path
     assert (stopped.code, stopped.summary["step"]) == (75, 6)
     resume = f"run.resume={stopped.directory}"
     assert_close(finished(*LINE, *OPTIMIZERS["adamw"], resume, root=tmp_path / "whole"), one["adamw"])
-    ended = finished(
-        *LINE, *OPTIMIZERS["adamw"], *MESHES["tensor 2"], "parallel.sequence=true", resume, root=tmp_path / "two"
-    )
+    ended = finished(*LINE, *OPTIMIZERS["adamw"], *MESHES["tensor 2"], "parallel.sequence=true", resume, root=tmp_path / "two")
     assert_close(ended, one["adamw"])
 
 

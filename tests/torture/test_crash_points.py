@@ -42,21 +42,15 @@ class Points:
             crash()
 
     def plant(self) -> None:
-        for owner, name in [
-            (os, "mkdir"),
-            (os, "rename"),
-            (os, "replace"),
-            (os, "unlink"),
-            (os, "rmdir"),
-            (os, "fsync"),
-        ]:
+        for owner, name in [(os, "mkdir"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "fsync")]:
             setattr(owner, name, self._around(name, getattr(owner, name)))
         self._around_the_writes()
         save = CheckpointStore.save
 
         def watched(store: CheckpointStore, step: int, *args: Any) -> None:
             if step != AT_STEP or Environment.read().rank != self.rank:
-                return save(store, step, *args)
+                save(store, step, *args)
+                return
             self._saving = threading.get_ident()
             save(store, step, *args)
             self._saving = None

@@ -66,19 +66,13 @@ def test_a_valid_checkpoint_exists_at_all_times(seed: int, tmp_path: Path, monke
                 undo.setattr(disk, "_depth", 1)
                 disk.top.write_after_power_cut(left, rng)
             found = valid_steps(left / "run" / "checkpoints")
-            assert not committed[0] or (found and found[0] >= committed[0]), (
-                f"{found}, but {committed[0]} was committed"
-            )
+            assert not committed[0] or (found and found[0] >= committed[0]), f"{found}, but {committed[0]} was committed"
 
     disk = RecordedDisk(tmp_path / "disk", monkeypatch, at_each=look)
     step = 0
     for _ in range(rng.randrange(4, 12)):
         store = CheckpointStore(  # what retention keeps may be another at each start
-            directory,
-            world=world,
-            keep_last=rng.randrange(1, 4),
-            keep_best=rng.randrange(3),
-            mode=rng.choice(["min", "max"]),
+            directory, world=world, keep_last=rng.randrange(1, 4), keep_best=rng.randrange(3), mode=rng.choice(["min", "max"])
         )
         kill_in[0] = rng.randrange(1, 25) if rng.random() < 0.4 else -1
         try:

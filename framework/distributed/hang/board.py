@@ -6,23 +6,22 @@ import fcntl
 import mmap
 import os
 import signal
-import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+import numpy as np
+
 DUMP = signal.SIGRTMIN + 7  # has a rank write its stacks; none of the signals that stop a run
 NUM_BEATS = 64  # that are remembered
 
-_SLOT_BYTES = 4096  # one rank's place and latest beats
 _STACK_BYTES = 1 << 21  # above a hundred threads of a hundred frames each, which is where faulthandler ends
 _VERDICT_BYTES = 1 << 16
-_PLACE = struct.Struct("<iiidqq")  # rank, pid; state, since when (monotonic), and the collectives on both groups then
-_BEATS = struct.Struct("<q")  # so many have there been
-_BEAT = struct.Struct("<qq16sqq")  # number, step, phase; collectives on both groups
-_BEATS_AT, _RING_AT = 64, 128
-assert _RING_AT + NUM_BEATS * _BEAT.size <= _SLOT_BYTES
+_COLLECTIVES = [("on_default", "i8"), ("on_control", "i8")]
+_BEAT = [("number", "i8"), ("step", "i8"), ("phase", "S16"), *_COLLECTIVES]
+_PLACE = [("rank", "i4"), ("pid", "i4"), ("state", "i8"), ("since", "f8"), *_COLLECTIVES]
+_SLOT = np.dtype([*_PLACE, ("num_beats", "i8"), ("beats", _BEAT, NUM_BEATS)])  # one rank's, as of RankSlot and Beat
 
 
 class State(IntEnum):
@@ -49,16 +48,14 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSlot:
     """Where a rank stands."""
 
     local_rank: int
     rank: int
     pid: int
     state: State
-    since: (
-        float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has told an error
-    )
+    since: float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has told an error
     collectives: tuple[int, int]  # begun so far, if it has told its error; otherwise as of the latest beat
     beats: tuple[Beat, ...]  # the latest, oldest first
 
@@ -66,7 +63,7 @@ class Place:
 class Board:
     """This rank's slot, which it writes, and those of the others on this node, which it reads.
 
-    Writing costs a microsecond and no system call. The file holds the slots, the verdict, and room for a stack of each
+    Writing costs some microseconds and no system call. The file holds the slots, the verdict, and room for a stack of each
     rank; it may be deleted once every rank has opened it.
     """
 
@@ -78,13 +75,15 @@ class Board:
         self._descriptor = descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, self._stack_at(num_local))
         # on a full disk a write to memory without a page behind it is fatal, and this is an error
-        os.posix_fallocate(descriptor, local_rank * _SLOT_BYTES, _SLOT_BYTES)
-        self._slots = mmap.mmap(descriptor, num_local * _SLOT_BYTES)
+        os.posix_fallocate(descriptor, local_rank * _SLOT.itemsize, _SLOT.itemsize)
+        self._slots = np.frombuffer(mmap.mmap(descriptor, num_local * _SLOT.itemsize), dtype=_SLOT)
+        self._mine = self._slots[local_rank]
         # the handler works in C: also where a loop in C never lets Python run again
         self._stack = open(path, "r+b", buffering=0)
         self._stack.seek(self._stack_at(local_rank))
         faulthandler.register(DUMP, file=self._stack, all_threads=True)
-        self._write_place(rank, os.getpid(), State.RUNNING, 0.0, 0, 0)
+        self._mine["rank"], self._mine["pid"] = rank, os.getpid()
+        self._mine["state"] = State.RUNNING
 
     def close(self) -> None:
         faulthandler.unregister(DUMP)
@@ -93,53 +92,40 @@ class Board:
 
     def beat(self, phase: str, *, step: int, collectives: tuple[int, int]) -> None:
         """Write down that this rank is about to do `phase` (at most 16 characters) of a step."""
-        at = self.local_rank * _SLOT_BYTES
-        place = at + _RING_AT + self._number % NUM_BEATS * _BEAT.size
-        _BEAT.pack_into(self._slots, place, self._number, step, phase.encode(), *collectives)
+        self._mine["beats"][self._number % NUM_BEATS] = (self._number, step, phase.encode(), *collectives)
         self._number += 1
-        _BEATS.pack_into(self._slots, at + _BEATS_AT, self._number)
+        self._mine["num_beats"] = self._number
 
     def tell(self, state: State, *, stack: str, collectives: tuple[int, int]) -> None:
         """Write down how this rank's work has ended, and where."""
         if not self.stack(self.local_rank):
             os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
-        rank, pid = _PLACE.unpack_from(self._slots, self.local_rank * _SLOT_BYTES)[:2]
-        self._write_place(rank, pid, state, time.monotonic(), *collectives)
-
-    def _write_place(self, *values: float) -> None:
-        at = self.local_rank * _SLOT_BYTES
-        # at once: packed in place, it would be zero for a moment
-        self._slots[at : at + _PLACE.size] = _PLACE.pack(*values)
+        self._mine["since"] = time.monotonic()
+        self._mine["on_default"], self._mine["on_control"] = collectives
+        self._mine["state"] = state  # the last: with it the others begin to read the rest
 
     @property
-    def mine(self) -> Place:
+    def mine(self) -> RankSlot:
         return self.place(self.local_rank)
 
-    def others(self) -> list[Place]:
+    def others(self) -> list[RankSlot]:
         return [self.place(local_rank) for local_rank in range(self.num_local) if local_rank != self.local_rank]
 
-    def place(self, local_rank: int) -> Place:
-        at = local_rank * _SLOT_BYTES
-        rank, pid, state, since, *collectives = _PLACE.unpack_from(self._slots, at)
-        (total,) = _BEATS.unpack_from(self._slots, at + _BEATS_AT)
-        beats = [self._beat(at, number) for number in range(max(0, total - NUM_BEATS), total)]
-        told = State(state) > State.RUNNING
-        latest = (collectives[0], collectives[1]) if told or not beats else beats[-1].collectives
+    def place(self, local_rank: int) -> RankSlot:
+        rank, pid, state, since, *begun, total, ring = self._slots[local_rank].copy().item()
+        latest = [ring[number % NUM_BEATS].item() for number in range(max(0, total - NUM_BEATS), total)]
+        beats = tuple(Beat(number, step, phase.decode(), (a, b)) for number, step, phase, a, b in latest)
+        collectives = (begun[0], begun[1]) if state > State.RUNNING or not beats else beats[-1].collectives
         if state == State.ABSENT:  # then its slot is empty; launchers number a node's ranks in one row
-            rank = _PLACE.unpack_from(self._slots, self.local_rank * _SLOT_BYTES)[0] - self.local_rank + local_rank
-        return Place(local_rank, rank, pid, State(state), since, latest, tuple(beats))
-
-    def _beat(self, at: int, number: int) -> Beat:
-        place = at + _RING_AT + number % NUM_BEATS * _BEAT.size
-        number, step, phase, *collectives = _BEAT.unpack_from(self._slots, place)
-        return Beat(number, step, phase.rstrip(b"\0").decode(), (collectives[0], collectives[1]))
+            rank = int(self._mine["rank"]) - self.local_rank + local_rank
+        return RankSlot(local_rank, rank, pid, State(state), since, collectives, beats)
 
     def stack(self, local_rank: int) -> str:
         """Return what a rank has written of its stack so far."""
         return _text_at(self._descriptor, self._stack_at(local_rank), _STACK_BYTES)
 
     def _stack_at(self, local_rank: int) -> int:
-        return self.num_local * _SLOT_BYTES + _VERDICT_BYTES + local_rank * _STACK_BYTES
+        return self.num_local * _SLOT.itemsize + _VERDICT_BYTES + local_rank * _STACK_BYTES
 
     def try_lead(self) -> bool:
         """Take the lead in finding out what has happened, if no living rank has it and it is not known yet."""
@@ -155,17 +141,17 @@ class Board:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def post(self, verdict: str) -> None:
-        text, at = verdict.encode()[: _VERDICT_BYTES - 1], self.num_local * _SLOT_BYTES
+        text, at = verdict.encode()[: _VERDICT_BYTES - 1], self.num_local * _SLOT.itemsize
         os.pwrite(self._descriptor, text[1:], at + 1)
         os.pwrite(self._descriptor, text[:1], at)  # the first byte last: until then a reader sees nothing
 
     @property
     def verdict(self) -> str:
         """What the leader has found, or an empty string."""
-        return _text_at(self._descriptor, self.num_local * _SLOT_BYTES, _VERDICT_BYTES)
+        return _text_at(self._descriptor, self.num_local * _SLOT.itemsize, _VERDICT_BYTES)
 
 
-def have_write(pid: int) -> None:
+def request_stacks(pid: int) -> None:
     """Have a rank write its stacks, as they are. One that is stopped goes on then.
 
     The signal is for its main thread: any other would write only after the main one had gone on from where it was stopped.
@@ -181,13 +167,10 @@ def have_write(pid: int) -> None:
 def posted_verdict(path: Path, *, num_local: int) -> str:
     """Return the verdict on the board at `path`, for one who is no rank; an empty string while there is none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        with open(path, "rb", buffering=0) as file:
+            return _text_at(file.fileno(), num_local * _SLOT.itemsize, _VERDICT_BYTES)
     except FileNotFoundError:
         return ""
-    try:
-        return _text_at(descriptor, num_local * _SLOT_BYTES, _VERDICT_BYTES)
-    finally:
-        os.close(descriptor)
 
 
 def _text_at(descriptor: int, at: int, size: int) -> str:

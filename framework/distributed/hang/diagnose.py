@@ -8,9 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from framework.distributed.hang.board import Board, Place, State, have_write
-from framework.distributed.hang.judge import Seen, judge
-from framework.distributed.hang.stacks import waits_for_others
+from framework.distributed.hang.board import Board, RankSlot, State, request_stacks
+from framework.distributed.hang.judge import RankReport, judge, waits_for_others
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
 
@@ -21,7 +20,7 @@ _LATE_S = 0.5
 _SETTLED_S = 0.2  # a stack that has not grown for so long is complete
 
 
-def tell(board: Board, error: Exception, *, collectives: tuple[int, int] | None = None) -> None:
+def report_error(board: Board, error: Exception, *, collectives: tuple[int, int] | None = None) -> None:
     """Write on the board how this rank's work has ended; `collectives`: begun so far. What it tells first, counts."""
     state = State.TIMED_OUT if is_timeout(error) else State.LOST_PEER if is_lost_peer(error) else State.FAILED
     if board.mine.state is State.RUNNING:
@@ -69,7 +68,7 @@ def _has_ended(board: Board) -> bool:
     return any(place.state is State.FAILED or _is_gone(place) for place in board.others())
 
 
-def _is_gone(place: Place) -> bool:
+def _is_gone(place: RankSlot) -> bool:
     return place.state is not State.ABSENT and _process(place.pid).state in ("", "Z", "X")
 
 
@@ -96,9 +95,7 @@ def _process(pid: int) -> _Process:
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     """Find out who hangs, log it and post it. Returns False if a rank has merely ended."""
     begun, busy_s = time.monotonic(), {place.local_rank: _process(place.pid).busy_s for place in board.others()}
-    _wait(
-        lambda: _has_ended(board) or all(_has_told(p) or _is_stopped(p) for p in board.others()), at_most_s=_TO_TELL_S
-    )
+    _wait(lambda: _has_ended(board) or all(_has_told(p) or _is_stopped(p) for p in board.others()), at_most_s=_TO_TELL_S)
     if _has_ended(board):
         return False
     silent = {place.local_rank: place for place in board.others() if not _has_told(place)}
@@ -116,17 +113,15 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
             manner = _manner(place, stack, computes=share > 0.5)
         else:
             manner = _lateness(place, board)
-        seen.append(Seen(place, stack, manner))
+        seen.append(RankReport(place, stack, manner))
     verdict = judge(seen, timeout_s=timeout_s, spans_nodes=spans_nodes)
     for one in seen:
-        log.to_files(
-            f"rank {one.place.rank} {one.manner or 'waits for other ranks'}, {one}\n{one.stack or '(no stack)'}"
-        )
+        log.to_files(f"rank {one.place.rank} {one.manner or 'waits for other ranks'}, {one}\n{one.stack or '(no stack)'}")
     board.post(verdict)
     return True
 
 
-def _lateness(place: Place, board: Board) -> str:
+def _lateness(place: RankSlot, board: Board) -> str:
     """Return by how much a rank came late. One that waits loses its connections in the moment in which another gives up."""
     gave_up = [p.since for p in board.others() + [board.mine] if p.state is State.TIMED_OUT and p.since <= place.since]
     if place.state is State.LOST_PEER and gave_up and place.since - max(gave_up) > _LATE_S:
@@ -134,15 +129,15 @@ def _lateness(place: Place, board: Board) -> str:
     return ""
 
 
-def _has_told(place: Place) -> bool:
+def _has_told(place: RankSlot) -> bool:
     return place.state > State.RUNNING
 
 
-def _is_stopped(place: Place) -> bool:
+def _is_stopped(place: RankSlot) -> bool:
     return _process(place.pid).state in ("T", "t")
 
 
-def _manner(place: Place, stack: str, *, computes: bool) -> str:
+def _manner(place: RankSlot, stack: str, *, computes: bool) -> str:
     if place.state is State.ABSENT:
         return "has not come so far as to say where it is"
     if _process(place.pid).state == "D":
@@ -152,12 +147,12 @@ def _manner(place: Place, stack: str, *, computes: bool) -> str:
     return "" if waits_for_others(stack) else "waits, but not for the other ranks"
 
 
-def _dump(board: Board, silent: dict[int, Place]) -> None:
+def _dump(board: Board, silent: dict[int, RankSlot]) -> None:
     """Have the silent ranks write their stacks, and wait until they are written."""
     for place in silent.values():
         if place.pid:
             with suppress(ProcessLookupError):
-                have_write(place.pid)
+                request_stacks(place.pid)
     deadline = time.monotonic() + _TO_DUMP_S
     asked = [local_rank for local_rank, place in silent.items() if place.pid]
     before = [""]

@@ -1,19 +1,53 @@
 """The verdict on a hang: which rank is guilty, from where all of them stand."""
 
+import re
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from framework.distributed.hang.board import Beat, Place
-from framework.distributed.hang.stacks import own_frame
+from framework.distributed.hang.board import Beat, RankSlot
+from framework.runtime.torch_internals import BACKWARD_FUNCTION
+
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def frames(text: str) -> list[Frame]:
+    """Return the frames of the main thread, or of the one thread that a traceback is about, innermost first."""
+    threads = re.split(r"^(?:Current t|T)hread 0x", text, flags=re.MULTILINE)
+    found = re.findall(r'File "(.+)", line (\d+),? in (.+)', threads[-1])  # the main thread, being the oldest, comes last
+    in_order = [Frame(file, int(line), function) for file, line, function in found]
+    return in_order if len(threads) > 1 else in_order[::-1]
+
+
+def own_frame(text: str) -> Frame | None:
+    """Return the innermost frame that is not a library's."""
+    return next((frame for frame in frames(text) if not frame.file.startswith((*_LIBRARIES, "<"))), None)
+
+
+def waits_for_others(text: str) -> bool:
+    """Return whether the innermost call is one of torch.distributed, or the backward pass, in which gradients are summed."""
+    innermost = frames(text)[:1]
+    return any("/torch/distributed/" in f.file or f.function == BACKWARD_FUNCTION for f in innermost)
+
 
 _GROUPS = ("the default process group", "the control group")
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankReport:
     """A rank, as it was found."""
 
-    place: Place
+    place: RankSlot
     stack: str
     manner: str  # what it does instead of waiting for other ranks; empty if it does that
 
@@ -23,7 +57,7 @@ class Seen:
         return where if frame is None else f"{where}, at {frame}"
 
 
-def judge(seen: Sequence[Seen], *, timeout_s: float, spans_nodes: bool) -> str:
+def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) -> str:
     """Return the verdict on the ranks of a node, in one sentence.
 
     Guilty is who does something else than to wait for the others. Where all wait, but not for the same, it is who has
@@ -37,41 +71,21 @@ def judge(seen: Sequence[Seen], *, timeout_s: float, spans_nodes: bool) -> str:
         return "; ".join([said, *(f"rank {one.place.rank} has {waited} {one}" for one in waiting)])
     if spans_nodes:
         return f"of this node no rank hangs, and all have {waited} for those of another: {_told(seen)}"
-    odd = _odd_one(seen)
+    odd = next((odd for group in range(len(_GROUPS)) if (odd := _outlier(seen, group=group)) is not None), None)
     if odd is None:
         last = min(seen, key=lambda one: (len(one.place.beats) and one.place.beats[-1].number, one.place.collectives))
         return (f"rank {last.place.rank} hangs, most likely, being behind: all have {waited} for each other, and "
                 f"which of them is wrong cannot be told: {_told(seen)}")  # fmt: skip
-    return f"rank {odd.rank} hangs: {odd}; all have {waited} for each other: {_told(seen)}"
+    rank, said = odd
+    return f"rank {rank} hangs: {said}; all have {waited} for each other: {_told(seen)}"
 
 
-def _told(seen: Sequence[Seen]) -> str:
+def _told(seen: Sequence[RankReport]) -> str:
     return "; ".join(f"rank {one.place.rank} {one}" for one in seen)
 
 
-@dataclass(frozen=True)
-class _Odd:
-    """A rank that has begun another number of collectives than it should."""
-
-    rank: int
-    begun: int
-    at: Beat
-    expected: int
-    group: str
-
-    def __str__(self) -> str:
-        return f"in {self.at} it has begun {self.begun} collectives on {self.group}, where {self.expected} are expected"
-
-
-def _odd_one(seen: Sequence[Seen]) -> _Odd | None:
-    for group in range(len(_GROUPS)):
-        if (odd := _odd_in(seen, group=group)) is not None:
-            return odd
-    return None
-
-
-def _odd_in(seen: Sequence[Seen], *, group: int) -> _Odd | None:
-    """Return the rank that departs first from what all do alike on a group: that does not, or not yet, begin as many."""
+def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | None:
+    """Return the rank that departs first from what all do alike on a group, not, or not yet, beginning as many; and how."""
     done: dict[int, dict[int, int]] = {}  # collectives by rank, by number of a beat: until the next
     under_way: dict[int, dict[int, int]] = {}
     at: dict[int, Beat] = {}
@@ -80,9 +94,7 @@ def _odd_in(seen: Sequence[Seen], *, group: int) -> _Odd | None:
         for beat, after in zip(beats, beats[1:]):
             done.setdefault(beat.number, {})[one.place.rank] = after.collectives[group] - beat.collectives[group]
         for beat in beats[-1:]:
-            under_way.setdefault(beat.number, {})[one.place.rank] = (
-                one.place.collectives[group] - beat.collectives[group]
-            )
+            under_way.setdefault(beat.number, {})[one.place.rank] = one.place.collectives[group] - beat.collectives[group]
         at |= {beat.number: beat for beat in beats}
     whole = [number for number, by_rank in done.items() if len(by_rank) == len(seen)]
     alike = [number for number in whole if len(set(done[number].values())) == 1]
@@ -98,5 +110,7 @@ def _odd_in(seen: Sequence[Seen], *, group: int) -> _Odd | None:
         odd = [(rank, begun) for rank, begun in closed.items() if begun != expected]
         odd += [(rank, begun) for rank, begun in open_.items() if begun > expected]
         if odd:
-            return _Odd(*odd[0], at[number], expected, _GROUPS[group]) if len(odd) == 1 else None
+            rank, begun = odd[0]
+            said = f"in {at[number]} it has begun {begun} collectives on {_GROUPS[group]}, where {expected} are expected"
+            return (rank, said) if len(odd) == 1 else None
     return None

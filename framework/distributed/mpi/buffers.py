@@ -64,10 +64,6 @@ class Reduction:
             into.copy_(staged.view(into.shape))
 
 
-def in_place() -> Any:
-    return mpi.library().IN_PLACE
-
-
 def carried(tensor: Tensor, counts: Sequence[int] | None = None) -> list[Any]:
     """Return a tensor that is in one piece as a buffer to be moved; `counts`: elements from or for each rank."""
     carrier = getattr(mpi.library(), _CARRIERS[tensor.element_size()])

@@ -1,8 +1,9 @@
 """A process group of torch.distributed over mpi4py, for builds of torch that have none over MPI."""
+
 # mypy: disable-error-code="override"
 # torch's stub gives each method a second form, for callers of its own, which a group in Python does not get
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -10,10 +11,66 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from framework.distributed.mpi import start as mpi
-from framework.distributed.mpi.buffers import Reduction, carried, check_count, counts_of, in_place, joined
-from framework.distributed.mpi.work import Started
+from framework.distributed.mpi.buffers import Reduction, carried, check_count, counts_of, joined
+
+
+class PendingOperation(dist.Work):
+    """Operations that MPI has begun. They go on whenever this process is inside MPI, and end in `wait` at the latest."""
+
+    _unfinished: set["PendingOperation"] = set()  # MPI uses their memory, also if nobody waits for them
+
+    def __init__(self, what: str, *, timeout: timedelta, result: list[Tensor]) -> None:
+        super().__init__()
+        self._what = what
+        self._timeout = timeout
+        self._result = result
+        self._requests: list[Any] = []
+        self._used: list[Tensor | None] = []
+        self._last: list[Callable[[], object]] = []
+        self._unfinished.add(self)
+
+    def add(self, request: Any, *used: Tensor | None) -> None:
+        """Take in an operation that uses the memory of these tensors."""
+        self._requests.append(request)
+        self._used.extend(used)
+
+    def at_end(self, act: Callable[[], object]) -> None:
+        self._last.append(act)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self in self._unfinished:
+            mpi.complete(self._requests, what=f"MPI: {self._what}", timeout=timeout or self._timeout)
+            self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        if self in self._unfinished and mpi.library().Request.Testall(self._requests):
+            self._finish()
+        return self not in self._unfinished
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> list[Tensor]:
+        return self._result
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return a future that is there already: no thread of ours would complete it while the caller computes."""
+        self.wait()
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self._result)
+        return future
+
+    def _finish(self) -> None:
+        self._unfinished.discard(self)
+        with torch.no_grad():
+            for act in self._last:
+                act()
+        self._requests, self._used, self._last = [], [], []
+
 
 _NAME = "mpi4py"  # torch keeps the name mpi for its own, also where it has none
 
@@ -52,7 +109,7 @@ class MPIGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch's own name
+    def getBackendName(self) -> str:  # torch's own name
         return _NAME
 
     # --- reductions
@@ -62,7 +119,7 @@ class MPIGroup(dist.ProcessGroup):
         for tensor in tensors:
             reduction = Reduction(opts.reduceOp, dtype=tensor.dtype, size=self.size())
             whole = reduction.staged(tensor.detach())
-            request = self._communicator.Iallreduce(in_place(), reduction.buffer(whole), op=reduction.operation)
+            request = self._communicator.Iallreduce(mpi.library().IN_PLACE, reduction.buffer(whole), op=reduction.operation)
             work.add(request, whole)
             work.at_end(partial(reduction.put, whole, into=tensor.detach()))
         return work
@@ -75,7 +132,7 @@ class MPIGroup(dist.ProcessGroup):
         (tensor,), root = tensors, opts.rootRank
         reduction = Reduction(opts.reduceOp, dtype=tensor.dtype, size=self.size())
         whole = reduction.staged(tensor.detach())
-        buffers = (in_place(), reduction.buffer(whole)) if self.rank() == root else (reduction.buffer(whole), None)
+        buffers = (mpi.library().IN_PLACE, reduction.buffer(whole)) if self.rank() == root else (reduction.buffer(whole), None)
         work.add(self._communicator.Ireduce(*buffers, op=reduction.operation, root=root), whole)
         if self.rank() == root:
             work.at_end(partial(reduction.put, whole, into=tensor.detach()))
@@ -96,7 +153,7 @@ class MPIGroup(dist.ProcessGroup):
             self._reduce_scatter(work, output, source.detach(), [output.numel()] * self.size(), opts.reduceOp)
         return work
 
-    def _reduce_scatter(self, work: Started, output: Tensor, source: Tensor, counts: list[int], kind: Any) -> None:
+    def _reduce_scatter(self, work: PendingOperation, output: Tensor, source: Tensor, counts: list[int], kind: Any) -> None:
         check_count(source, sum(counts))
         reduction = Reduction(kind, dtype=output.dtype, size=self.size())
         sent = reduction.staged(source)
@@ -134,7 +191,7 @@ class MPIGroup(dist.ProcessGroup):
             self._all_gather(work, self._received(work, output), tensor, [tensor.numel()] * self.size())
         return work
 
-    def _all_gather(self, work: Started, received: Tensor, tensor: Tensor, counts: list[int]) -> None:
+    def _all_gather(self, work: PendingOperation, received: Tensor, tensor: Tensor, counts: list[int]) -> None:
         sent = tensor.detach().contiguous()
         check_count(sent, counts[self.rank()])
         work.add(self._communicator.Iallgatherv(carried(sent), carried(received, counts)), sent, received)
@@ -145,8 +202,7 @@ class MPIGroup(dist.ProcessGroup):
         sent = inputs[0].detach().contiguous()
         received = self._received_parts(work, parts) if parts else None
         into = None if received is None else carried(received, [part.numel() for part in parts])
-        used = [sent] if received is None else [sent, received]
-        work.add(self._communicator.Igatherv(carried(sent), into, root=opts.rootRank), *used)
+        work.add(self._communicator.Igatherv(carried(sent), into, root=opts.rootRank), sent, received)
         return work
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
@@ -155,8 +211,7 @@ class MPIGroup(dist.ProcessGroup):
         parts = inputs[0] if self.rank() == opts.rootRank else []
         sent = joined(parts) if parts else None
         source = None if sent is None else carried(sent, [part.numel() for part in parts])
-        used = [received] if sent is None else [received, sent]
-        work.add(self._communicator.Iscatterv(source, carried(received), root=opts.rootRank), *used)
+        work.add(self._communicator.Iscatterv(source, carried(received), root=opts.rootRank), received, sent)
         return work
 
     def all_to_all_single(
@@ -197,15 +252,13 @@ class MPIGroup(dist.ProcessGroup):
 
     # --- memory
 
-    def _begin(self, what: str, result: Sequence[Tensor]) -> Started:
+    def _begin(self, what: str, result: Sequence[Tensor]) -> PendingOperation:
         for tensor in result:
             if tensor.device.type != "cpu":
-                raise ValueError(
-                    f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU"
-                )
-        return Started(f"{what} among {self.size()} ranks", timeout=self._timeout, result=list(result))
+                raise ValueError(f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU")
+        return PendingOperation(f"{what} among {self.size()} ranks", timeout=self._timeout, result=list(result))
 
-    def _received(self, work: Started, tensor: Tensor, *, filled: bool = False) -> Tensor:
+    def _received(self, work: PendingOperation, tensor: Tensor, *, filled: bool = False) -> Tensor:
         """Return memory in one piece for what `tensor` is to hold in the end: its own, where that is in one piece."""
         whole = tensor.detach()
         if not whole.is_contiguous():
@@ -213,7 +266,7 @@ class MPIGroup(dist.ProcessGroup):
             work.at_end(lambda: tensor.detach().copy_(whole))
         return whole
 
-    def _received_parts(self, work: Started, parts: Sequence[Tensor]) -> Tensor:
+    def _received_parts(self, work: PendingOperation, parts: Sequence[Tensor]) -> Tensor:
         whole = parts[0].new_empty(sum(part.numel() for part in parts))
         pieces = whole.split([part.numel() for part in parts])
         work.at_end(lambda: [part.detach().copy_(piece.view(part.shape)) for part, piece in zip(parts, pieces)])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from framework.runtime.environment import Environment, Place, set_default
+from framework.runtime.environment import Environment, NodePlace, set_default
 from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def problem(environment: Environment) -> Problem | None:
 
 
 @functools.cache
-def place_on_node() -> Place:
+def place_on_node() -> NodePlace:
     """Return this process's place among those that share its node's memory. Collective.
 
     Neither need mpirun number a node's processes in the order of their ranks, nor their ranks follow each other.
@@ -75,7 +75,7 @@ def place_on_node() -> Place:
     MPI = library()
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    return Place(node.rank, node.size, node.bcast(world.rank, root=0))
+    return NodePlace(node.rank, node.size, node.bcast(world.rank, root=0))
 
 
 def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
@@ -121,25 +121,13 @@ def store(*, one_machine: bool, timeout: timedelta) -> "Store":
         host = "127.0.0.1" if one_machine else socket.gethostname()
         # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
         listener = socket.create_server(("127.0.0.1" if one_machine else "", 0))
-        address = f"{host} {listener.getsockname()[1]}"
-        served = _serve(listener.detach(), address=address, world_size=world.size, timeout=timeout)
+        port = listener.getsockname()[1]
+        address = f"{host} {port}"
+        served = TCPStore(
+            host, port, world.size, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
     host, _, port = from_rank_0(address, timeout=timeout).partition(" ")
     return served or TCPStore(host, int(port), world.size, is_master=False, timeout=timeout)
-
-
-def _serve(listener: int, *, address: str, world_size: int, timeout: timedelta) -> "Store":
-    from torch.distributed import TCPStore
-
-    host, _, port = address.partition(" ")
-    return TCPStore(
-        host,
-        int(port),
-        world_size,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener,
-    )
 
 
 def leave() -> None:

@@ -1,24 +1,24 @@
 """Elastic runs: the same command on every node; nodes come and go, and the run goes on with those that are there."""
 
-import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from framework.config.frozen_file import Frozen
-from framework.launch.agent import Agent, Arranged, cause, prepare, report, report_hang
-from framework.launch.claim import Begun, claim, is_finished
+from framework.config.frozen_file import FrozenConfig
+from framework.config.modes import MODES
+from framework.config.schema import RunConfig
+from framework.launch.agent import Agent, prepare
+from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
 from framework.launch.elastic.membership import Membership
 from framework.launch.elastic.shared_record import Meeting, Superseded
-from framework.launch.handover import as_text, from_text
-from framework.launch.scratch import new_folder, sweep
-from framework.launch.worker import Failure, begin_child, record_failure, recorded_failures, work
+from framework.launch.failures import cause, record_failure, recorded_failures, report
+from framework.launch.scratch import new_folder, remove_leftovers
+from framework.launch.worker import begin_child, work
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
@@ -33,31 +33,43 @@ _LAST_CALL_S = 3.0  # after a node has come, before a round begins with fewer th
 _GRACE_S = 5.0  # for workers to notice by themselves that others are gone
 
 
-def take_part(config: dict[str, Any], *, attempt: list[int] | None = None) -> int:
+def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
     """Be one node of the run until it ends. Returns the exit code, the same on all nodes.
 
     An `attempt` that compares as greater takes the run from the nodes of the others.
     """
-    try:
-        return _take_part(config, attempt=attempt or [])
-    except Superseded as superseded:
-        LOGGER.error("this node has to leave the run: %s", superseded)
-        return superseded.code
-
-
-def _take_part(config: dict[str, Any], *, attempt: list[int]) -> int:
-    directory = RunDirectory(Path(config["run"]["dir"]))
-    launch = config["launch"]
-    prepare(config)
+    prepare(config.parallel["_target_"], MODES[config.mode].worker)
+    directory, launch = RunDirectory(Path(config.run.dir)), config.launch
     # every node has as many workers: torch then numbers them without a store
     set_default("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     meeting = Meeting(
         directory.path.with_name(f".{directory.path.name}.elastic"),
-        sizes=fitting_nodes(config),
-        num_workers=launch["nproc_per_node"],
-        max_restarts=launch["max_restarts"],
-        attempt=attempt,
+        sizes=fitting_nodes(launch, config.parallel),
+        num_workers=launch.num_processes,
+        max_restarts=launch.max_restarts,
+        attempt=attempt or [],
     )
+    try:
+        if (code := _enter(meeting)) is not None:
+            return code
+        try:
+            remove_leftovers(directory.path)
+            with new_folder(directory.path) as scratch:
+                entry = _Entry(config, meeting.folder)
+                agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
+                return agent.attend(meeting, timeout_s=launch.timeout_s)
+        finally:
+            meeting.leave()
+    except Superseded as superseded:
+        LOGGER.error("this node has to leave the run: %s", superseded)
+        return superseded.code
+    except OSError as error:
+        LOGGER.error("this node has to leave the run: %s", error)
+        return Exit.DISK
+
+
+def _enter(meeting: Meeting) -> Exit | None:
+    """Take a place in the meeting. An exit code instead, where that cannot be."""
     try:
         while not meeting.enter():
             if PREEMPTION.requested:
@@ -70,80 +82,61 @@ def _take_part(config: dict[str, Any], *, attempt: list[int]) -> int:
     except OSError as error:
         LOGGER.error("%s cannot be used: %s", meeting.folder, error)
         return Exit.DISK
-    try:
-        sweep(directory.path)
-        with new_folder(directory.path) as scratch:
-            spec = WorkerSpec(
-                role="worker",
-                local_world_size=launch["nproc_per_node"],
-                entrypoint=_join,
-                args=(config, meeting.folder, scratch),
-                rdzv_handler=Arranged(config["run"]["id"]),
-                max_restarts=launch["max_restarts"],
-            )
-            agent = _Agent(spec, meeting=meeting, directory=directory, scratch=scratch, timeout_s=launch["timeout_s"])
-            return agent.attend()
-    except OSError as error:
-        LOGGER.error("this node has to leave the run: %s", error)
-        return Exit.DISK
-    finally:
-        meeting.leave()
+    return None
 
 
-def _join(config: dict[str, Any], folder: Path, node_folder: Path) -> int:
-    """One worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes."""
-    begin_child()
-    environment = Environment.read()
-    log.start_console(rank=environment.rank)
-    try:
-        decision = _decide(config, folder=folder) if environment.rank == 0 else None
-        store = dist.FileStore(str(folder / f"start_{environment.attempt}"), environment.world_size)
-        if decision is not None:
-            store.set("decision", as_text(decision))
-        taken = from_text(store.get("decision").decode())
-    except Exception as error:
-        record_failure(error, environment=environment, scratch=folder)
-        raise
-    return work(taken, folder, node_scratch=node_folder) if isinstance(taken, Frozen) else taken
+@dataclass(frozen=True)
+class _Entry:
+    """How each worker of a node begins a round. `folder` is all nodes'."""
 
+    config: RunConfig
+    folder: Path
 
-def _decide(config: dict[str, Any], *, folder: Path) -> Frozen | int:
-    began = folder / "began"
-    if began.exists() and config["run"]["resume"] == "never":  # that is about the run, not about each of its rounds
-        config = config | {"run": config["run"] | {"resume": "auto"}}
-    if is_finished(config):
-        return Exit.FINISHED
-    begun = claim(config, party="elastic")
-    if not isinstance(begun, Begun):
-        return begun
-    began.touch()
-    return begun.frozen  # its lock stays with this process until it ends
+    def join(self, node_folder: Path) -> int:
+        """Do one worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes."""
+        begin_child()
+        environment = Environment.read()
+        log.start_console(rank=environment.rank)
+        try:
+            store = dist.FileStore(str(self.folder / f"start_{environment.attempt}"), environment.world_size)
+            if environment.rank == 0:
+                store.set("decision", as_text(self._decide()))
+            taken = from_text(store.get("decision").decode())
+        except Exception as error:
+            record_failure(error, environment=environment, scratch=self.folder)
+            raise
+        return work(taken, self.folder, node_scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
+
+    def _decide(self) -> FrozenConfig | int:
+        """Return the frozen configuration of a round, or the exit code where there is nothing to do."""
+        began = self.folder / "began"
+        config = self.config.begun() if began.exists() else self.config
+        if is_finished(config.run):
+            return Exit.FINISHED
+        run = claim(config, party="elastic")
+        if not isinstance(run, ClaimedRun):
+            return run
+        began.touch()
+        return run.frozen  # its lock stays with this process until it ends
 
 
 class _Agent(Agent):
-    """Torch elastic's agent, with a worker group for each round; a round that loses a node is not a failure."""
+    """Torch elastic's agent, with a worker group for each round; a round that loses a node is not a failure.
 
-    def __init__(
-        self, spec: WorkerSpec, *, meeting: Meeting, directory: RunDirectory, scratch: Path, timeout_s: float
-    ) -> None:
-        super().__init__(spec, scratch=scratch)
-        self._meeting = meeting
-        self._directory = directory
-        self._timeout_s = timeout_s
-        self._failure: Failure | None = None  # that has ended the run, where it is this node's
+    Its `failure` is the one that has ended the run, where it is this node's.
+    """
 
-    def attend(self) -> int:
+    def attend(self, meeting: Meeting, *, timeout_s: float) -> int:
         """Take part in round after round until the run has ended on all nodes. Returns how."""
+        self._meeting, self._timeout_s = meeting, timeout_s
         try:
             while (membership := self._next_round()).code is None:
                 self._start(membership)
                 self._watch(membership.round)
         finally:
-            self._shutdown(signal.SIGKILL)
-        if self.verdict:
-            report_hang(self.verdict, self._directory)
-        elif self._failure is not None:
-            report(self._failure, self._directory)
+            self.end_workers(signal.SIGKILL)
+        if how := self.verdict or self.failure:
+            report(how, self._directory)
         elif membership.error is not None:
             LOGGER.error("the run has failed: %s", membership.error)
             if self._directory.path.exists():
@@ -188,21 +181,19 @@ class _Agent(Agent):
         return membership
 
     def _start(self, membership: Membership) -> None:
-        spec = self._worker_group.spec
-        place = spec.rdzv_handler
-        assert isinstance(place, Arranged)
+        spec, place = self.workers.spec, self.place
         place.rank, place.num_nodes = membership.members.index(self._meeting.number), len(membership.members)
         if place.rank == 0:
             nodes = f"{place.num_nodes} node{'s' * (place.num_nodes != 1)}"
             LOGGER.info("%s", f"round {membership.round}: {nodes} of launch.nproc_per_node={spec.local_world_size}")
         # torch numbers attempts by restarts, which every agent counts for itself; the rounds are counted together
-        self._remaining_restarts = spec.max_restarts - membership.round
-        self._initialize_workers(self._worker_group)
+        self.restarts_left = spec.max_restarts - membership.round
+        self.start_workers()
 
     def _watch(self, round: int) -> None:
         """See to this node's workers until they are gone, and put on record how they went."""
         is_told, over_since = False, None
-        while (result := self._monitor_workers(self._worker_group)).state == WorkerState.HEALTHY:
+        while (result := self.watch_workers()).state == WorkerState.HEALTHY:
             time.sleep(_POLL_S)
             seen = self._meeting.look()
             if not is_told and (PREEMPTION.requested or seen.stops or seen.may_grow):
@@ -212,7 +203,7 @@ class _Agent(Agent):
                 continue
             over_since = over_since or time.monotonic()
             if time.monotonic() - over_since >= patience_s:
-                self._shutdown(signal.SIGKILL)
+                self.end_workers(signal.SIGKILL)
                 break
         with self._meeting.change() as membership:
             self._conclude(membership, round, result)
@@ -233,10 +224,8 @@ class _Agent(Agent):
             if membership.may_grow:
                 membership.regroups = round
             is_due = membership.stops or membership.regroups == round
-        if is_due and self._pcontext is not None:
-            for pid in self._pcontext.pids().values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+        if is_due:
+            self.signal_workers(signal.SIGTERM)
         return is_due
 
     def _conclude(self, membership: Membership, round: int, result: RunResult) -> None:
@@ -253,16 +242,14 @@ class _Agent(Agent):
         membership.broken = max(membership.broken, round)
         if result.state == WorkerState.HEALTHY:  # until we ended them
             return
-        ranks = [worker.global_rank for worker in self._worker_group.workers]
-        recorded = [
-            failure for failure in recorded_failures(self._meeting.folder, attempt=round) if failure.rank in ranks
-        ]
+        ranks = [worker.global_rank for worker in self.workers.workers]
+        recorded = [failure for failure in recorded_failures(self._meeting.folder, attempt=round) if failure.rank in ranks]
         failure = cause(recorded, result.failures, ranks=ranks)
         if failure.lost_peer or membership.code is not None:
             return
         number = membership.note(failure, round)
         if membership.code is not None:
-            self._failure = failure
+            self.failure = failure
         else:
             with log.launcher_file(self._directory.log):
                 LOGGER.warning("%s; restart %d of %d", failure, number, membership.max_restarts)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 
-from framework.launch.worker import Failure
+from framework.launch.failures import Failure
 
 
 @dataclass
@@ -78,10 +78,6 @@ class Membership:
     def begin_anew(self, fresh: "Membership") -> None:
         """Become another attempt's. The numbers of nodes and rounds stay used: some file of theirs may be left."""
         vars(self).update(vars(fresh) | {"num_nodes_ever": self.num_nodes_ever, "round": self.round})
-
-    def supersede(self, attempt: list[int]) -> None:
-        """Become a newer attempt's. Its first round begins when the nodes of the older are gone."""
-        self.attempt, self.stops = attempt, False
 
     def add(self, node: Node) -> int:
         self.num_nodes_ever += 1

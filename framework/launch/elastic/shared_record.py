@@ -1,6 +1,5 @@
 """Where the nodes of an elastic run meet: a folder beside the run's directory, on the file system that they share."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from framework.launch.elastic.membership import Membership, Node
 from framework.runtime.environment import node_name
 from framework.runtime.exits import RunEnded
-from framework.runtime.files import write_atomically
+from framework.runtime.files import lock_file, write_atomically
 
 _BEAT_S = 1.0
 _DEAD_AFTER_S = 8.0  # without a beat
@@ -27,13 +26,10 @@ class Meeting:
     """One agent's part in it. The record is one file, read by all and changed under a lock by one at a time.
 
     Nothing listens on a port, no process hosts it, and a change is a rename: any process may be killed at any moment.
-    (torch's FileStore would do for none of this: it appends, and a record cut short hangs every reader for ever.)
     A node lives as long as its file's time changes; no two machines' clocks are compared.
     """
 
-    def __init__(
-        self, folder: Path, *, sizes: list[int], num_workers: int, max_restarts: int, attempt: list[int]
-    ) -> None:
+    def __init__(self, folder: Path, *, sizes: list[int], num_workers: int, max_restarts: int, attempt: list[int]) -> None:
         self.folder = folder
         self.number = 0  # this node's
         self._file = folder / "membership.json"
@@ -56,17 +52,17 @@ class Meeting:
                         path.unlink()
             if membership.code is not None or not self._is_of_one_command(membership):
                 return False
-            if membership.attempt != self._node.attempt:
-                membership.supersede(self._node.attempt)
+            if membership.attempt != self._node.attempt:  # ours is newer, and begins when the older nodes are gone
+                membership.attempt, membership.stops = self._node.attempt, False
             self.number = membership.add(self._node)
-            self._beat()
+            self._beats(self.number).touch()
         threading.Thread(target=self._keep_beating, name="beat", daemon=True).start()
         return True
 
     def _is_of_one_command(self, membership: Membership) -> bool:
         mine = self._new()
-        differing = [f"{name} {getattr(mine, name)} here and {getattr(membership, name)} there"
-                     for name in ("num_workers", "sizes") if getattr(mine, name) != getattr(membership, name)]  # fmt: skip
+        pairs = {"num_workers": (mine.num_workers, membership.num_workers), "sizes": (mine.sizes, membership.sizes)}
+        differing = [f"{name} {here} here and {there} there" for name, (here, there) in pairs.items() if here != there]
         if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # before that they may be dead
             raise ValueError(f"another command than on the run's other nodes: {'; '.join(differing)}")
         return not differing
@@ -120,18 +116,11 @@ class Meeting:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        path = self.folder / "lock"
-        while True:
+        descriptor = None
+        while descriptor is None:  # the last one of an earlier attempt may remove what we wait for
             self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            except FileNotFoundError:  # removed between the two lines
-                continue
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    break
-            os.close(descriptor)  # the last one of an earlier attempt has removed the file that we waited for
+                descriptor = lock_file(self.folder / "lock", waits=True)
         try:
             yield
         finally:
@@ -153,10 +142,7 @@ class Meeting:
     def _beats(self, number: int) -> Path:
         return self.folder / f"node_{number}"
 
-    def _beat(self) -> None:
-        self._beats(self.number).touch()
-
     def _keep_beating(self) -> None:
         while not self._left.wait(_BEAT_S):
             with suppress(OSError):  # a beat missed is not a node lost
-                self._beat()
+                self._beats(self.number).touch()

@@ -1,6 +1,7 @@
 """The Engine of a model whose layers lie on several processes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,20 +12,21 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.distributed.world import World
-from framework.engine.data_parallel import add, persistent_buffers
+from framework.engine.data_parallel import add, persistent_buffers, put_back
 from framework.engine.forward import Forward
-from framework.engine.seam import MicroBatch, Step, Sums
+from framework.engine.seam import Engine, MicroBatch, Step, Sums
 from framework.modules.nested import map_tensors
 from framework.modules.shards import by_mesh, local, whole
 from framework.modules.structure import chain_of
-from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
-from framework.parallel.pipelining.chain import Shapes, costs_of
+from framework.optim.groups import BuildOptimizer, Trainable
+from framework.optim.optimizers import stand_in
+from framework.parallel.pipelining.chain import Shapes, Stage, costs_of, keep_own, shared_weights, spans_of
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, Loss, make_schedule, waiting_share
-from framework.parallel.pipelining.stages import Stage, keep_own, shared_weights, spans_of
 from framework.runtime.log import LOGGER
+from framework.runtime.torch_internals import is_view
 
 
-class PipelineEngine:
+class PipelineEngine(Engine):
     """The Engine of a model whose layers lie on the processes of the mesh's `pipeline` axis.
 
     Along a `replicate` axis every process runs a pipeline of its own on its own samples, and their gradients are summed
@@ -63,8 +65,8 @@ class PipelineEngine:
         costs = costs_of(model, links, example=forward.example)
         self._spans = spans_of(links, costs, num_stages=self._num_stages)
         self._stages = keep_own(model, links, self._spans, rank=self._rank, size=self._size)
-        for stage in self._stages.values():
-            stage.run = self._run_stage
+        for number, stage in self._stages.items():
+            stage.run = partial(self._run_stage, stage, number)
             if shard_stage is not None:
                 shard_stage(stage)
         self._schedules: dict[Any, Any] = {}
@@ -77,8 +79,7 @@ class PipelineEngine:
 
     # --- one stage of one micro-batch
 
-    def _run_stage(self, stage: Stage, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        number = next(n for n, own in self._stages.items() if own is stage)
+    def _run_stage(self, stage: Stage, number: int, /, *arguments: Any, **named: Any) -> Any:
         micro_batch = self._numbers[number].pop(0) if self._numbers.get(number) else None
         if micro_batch is not None:
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch)
@@ -95,19 +96,19 @@ class PipelineEngine:
         # what goes to the next stage is of one type whatever autocast has made of it, in one piece, no view, which
         # zero-bubble could not detach, and no wrapper around what is still to come from the processes of a layer
         value = value.to(self._dtype).contiguous()
-        return value.clone() if value._is_view() or type(value) is not Tensor else value
+        return value.clone() if is_view(value) or type(value) is not Tensor else value
 
     # --- training
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._index = index
-        before = self._snapshot()
+        before = [buffer.clone() for buffer in self._buffers]
         self._after_first = {}
-        sums: Sums = {name: torch.zeros((), device=self._world.device) for name in self._names(step, measure=measure)}
+        sums = self._zeros(step.micro_batches[0], with_metrics=measure)
         scale = loss_scale / step.num_samples * (self.dp_size if self._is_sharded else 1)
         for alike in _passes(step):
             self._pass(alike, scale=scale, sums=sums, measure=measure)
-        self._put_back([self._after_first.get(i, buffer) for i, buffer in enumerate(before)])
+        put_back(self._buffers, [self._after_first.get(i, buffer) for i, buffer in enumerate(before)])
         for parameter, group in self._shared:
             if parameter.requires_grad:
                 dist.all_reduce(local(_gradient(parameter)), group=group)
@@ -146,7 +147,7 @@ class PipelineEngine:
         try:
             schedule.step(*arguments, **({} if targets is None else {"target": targets}), return_outputs=False)
         except RuntimeError as error:
-            raise error.__cause__ or error  # torch wraps a link's own error into all of its arguments
+            raise (error.__cause__ or error) from None  # torch wraps a link's own error into all of its arguments
         for parameter, gradient in zip(self._parameters, held):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -176,28 +177,24 @@ class PipelineEngine:
             if self._world.rank == 0 and not self._schedules:
                 count, kind = len(micro_batches), type(schedule).__name__.removeprefix("Schedule")
                 waiting = waiting_share(schedule, num_micro_batches=count, num_ranks=self._size)
-                LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s): %.0f %% of the time is waiting",
+                LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s), %.0f %% of the time waiting",
                             self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip
             self._schedules[key] = schedule, runner
         return self._schedules[key]
 
-    def _names(self, step: Step, *, measure: bool) -> list[str]:
-        """Return what is measured: every rank must know, the last stage alone measures."""
-        if not measure:
-            return ["loss"]
-        first = step.micro_batches[0]
-        return ["loss", *self._metric_names(first)]
-
-    def _metric_names(self, micro_batch: MicroBatch) -> list[str]:
-        outputs = self._shapes.outputs(micro_batch.inputs)[-1]
-        targets = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), micro_batch.targets)
-        return list(self._forward.task.metrics(outputs, targets))
+    def _zeros(self, micro_batch: MicroBatch, *, with_metrics: bool) -> Sums:
+        """Return a zero for each thing that is measured: every rank must know, the last stage alone measures."""
+        names = ["loss"]
+        if with_metrics:
+            outputs = self._shapes.outputs(micro_batch.inputs)[-1]
+            targets = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), micro_batch.targets)
+            names += self._forward.task.metrics(outputs, targets)
+        return {name: torch.zeros((), device=self._world.device) for name in names}
 
     # --- evaluation
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
         """Run the stages one after the other, each where it lies."""
-        names = ["loss", *self._metric_names(micro_batch)]
         outputs = self._shapes.outputs(micro_batch.inputs)
         value: Any = micro_batch.inputs
         with torch.no_grad():
@@ -213,7 +210,7 @@ class PipelineEngine:
                 if self._rank == owner:
                     value = self._stages[number](value)
             if self._num_stages - 1 not in self._stages or micro_batch.is_padding or not self._is_counted:
-                return {name: torch.zeros((), device=self._world.device) for name in names}
+                return self._zeros(micro_batch, with_metrics=True)
             sums = {"loss": self._forward.task.loss(value, micro_batch.targets)}
             return sums | self._forward.task.metrics(value, micro_batch.targets)
 
@@ -232,26 +229,13 @@ class PipelineEngine:
                 clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    def warm_up(self, step: Step) -> None:
-        pass
-
     def sync_buffers(self) -> None:
         if self._data is not None:
             for buffer in self._buffers:
                 dist.broadcast(buffer, src=dist.get_global_rank(self._data, 0), group=self._data)
 
-    def can_pause(self, step: int) -> bool:
-        return True
-
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return build(trained or stand_in(self._world.device))  # a stage may have frozen weights only
-
-    def _snapshot(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self._buffers]
-
-    def _put_back(self, buffers: list[Tensor]) -> None:
-        if buffers:
-            torch._foreach_copy_(self._buffers, buffers)
 
 
 def _passes(step: Step) -> list[Sequence[MicroBatch]]:

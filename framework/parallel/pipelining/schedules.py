@@ -6,15 +6,15 @@ from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
-    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from framework.runtime.torch_internals import actions_of, gpipe, is_single_stage
 
 _KINDS: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
+    "gpipe": gpipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
@@ -41,37 +41,35 @@ def make_schedule(name: str, stages: list[PipelineStage], *, num_micro_batches: 
     try:
         return _KINDS[name](given, num_micro_batches, loss_fn=loss, scale_grads=False)
     except ValueError:
-        plain: Any = ScheduleGPipe if is_single else ScheduleLoopedBFS
+        plain: Any = gpipe if is_single else ScheduleLoopedBFS
         return plain(given, num_micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> float:
     """Return the share of a pass in which a process waits for others (the bubble), were all stages alike."""
-    if isinstance(schedule, PipelineScheduleSingle):  # GPipe and 1F1B: Huang et al. 2019, Narayanan et al. 2021
+    if is_single_stage(schedule):  # GPipe and 1F1B: Huang et al. 2019, Narayanan et al. 2021
         return (num_ranks - 1) / (num_micro_batches + num_ranks - 1)
-    return simulated_waiting(schedule.pipeline_order)
+    return simulated_waiting(actions_of(schedule))
 
 
 _TIMES = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWARD": 2}  # the usual proportions
 
 
-def simulated_waiting(order: dict[int, list[Any]]) -> float:
+def simulated_waiting(order: dict[int, list[tuple[str, int, int]]]) -> float:
     """Play an order through and return the share of waiting; sending costs nothing.
 
     `order` has each process's actions, as torch's schedules of several stages list them (what Schedule1F1B lists is not
     what it does: its last process begins with the second micro-batch).
     """
-    rows = {
-        rank: [a for a in row if a is not None and a.computation_type.name in _TIMES] for rank, row in order.items()
-    }
-    last_stage = max(action.stage_index for row in rows.values() for action in row)
+    rows = {rank: [action for action in row if action[0] in _TIMES] for rank, row in order.items()}
+    last_stage = max(stage for row in rows.values() for _, stage, _ in row)
     ready: dict[tuple[str, int, int], int] = {}  # when an activation or a gradient is there
     clocks, busy = dict.fromkeys(rows, 0), 0
     while any(rows.values()):
         left = sum(map(len, rows.values()))
         for rank, row in rows.items():
             while row:
-                stage, kind, number = row[0].stage_index, row[0].computation_type.name, row[0].microbatch_index
+                kind, stage, number = row[0]
                 is_forward, is_weight = kind == "FORWARD", kind == "BACKWARD_WEIGHT"
                 needs_nothing = is_weight or (stage == 0 if is_forward else stage == last_stage)
                 needed = ("F", stage - 1, number) if is_forward else ("B", stage + 1, number)

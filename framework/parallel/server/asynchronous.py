@@ -10,14 +10,13 @@ from torch.distributed import rpc
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
-from framework.engine.seam import MicroBatch, Step, Sums
-from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
-from framework.parallel.server.rpc import join, name_of, on_cpu
+from framework.engine.seam import EngineAround, Step, Sums
+from framework.optim.groups import BuildOptimizer, Trainable
+from framework.optim.optimizers import stand_in
+from framework.parallel.server.rpc import Gradients, join, name_of, on_cpu
 
-Gradients = list[Tensor | None]
 
-
-class Hogwild:
+class Hogwild(EngineAround):
     """An Engine whose ranks never wait for each other's gradients: pull, compute, push, and the server takes a step.
 
     A rank's gradient is the mean over its own samples, made at parameters that others may have moved since. Where the
@@ -26,15 +25,11 @@ class Hogwild:
     """
 
     def __init__(self, engine: DataParallelEngine, *, world: World) -> None:
-        self.module = engine.module
-        self.mesh = engine.mesh
-        self.dp_rank = engine.dp_rank
-        self.dp_size = engine.dp_size
-        self._engine = engine
+        super().__init__(engine)
         self._world = world
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
-        self._server: Server | None = None  # rank 0's
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._server: ParameterStore | None = None  # rank 0's
+        self._optimizer: torch.optim.Optimizer  # from make_optimizer on
         self._num_samples = 0  # this rank's, in the step at hand
         self._is_measured = False
         self._pushed: Gradients = []
@@ -46,9 +41,6 @@ class Hogwild:
         self._num_samples = sum(len(m.targets) for m in step.micro_batches if not m.is_padding)
         step = step._replace(num_samples=max(1, self._num_samples) * self.dp_size)  # a mean over this rank's own
         return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
-
-    def forward(self, micro_batch: MicroBatch) -> Sums:
-        return self._engine.forward(micro_batch)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this rank's own norm; return the root of the mean square over the ranks, where one number is asked for.
@@ -65,26 +57,21 @@ class Hogwild:
     def warm_up(self, step: Step) -> None:
         """Begin from what the module and the optimizer hold, which may come from a checkpoint."""
         if self._server is not None:
-            assert self._optimizer is not None
             self._server.begin(self._parameters, self._optimizer.state)
-        self._world.barrier()
+        self._world.agreement.barrier()
 
     def sync_buffers(self) -> None:
         """Bring all ranks to the server's parameters. None pushes again before all have them: collectives follow."""
-        self._world.barrier()  # a push returns when its step is taken: now all are
+        self._world.agreement.barrier()  # a push returns when its step is taken: now all are
         self._engine.sync_buffers()
         self._pull()
         if self._server is not None:
-            assert self._optimizer is not None
             self._optimizer.state.update(self._server.state_by(self._parameters))
-
-    def can_pause(self, step: int) -> bool:
-        return True
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         """Return what the loop takes for the optimizer: its step pushes. On rank 0 it shows the server's state."""
         if self.dp_rank == 0:
-            self._server = Server(build, trained)
+            self._server = ParameterStore(build, trained)
             _AT_RANK_0[:] = [self._server]
             self._optimizer = build(trained)
         else:
@@ -118,7 +105,7 @@ class Hogwild:
             parameter.grad = gradient  # a checkpoint asks whether it is finite
 
 
-class Server:
+class ParameterStore:
     """The parameters and their optimizer, in rank 0's process, apart from the replica that this process works on.
 
     Updates come from handlers' threads and from rank 0's own; each is whole, one after the other.
@@ -127,7 +114,7 @@ class Server:
     def __init__(self, build: BuildOptimizer, trained: list[Trainable]) -> None:
         self._parameters = [nn.Parameter(item.parameter.detach().clone()) for item in trained]
         self._optimizer = build([item._replace(parameter=p) for item, p in zip(trained, self._parameters)])
-        self._peak_lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self.peak_lrs = [group["lr"] for group in self._optimizer.param_groups]
         self._lock = threading.Lock()
 
     @torch.no_grad()
@@ -158,11 +145,8 @@ class Server:
                 group["lr"] = lr
             self._optimizer.step()
 
-    def scaled_lrs(self, factor: float) -> list[float]:
-        return [peak * factor for peak in self._peak_lrs]
 
-
-_AT_RANK_0: list[Server] = []  # rpc calls functions by name; this is where they find the server
+_AT_RANK_0: list[ParameterStore] = []  # rpc calls functions by name; this is where they find the server
 
 
 def _current() -> list[Tensor]:
@@ -171,4 +155,4 @@ def _current() -> list[Tensor]:
 
 def _update(gradients: Gradients, factor: float) -> None:
     server = _AT_RANK_0[0]
-    server.update(gradients, lrs=server.scaled_lrs(factor))
+    server.update(gradients, lrs=[peak * factor for peak in server.peak_lrs])

@@ -1,47 +1,31 @@
-"""The synchronous server's two sides: rank 0, which adds up and gives out, and the others, which hand in and fetch."""
+"""The synchronous server's two sides: rank 0, which adds up and gives out, and the others, which hand in and fetch.
+
+Every rank calls the same methods of its side in the same order: `add_up` leaves in rank 0's `.grad` the sum over the
+ranks; `share` returns what `compute` gives on rank 0, where alone it is called.
+"""
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.futures import Future
 
 from framework.distributed.world import World
-from framework.parallel.server.rpc import join, name_of, on_cpu
-
-Gradients = list[Tensor | None]
+from framework.parallel.server.rpc import Gradients, join, name_of, on_cpu
 
 
-class Side(Protocol):
-    """What a rank does at each point of a step. Every rank calls the same methods in the same order."""
-
-    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Leave in rank 0's `.grad` the sum over the ranks."""
-
-    def share(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return what `compute` gives on rank 0, where alone it is called."""
-
-
-def side_of(world: World) -> Side:
-    """Return this rank's side. Collective."""
-    return Serving(world) if world.rank == 0 else Asking(world)
-
-
-class Serving:
+class Server:
     """Rank 0's side. All arithmetic happens in its own thread, where the loop calls; handlers only store and hand out.
 
     So no handler waits: one that asks for what is not there yet gets a future.
     """
 
     def __init__(self, world: World) -> None:
-        self._inboxes: list[queue.SimpleQueue[Gradients | Exception]] = [
-            queue.SimpleQueue() for _ in range(world.world_size)
-        ]
+        self._inboxes: list[queue.SimpleQueue[Gradients | Exception]] = [queue.SimpleQueue() for _ in range(world.world_size)]
         self._timeout_s = world.timeout.total_seconds()
-        self._notices = Notices(num_readers=world.world_size - 1)
+        self.notices = Notices(num_readers=world.world_size - 1)
         self._num_shared = 0
         _AT_RANK_0[:] = [self]  # before any other rank can call
         join(world, lost=lambda rank, error: self._inboxes[rank].put(error))
@@ -59,9 +43,7 @@ class Serving:
         try:
             taken = self._inboxes[rank].get(timeout=self._timeout_s)
         except queue.Empty:
-            raise TimeoutError(
-                f"no gradient from rank {rank} within {self._timeout_s:g} s (launch.timeout_s)"
-            ) from None
+            raise TimeoutError(f"no gradient from rank {rank} within {self._timeout_s:g} s (launch.timeout_s)") from None
         if isinstance(taken, Exception):
             raise taken
         return taken
@@ -72,13 +54,9 @@ class Serving:
 
     def share(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
         values = compute()
-        self._notices.post(self._num_shared, [on_cpu(value) for value in values])
+        self.notices.post(self._num_shared, [on_cpu(value) for value in values])
         self._num_shared += 1
         return values
-
-    def fetch(self, number: int) -> "Future[list[Tensor]]":
-        """Return what was, or will be, the `number`-th thing shared. Called by handlers."""
-        return self._notices.read(number)
 
 
 class Notices:
@@ -110,7 +88,7 @@ class Notices:
             del self._open[number]
 
 
-class Asking:
+class Client:
     """The side of every other rank."""
 
     def __init__(self, world: World) -> None:
@@ -129,7 +107,7 @@ class Asking:
         return values
 
 
-_AT_RANK_0: list[Serving] = []  # rpc calls functions by name; this is where they find rank 0's side
+_AT_RANK_0: list[Server] = []  # rpc calls functions by name; this is where they find rank 0's side
 
 
 def _hand_in(gradients: Gradients, rank: int) -> None:
@@ -138,4 +116,4 @@ def _hand_in(gradients: Gradients, rank: int) -> None:
 
 @rpc.functions.async_execution
 def _fetch(number: int) -> "Future[list[Tensor]]":
-    return _AT_RANK_0[0].fetch(number)
+    return _AT_RANK_0[0].notices.read(number)  # what was, or will be, the `number`-th thing shared

@@ -5,13 +5,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import rpc
 from torch.futures import Future
 
 from framework.distributed.world import World
 from framework.runtime.environment import set_default
+from framework.runtime.torch_internals import rpc_options
+
+Gradients = list[Tensor | None]
 
 _SCHEME = "steadfast"
 _ENDED: "Future[None]" = Future()  # done when this process takes leave: rank 0 waits for it, to notice one that dies
@@ -31,22 +34,19 @@ def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) 
         set_default("TP_SOCKET_IFNAME", "lo")
 
     def rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        yield world.store("rpc"), world.rank, world.world_size
+        yield world.groups.store("rpc"), world.rank, world.world_size
 
     dist.register_rendezvous_handler(_SCHEME, rendezvous)  # no port of its own, and a new store for every attempt
-    options = rpc.TensorPipeRpcBackendOptions(
+    options = rpc_options(
         init_method=f"{_SCHEME}://",
-        rpc_timeout=world.timeout.total_seconds(),
-        num_worker_threads=max(2, world.world_size),  # handlers do not wait for each other, but for a lock at most
-        # those over shared memory poll: a third of a core of every process, also while nothing is sent
-        _transports=["uv"],
-        _channels=["basic"],
+        timeout_s=world.timeout.total_seconds(),
+        num_threads=max(2, world.world_size),  # handlers do not wait for each other, but for a lock at most
     )
     with warnings.catch_warnings():
         # torch's own: about the group that init_rpc makes for itself
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(name_of(world.rank), rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
-    world.at_end(
+    world.groups.at_end(
         leave=functools.partial(_leave, timeout_s=world.timeout.total_seconds()),
         abandon=functools.partial(rpc.shutdown, graceful=False),
     )
@@ -73,6 +73,6 @@ def _tell_loss(call: "Future[None]", *, rank: int, lost: Callable[[int, Exceptio
         lost(rank, error)
 
 
-def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+def on_cpu(tensor: Tensor) -> Tensor:
     """Return a copy that can be sent: what becomes of `tensor` meanwhile does not reach it."""
     return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,158 @@
+"""What a component is: any importable callable that a node names by `_target_`, and what its signature takes."""
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.config.folders import ROOT, enter_project
+from framework.config.renamed import current_target
+
+Node = Mapping[str, Any]
+
+HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # keys of a node that are no arguments
+
+# What the framework gives to a component of each group: so many positional arguments, and these by name.
+GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
+    "parallel": (1, ("world", "forward", "bitwise")),
+    "optimizer": (1, ()),
+    "scheduler": (2, ()),
+}
+
+
+def locate(target: str) -> Callable[..., Any]:
+    """Import what a dotted path names: a class, a function, a method of a class, also where it is only re-exported.
+
+    ValueError if it cannot be imported, or cannot be called.
+    """
+    enter_project()
+    target = current_target(target)
+    parts = target.split(".")
+    if len(parts) < 2 or not all(parts):
+        raise ValueError(f"_target_={target} is not a dotted path, as in package.module.Name")
+    found, rest, missing = _import(parts)
+    for name in rest:
+        try:
+            found = getattr(found, name)
+        except Exception as error:  # the user's own module: anything can come out of a lazy attribute
+            raise _cannot_import(parts, missing or error, among=dir(found)) from error
+    if not callable(found):
+        raise ValueError(f"_target_={target} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def _import(parts: list[str]) -> tuple[Any, list[str], Exception | None]:
+    """Return the innermost module of a dotted path, the names that are left, and why the first of those is no module."""
+    if parts[0] == "models":
+        _join_models()
+    missing: Exception | None = None
+    for depth in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:depth])
+        try:
+            return importlib.import_module(name), parts[depth:], missing
+        except ModuleNotFoundError as error:
+            # only where this very module is missing may the name be a class in the one above
+            if depth == 1 or error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise _cannot_import(parts, error) from error
+            missing = missing or error
+        except Exception as error:  # the user's own module: anything can come out of it
+            raise _cannot_import(parts, error) from error
+    raise AssertionError("a path has a first part")
+
+
+def _cannot_import(parts: list[str], error: Exception, *, among: Collection[str] = ()) -> ValueError:
+    close = difflib.get_close_matches(parts[-1], among, n=1)
+    text = " ".join(str(error).split()) + (f"; did you mean {close[0]}?" if close else "")
+    return ValueError(f"_target_={'.'.join(parts)} cannot be imported ({type(error).__name__}: {text})")
+
+
+def _join_models() -> None:
+    """Let a package `models` of the user's and ours be one: neither hides the other."""
+    models = importlib.import_module("models")
+    ours = str(ROOT / "models")
+    if ours not in models.__path__:
+        models.__path__.append(ours)
+
+
+def component(node: Node, **given: Any) -> Callable[..., Any]:
+    """Return the node's target with the node's values bound; `given` overrides them. Call it with what is not data.
+
+    Nodes within it that have a `_target_` of their own are built first. ValueError if one cannot be imported. Not
+    `hydra.utils.instantiate`: its partials look their target up again at every call, 0.1 ms in every step.
+    """
+    values = {key: instantiated(value) for key, value in (dict(node) | given).items() if key not in HYDRAS}
+    return functools.partial(locate(node["_target_"]), *map(instantiated, node.get("_args_", ())), **values)
+
+
+def instantiated(value: Any) -> Any:
+    """Return plain data with every node that has a `_target_` built (or bound, with `_partial_: true`)."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            bound = component(value)
+            return bound if value.get("_partial_") else bound()
+        return {key: instantiated(item) for key, item in value.items()}
+    return [instantiated(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments that a node may set, in the target's order."""
+
+    arguments: dict[str, inspect.Parameter]
+    takes_any: bool  # the target has **kwargs
+
+    @property
+    def required(self) -> list[str]:
+        return [name for name, argument in self.arguments.items() if argument.default is inspect.Parameter.empty]
+
+
+@functools.cache
+def signature_of(target: str, *, group: str = "") -> Signature:
+    """Return what a component of this group takes from its node. ValueError as from `locate`.
+
+    What the framework gives is left out. A callable without a signature (some are compiled) takes anything.
+    """
+    found = locate(target)
+    try:
+        parameters = list(_parameters(found))
+    except (TypeError, ValueError):
+        return Signature({}, takes_any=True)
+    num_given, named = GIVEN.get(group, (0, ()))
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if group == "scheduler" and by_place and by_place[0].name == "optimizer":
+        num_given = 1  # one of torch's, which is tabulated
+    hidden: Collection[str] = {p.name for p in by_place[:num_given]} | {
+        p.name for p in parameters if p.kind == p.POSITIONAL_ONLY
+    }
+    arguments = {
+        p.name: p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in hidden and p.name not in named
+    }
+    return Signature(arguments, takes_any=any(p.kind == p.VAR_KEYWORD for p in parameters))
+
+
+def _parameters(found: Callable[..., Any]) -> Collection[inspect.Parameter]:
+    try:
+        return inspect.signature(found, eval_str=True).parameters.values()
+    except (NameError, AttributeError, SyntaxError):  # an annotation that only a type checker can resolve
+        return inspect.signature(found).parameters.values()
+
+
+def arguments_of(node: Node, *, group: str) -> Signature:
+    """Return what the node's target still takes: without its positional `_args_`."""
+    signature = signature_of(str(node.get("_target_")), group=group)
+    taken = list(signature.arguments)[: len(node.get("_args_", ()))]
+    return Signature({name: p for name, p in signature.arguments.items() if name not in taken}, signature.takes_any)
+
+
+def source_file(target: str) -> Path | None:
+    """Return the file that defines a component, if it is Python."""
+    try:
+        return Path(inspect.getsourcefile(inspect.unwrap(locate(target))) or "")
+    except TypeError:
+        return None

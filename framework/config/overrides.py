@@ -1,0 +1,201 @@
+"""The overrides of a command line: which choose options, which set values, and which are neither."""
+
+from functools import cache
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from framework.config.arguments import syntax_problem
+from framework.config.components import locate
+from framework.config.folders import CONF, config_name, folders, groups, options
+from framework.config.schema import COMPONENTS, RunConfig
+from framework.config.spelling import did_you_mean, option_meant
+from framework.runtime.problem import Problem, shown
+
+
+def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], list[Problem]]:
+    """Split into the choices of group options (for Hydra), the values, and what is neither."""
+    choices: list[str] = []
+    values: list[Override] = []
+    problems: list[Problem] = []
+    for text in overrides:
+        override = parse(text)
+        if override is None or not override.key_or_group:
+            options_of = {group: options(group) for group in groups()}
+            problems.append(syntax_problem(text, parses=lambda t: parse(t) is not None, options=options_of))
+        elif problem := _refusal(override, text):
+            problems.append(problem)
+        elif override.key_or_group in groups() and not isinstance(override.value(), dict):
+            found = _choice_problems(override.key_or_group, override.value())
+            problems += found
+            if override.value() is not None and not found:
+                has_choice = override.key_or_group in _chosen_by_default()  # else there is a choice to be added
+                choices.append(("" if has_choice else "+") + text.lstrip("+"))
+        elif override.key_or_group.partition(".")[0] != "hydra":
+            values.append(override)
+    return choices, values, problems
+
+
+def parse(text: str) -> Override | None:
+    """Parse one override, as Hydra does; None if it is none."""
+    try:
+        return OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError):  # ValueError: an integer of more digits than Python converts
+        return None
+
+
+def is_hydras(key: str) -> bool:
+    """Return whether a key or group is Hydra's own: `hydra.x` or `hydra/x`."""
+    return key.split("/")[0].split(".")[0] == "hydra"
+
+
+def _chosen_by_default() -> set[str]:
+    """Return the groups of which the primary configuration chooses an option."""
+    found: set[str] = set()
+    for folder in folders():
+        path = folder / f"{config_name()}.yaml"
+        if path.is_file():
+            entries = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
+            chosen = {str(key).split()[-1].lstrip("/") for entry in entries if isinstance(entry, dict) for key in entry}
+            found |= chosen
+            if not {"config", "/config"} & {entry for entry in entries if isinstance(entry, str)}:
+                return found
+    return found | _ours()
+
+
+@cache
+def _ours() -> set[str]:
+    entries = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    return {str(key).split()[-1] for entry in entries if isinstance(entry, dict) for key in entry}
+
+
+_WHERE = "run.root and run.dir say where a run goes"
+# Hydra's own keys, and what to use instead; the first prefix that fits counts.
+_INSTEAD = (
+    ("hydra.run", "is Hydra's own and does nothing in a single run", _WHERE),
+    ("hydra.sweep.", "is Hydra's own and does nothing here", _WHERE),
+    ("hydra.job.chdir", "a run does not change its working directory", "run.dir is where a run's files go"),
+    ("hydra.searchpath", "is not taken here", "--config-dir DIR or STEADFAST_CONF names your folder, which is searched first"),
+    ("hydra/job_logging", "does nothing here: a run logs to the console and to its train.log", "hydra.verbose=true for more"),
+    ("hydra/hydra_logging", "does nothing here: a run logs to the console and to its train.log", "hydra.verbose=true for more"),
+    ("hydra/launcher", "is about the jobs of a sweep", "add -m; a single run has launch=local or launch=slurm"),
+    ("hydra/sweeper", "is about the jobs of a sweep", "add -m"),
+    ("hydra.launcher", "is about the jobs of a sweep", "add -m; a single run has launch.*"),
+    ("hydra.sweeper", "is about the jobs of a sweep", "add -m"),
+    ("hydra", "is Hydra's own and does nothing in a single run", _WHERE),
+)  # fmt: skip
+_SWITCHED_OFF = {"scheduler": "scheduler=constant", "logger": "logger=none", "experiment": "experiment=null"}
+
+
+def _refusal(override: Override, text: str) -> Problem | None:
+    key = override.key_or_group
+    if is_hydras(key):
+        if key == "hydra.verbose" or (key == "hydra.job.chdir" and override.value() is False):
+            return None  # the command line takes the first; the second is how it is
+        _, what, expected = next(entry for entry in _INSTEAD if key.startswith(entry[0]))
+        return Problem(key, what, expected)
+    if override.type == OverrideType.DEL:
+        return _deletion_refusal(key, text)
+    if override.is_sweep_override():
+        expected = "add -m; a list is written [1,2], a text with a comma \"'a,b'\""
+        return Problem(key, "several values make a sweep", expected)
+    if override.package is not None or "/" in key:
+        word = text.partition("=")[0].lstrip("+")
+        close = did_you_mean(key.split("/")[0], groups())
+        return Problem(word, "unknown group", close or f"one of {', '.join(groups())}")
+    return None
+
+
+def _deletion_refusal(key: str, text: str) -> Problem | None:
+    """Refuse to delete what must have a value: all but the keys of components, and the user's own."""
+    if key in groups():
+        return Problem(text, "a group cannot be deleted", _SWITCHED_OFF.get(key, f"{key}=OPTION chooses another"))
+    section, _, rest = key.partition(".")
+    if section in (*COMPONENTS, "logger", "extra") and rest:
+        return None
+    return Problem(text, "a key cannot be deleted", "null switches off what can be off")
+
+
+def _choice_problems(group: str, chosen: Any) -> list[Problem]:
+    if isinstance(chosen, list) and group != "logger":
+        return [Problem(group, f"{shown(chosen)} is not valid", f"one option, as in {group}={options(group)[0]}")]
+    problems = []
+    for name in chosen if isinstance(chosen, list) else [chosen]:
+        if str(name) not in options(group) and (group, name) != ("experiment", None):
+            expected = "one of " + ", ".join(options(group)) if options(group) else "there is none yet"
+            close = _class_meant(group, str(name)) or option_meant(str(name), group, options(group))
+            if name is None and group in _SWITCHED_OFF:
+                close = f"did you mean {_SWITCHED_OFF[group]}?"
+            problems.append(Problem(group, f"no option {shown(name)}", expected + (f"; {close}" if close else "")))
+    return problems
+
+
+def _class_meant(group: str, name: str) -> str:
+    """Return how to take a class by its path, or an architecture of torchvision; empty if the name is neither."""
+    if "." in name and all(part.isidentifier() for part in name.split(".")):
+        return f"did you mean {group}._target_={name}?"
+    try:
+        is_known = group == "model" and name in locate("torchvision.models.list_models")()
+    except ValueError:  # it is not installed
+        is_known = False
+    return f"did you mean model=torchvision model.name={name}?" if is_known else ""
+
+
+def apply(config: DictConfig, override: Override) -> list[Problem]:
+    key, value = override.key_or_group, override.value()
+    sections = key.split(".")
+    if override.type == OverrideType.DEL:
+        return _delete(config, sections)
+    is_added = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
+    if is_added and sections[0] not in RunConfig.model_fields and sections[0] not in config:
+        key = f"extra.{key}"  # `+key`: one of the user's own
+    for depth in range(1, len(sections)):
+        above = ".".join(sections[:depth])
+        if _holds_value(config, above):
+            return [Problem(key, "unknown key", f"{above} holds a value, not keys")]
+    is_section = OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))
+    if is_section and not isinstance(value, dict):
+        return [Problem(key, f"{shown(value)} is not valid", f"a section, whose keys are set as in {key}.KEY=VALUE")]
+    try:
+        _replace_component(config, key, value)
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
+        return [Problem(key, f"{shown(value)} is not valid", one_line(error))]
+    return []
+
+
+def _replace_component(config: DictConfig, key: str, value: Any) -> None:
+    """Empty a component's node where another `_target_` is given: the option's other keys are those of the old one."""
+    node_key = key.removesuffix("._target_")
+    target = value if key != node_key else value.get("_target_") if isinstance(value, dict) else None
+    node = OmegaConf.select(config, node_key, throw_on_resolution_failure=False) if target is not None else None
+    if isinstance(node, DictConfig) and node.get("_target_") not in (None, target):
+        node.clear()
+
+
+def _delete(config: DictConfig, sections: list[str]) -> list[Problem]:
+    node = OmegaConf.select(config, ".".join(sections[:-1]), throw_on_resolution_failure=False)
+    if not OmegaConf.is_dict(node) or sections[-1] not in node:
+        return [Problem(f"~{'.'.join(sections)}", "there is no such key to delete", "--cfg job prints those there are")]
+    del node[sections[-1]]
+    return []
+
+
+def _holds_value(config: DictConfig, key: str) -> bool:
+    parent, _, last = key.rpartition(".")
+    node = OmegaConf.select(config, parent, throw_on_resolution_failure=False) if parent else config
+    if not OmegaConf.is_dict(node) or last not in node.keys():
+        return False
+    return not OmegaConf.is_config(node._get_node(last))
+
+
+def one_line(error: Exception) -> str:
+    """Return what Hydra or OmegaConf raised, in a line."""
+    if "ecursi" in str(error):  # OmegaConf names one kind itself, and of the other only how deep Python's stack is
+        return "it refers to itself"
+    return " ".join(str(error).split("\n    full_key:")[0].split())

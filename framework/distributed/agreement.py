@@ -1,0 +1,114 @@
+"""What the ranks agree on among themselves: stop flags, checkpoint plans, sums of metrics."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from framework.runtime.exits import DiskFailed
+
+
+@dataclass(kw_only=True)
+class Agreement:
+    """Collectives over a process group of their own, so that they never pair with a gradient's.
+
+    That is a gloo group; over MPI where the training is, since a cluster may let nothing else through. In a world of one
+    process there is no group, and each call returns at once.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    backend: str
+    timeout: timedelta
+    _flags: list[tuple[dist.Work, Tensor]] = field(default_factory=list, init=False)
+
+    def beside(self) -> "Agreement":
+        """Return the same over another group, so that a thread's collectives pair with no others'. Collective."""
+        if self.group is None:
+            return self
+        return replace(self, group=dist.new_group(backend=self.backend, timeout=self.timeout))
+
+    @property
+    def allows_threads(self) -> bool:
+        """Return whether a thread may run collectives while others do: an MPI need not allow that."""
+        return self.backend == "gloo"
+
+    def among(self) -> dict[str, Any]:
+        """Return the arguments by which torch.distributed.checkpoint works among these ranks, or in one process alone."""
+        return {"process_group": self.group, "no_dist": self.group is None}
+
+    def send(self, value: Tensor, *, to: int) -> None:
+        """Send a CPU tensor to one rank, which calls `receive`."""
+        dist.send(value, dst=to, group=self.group)
+
+    def receive(self, value: Tensor, *, source: int) -> Tensor:
+        """Overwrite a CPU tensor by what `source` sends, and return it."""
+        dist.recv(value, src=source, group=self.group)
+        return value
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum a CPU tensor over all ranks, in place. Collective."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in rank order, on every rank. Collective."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank. Collective."""
+        return self.gather(value)[0]
+
+    def together(self, action: Callable[[], Any], *, what: str, rank_0_only: bool = False) -> list[Any]:
+        """Run `action`, which uses the disk, and return every rank's result: no rank is left waiting. Collective.
+
+        DiskFailed on every rank, saying `what` could not be done, where an OSError hits one of them.
+        """
+        result, fault = None, None
+        if not rank_0_only or self.rank == 0:
+            try:
+                result = action()
+            except OSError as error:
+                fault = " ".join(str(error).split())
+        outcomes = self.gather((result, fault))
+        for rank, (_, problem) in enumerate(outcomes):
+            if problem is not None:
+                raise DiskFailed(f"{what}: rank {rank}: {problem}; the last valid checkpoint is intact")
+        return [value for value, _ in outcomes]
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def any_flags(self, *flags: bool) -> list[bool]:
+        """Return for each flag whether any rank had raised it at the PREVIOUS call: the same on all ranks. Collective.
+
+        The reduction of one call runs during the step that follows it, so agreeing costs no waiting.
+        """
+        if self.group is None:
+            return list(flags)
+        before = [False] * len(flags)
+        if self._flags:
+            work, seen = self._flags.pop()
+            work.wait()
+            before = [bool(count) for count in seen.tolist()]
+        mine = torch.tensor(flags, dtype=torch.int64)
+        self._flags.append((dist.all_reduce(mine, group=self.group, async_op=True), mine))
+        return before
+
+    def finish(self) -> None:
+        """Wait for what is still under way."""
+        for work, _ in self._flags:
+            work.wait()
+        self._flags.clear()

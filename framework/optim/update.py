@@ -1,0 +1,126 @@
+"""One update of the parameters: everything between a step's gradients and the next parameters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.modules.shards import by_mesh, local, part_of
+from framework.optim.groups import Trainable
+from framework.optim.precision import LossScale
+from framework.randomness import key
+from framework.runtime.torch_internals import move_all_towards
+
+ChangeGradients = Callable[[int], None]  # of this rank's parameters or shards, in the step of that number, from 0. Collective
+
+
+class ClipValues:
+    """Brings every element of the gradient into [-max_value, max_value]."""
+
+    def __init__(self, trained: list[Trainable], *, max_value: float) -> None:
+        self.max_value = max_value
+        self._parameters = [item.parameter for item in trained]
+
+    @torch.no_grad()
+    def __call__(self, step: int) -> None:
+        for parameter in self._parameters:
+            if (gradient := _gradient_of(parameter)) is not None:
+                mine = local(gradient)
+                # one that is infinite is to be found out as a divergence, which a clamp would hide
+                mine.masked_fill_(mine.isinf(), torch.nan).clamp_(-self.max_value, self.max_value)
+
+
+class Noise:
+    """Adds Gaussian noise of variance eta / (1 + step)^gamma to the gradient.
+
+    A parameter's noise is drawn whole, by the run's seed, the step and the parameter's name, and cut as the gradient is:
+    it does not depend on who holds which part of it.
+    Source: Neelakantan et al. 2015, "Adding gradient noise improves learning for very deep networks".
+    """
+
+    def __init__(self, trained: list[Trainable], *, seed: int, eta: float, gamma: float) -> None:
+        self.seed = seed
+        self.eta = eta
+        self.gamma = gamma
+        self._trained = trained
+
+    @torch.no_grad()
+    def __call__(self, step: int) -> None:
+        std = (self.eta / (1 + step) ** self.gamma) ** 0.5
+        for item in self._trained:
+            if (gradient := _gradient_of(item.parameter)) is not None:
+                generator = torch.Generator(gradient.device).manual_seed(key(self.seed, "gradient noise", step, item.name))
+                noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device)
+                local(gradient).add_(local(part_of(noise, like=gradient)), alpha=std)
+
+
+def _gradient_of(parameter: Any) -> Tensor | None:
+    """Return the gradient, cut as its parameter is: tensor parallelism leaves some as sums that nobody has taken yet."""
+    gradient = parameter.grad
+    if gradient is not None and getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+class AveragedWeights:
+    """An exponential moving average of the trainable parameters, on this rank's shards: no gather, no copy of the model."""
+
+    def __init__(self, trained: list[Trainable], *, decay: float) -> None:
+        self.decay = decay
+        self._parameters: list[Tensor] = [item.parameter for item in trained]
+        self.tensors = {item.name: item.parameter.detach().clone() for item in trained}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights, after an optimizer step."""
+        for averages, parameters in zip(by_mesh(self.tensors.values()), by_mesh(self._parameters)):
+            move_all_towards(averages, parameters, share=1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the weights and the average: once before an evaluation, once after."""
+        for parameter, average in zip(self._parameters, self.tensors.values()):
+            current = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(current)
+
+
+@dataclass(eq=False)
+class Update:
+    """The optimizer with its learning rate, the loss scale, what changes the gradients, and the weights' average.
+
+    `schedule` gives the share of `peak_lr` for a step, counted from 0; the parameter groups of a rank may have other peaks.
+    """
+
+    optimizer: torch.optim.Optimizer
+    _: KW_ONLY
+    peak_lr: float
+    schedule: Callable[[int], float]
+    loss_scale: LossScale
+    changes: Sequence[ChangeGradients]  # in this order, after the norm is clipped
+    average: AveragedWeights | None
+
+    def __post_init__(self) -> None:
+        self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return self.peak_lr * self.schedule(step)
+
+    def take(self, step: int, *, grad_norm: Tensor | None) -> None:
+        """Move the parameters by the gradients, or skip the step where fp16's have overflowed.
+
+        `grad_norm` is the global one, shape (); only fp16 needs it. Diverged if no loss scale is left to lower.
+        """
+        if not self.loss_scale.accepts(grad_norm):
+            return
+        share = self.schedule(step)
+        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs):
+            group["lr"] = peak * share
+        for change in self.changes:
+            change(step)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update()

@@ -1,0 +1,108 @@
+"""Rules between sections. Each takes the sections that it is about by name, and is asked where all of them are valid."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from framework.checkpoint.plain import Invalid
+from framework.checkpoint.tensors import read_header
+from framework.config.schema import BackendSection, CheckpointSection, Node, RunSection, TrainerSection
+from framework.config.spelling import did_you_mean
+from framework.runtime.problem import Problem, shown
+
+
+def broken_rules(valid: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of every rule whose sections are all valid."""
+    problems: list[Problem] = []
+    for rule in RULES:
+        names = inspect.signature(rule).parameters
+        if names.keys() <= valid.keys():
+            problems += rule(**{name: valid[name] for name in names})
+    return problems
+
+
+def name_is_a_directory(name: str) -> Iterator[Problem]:
+    if "/" in name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
+        yield Problem("name", f"{shown(name)} is not valid", "a directory's name: no slash, at most 200 bytes")
+
+
+def micro_batch_fits(global_batch_size: int, micro_batch_size: int | None) -> Iterator[Problem]:
+    if micro_batch_size is not None and micro_batch_size > global_batch_size:
+        what = f"{micro_batch_size} is more than global_batch_size={global_batch_size}"
+        yield Problem("micro_batch_size", what, f"at most {global_batch_size}")
+
+
+def bitwise_needs_micro_batches(invariance: str, micro_batch_size: int | None) -> Iterator[Problem]:
+    if invariance == "bitwise" and micro_batch_size is None:
+        what = "null, but invariance=bitwise is about sums over micro-batches"
+        yield Problem("micro_batch_size", what, "a number; any world size up to global_batch_size / micro_batch_size "
+                      "then gives the same bits")  # fmt: skip
+
+
+def bitwise_couples_no_micro_batches(invariance: str, trainer: TrainerSection) -> Iterator[Problem]:
+    if invariance == "bitwise" and trainer.sync_batchnorm:
+        what = "true, but invariance=bitwise takes statistics over a micro-batch: others depend on who runs what beside it"
+        yield Problem("trainer.sync_batchnorm", what, "false")
+
+
+def statistics_are_over_samples(trainer: TrainerSection, parallel: Node) -> Iterator[Problem]:
+    axes = sorted({"tensor", "pipeline", "context"} & parallel.keys())
+    if trainer.sync_batchnorm and axes:
+        what = f"true, but processes along the {axes[0]} axis have no samples of their own"
+        yield Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp")
+
+
+def mpi_saves_between_steps(backend: BackendSection, checkpoint: CheckpointSection) -> Iterator[Problem]:
+    if backend.name == "mpi" and checkpoint.async_save:
+        what = "true, but over MPI no thread may communicate while a step does"
+        yield Problem("checkpoint.async_save", what, "null or false, or backend=gloo")
+
+
+def rollback_has_checkpoints(trainer: TrainerSection, checkpoint: CheckpointSection) -> Iterator[Problem]:
+    divergence = trainer.divergence
+    if divergence.action == "rollback" and divergence.back > checkpoint.keep_last:
+        what = f"{divergence.back}, but checkpoint.keep_last={checkpoint.keep_last} keeps fewer"
+        yield Problem("trainer.divergence.back", what, f"at most {checkpoint.keep_last}")
+
+
+def weights_come_from_one_place(model: Node, run: RunSection) -> Iterator[Problem]:
+    path = model.get("init_from")
+    if path is None:
+        return
+    if not isinstance(path, str):
+        yield Problem("model.init_from", f"{shown(path)} is not valid", "text, or null")
+    elif run.resume not in ("auto", "never", "must"):
+        what = "is given, and so is run.resume: each says where the weights are from"
+        yield Problem("model.init_from", what, "one of them")
+    else:
+        try:
+            read_header(Path(path))
+        except (Invalid, ValueError) as error:
+            yield Problem("model.init_from", f"{shown(path)} {error}", "the path of a safetensors file")
+
+
+RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
+    name_is_a_directory,
+    micro_batch_fits,
+    bitwise_needs_micro_batches,
+    bitwise_couples_no_micro_batches,
+    statistics_are_over_samples,
+    mpi_saves_between_steps,
+    rollback_has_checkpoints,
+    weights_come_from_one_place,
+)
+
+
+def monitor_problems(monitors: Mapping[str, str], metrics: list[str] | None) -> list[Problem]:
+    """Refuse to monitor what the task does not measure; `metrics` are its names, None where they are not known."""
+    choices = [f"{split}/{metric}" for split in ("val", "train") for metric in ["loss", *(metrics or ["METRIC"])]]
+    problems = []
+    for key, monitor in monitors.items():
+        if monitor in choices or (metrics is None and re.fullmatch("(val|train)/.+", monitor)):
+            continue
+        close = did_you_mean(monitor, choices)
+        expected = "one of " + ", ".join(choices) + (f"; {close}" if close else "")
+        problems.append(Problem(key, f"{monitor!r} is not valid", expected))
+    return problems

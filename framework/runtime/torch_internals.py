@@ -1,0 +1,203 @@
+"""The names of torch that are not public, or differ between its releases: all in this file, each tried by a test of its own.
+
+`tests/test_torch_internals.py` has a canary for each, so that a release that takes one away is named by it.
+"""
+
+import inspect
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.nn.parallel import DistributedDataParallel
+
+# --- modules
+
+DROPOUTS = nn.modules.dropout._DropoutNd
+BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace a module's own parameters and buffers, not those of its children. (`to` takes all below.)"""
+    module._apply(change, recurse=False)
+
+
+# --- tensors
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Overwrite many tensors in one call. There must be one at least."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def move_all_towards(targets: Sequence[Tensor], sources: Sequence[Tensor], *, share: float) -> None:
+    """Move many tensors by a share of the way to others, in place."""
+    torch._foreach_lerp_(list(targets), list(sources), share)
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply many tensors by a number, in place."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def is_view(tensor: Tensor) -> bool:
+    return tensor._is_view()
+
+
+# --- compiling
+
+
+def import_dynamo() -> None:
+    """Import what DDP's constructor would: before workers are forked, which then inherit it."""
+    import torch._dynamo  # noqa: F401
+
+
+def has_compiler() -> bool:
+    """Return whether torch.compile finds the C++ compiler (`CXX`, else g++) without which it fails at the first step."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return False
+
+
+def compile_without_caches() -> None:
+    """Make torch.compile read nothing that an earlier process left: pickles, in a folder of a guessable name in /tmp."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # not torch.compiler.config.force_disable_caches, which warns in every process
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    torch._dynamo.config.automatic_dynamic_local_pgo = False
+
+
+# --- process groups
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Set the time-out of the groups of a mesh: torch gives them half an hour, and takes no other time for them."""
+    distributed_c10d.default_pg_timeout = timeout
+
+
+def num_operations(group: dist.ProcessGroup) -> int:
+    """Return how many operations this rank has begun on a gloo group."""
+    return group._get_sequence_number_for_group()  # type: ignore[attr-defined, no-any-return]
+
+
+# 2.13 has renamed it
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def without_buffer_sync() -> dict[str, bool]:
+    """Return DDP's option that leaves the buffers alone: `forward_sync_buffers` since 2.13, `broadcast_buffers` before."""
+    names = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+
+
+def set_gradient_sync(wrapper: DistributedDataParallel, is_on: bool) -> None:
+    """Set what DDP.no_sync() sets, without a context for each micro-batch."""
+    wrapper.require_backward_grad_sync = is_on
+
+
+def rpc_options(*, init_method: str, timeout_s: float, num_threads: int) -> Any:
+    """Return RPC's options without its transports over shared memory: these poll, a third of a core of every process."""
+    from torch.distributed import rpc
+
+    return rpc.TensorPipeRpcBackendOptions(
+        init_method=init_method, rpc_timeout=timeout_s, num_worker_threads=num_threads, _transports=["uv"], _channels=["basic"]
+    )
+
+
+# --- loader processes
+
+
+def shut_down_loader(steps: Iterator[Any]) -> None:
+    """End the processes of a DataLoader's iterator: what its own __del__ calls."""
+    steps._shutdown_workers()  # type: ignore[attr-defined]  # it is one of torch's
+
+
+# --- torch elastic's agent
+
+
+class ElasticAgent(LocalElasticAgent):
+    """The agent behind torchrun, whose parts are used here one by one."""
+
+    def __init__(self, spec: WorkerSpec, *, folder: str, start_method: str) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=folder), start_method=start_method)
+
+    @property
+    def workers(self) -> WorkerGroup:
+        return self._worker_group
+
+    @property
+    def restarts_left(self) -> int:
+        return self._remaining_restarts
+
+    @restarts_left.setter
+    def restarts_left(self, count: int) -> None:
+        self._remaining_restarts = count
+
+    def start_workers(self) -> None:
+        self._initialize_workers(self._worker_group)
+
+    def watch_workers(self) -> RunResult:
+        """Return how the workers are. `run` calls this too, through the name below."""
+        return super()._monitor_workers(self._worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return self.watch_workers()
+
+    def end_workers(self, signum: signal.Signals, *, timeout_s: int = 30) -> None:
+        """Send the workers a signal, and kill those that are left after the time-out."""
+        self._shutdown(signum, timeout=timeout_s)
+
+    def signal_workers(self, signum: signal.Signals) -> None:
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+
+# --- stacks
+
+BACKWARD_FUNCTION = "_engine_run_backward"  # where a stack is while gradients are summed
+
+
+# --- pipelines
+
+
+def gpipe(stage: Any, num_micro_batches: int, **options: Any) -> Any:
+    """Return a GPipe schedule, also of fewer micro-batches than stages, which torch 2.10 refuses and can do."""
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    schedule = ScheduleGPipe(stage, max(num_micro_batches, stage.num_stages), **options)
+    schedule._n_microbatches = num_micro_batches
+    return schedule
+
+
+def is_single_stage(schedule: Any) -> bool:
+    """Return whether a schedule has one stage on each process."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    return isinstance(schedule, PipelineScheduleSingle)
+
+
+def actions_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]]:
+    """Return each process's actions in a schedule of several stages: what is done, for which stage and micro-batch."""
+    return {
+        rank: [(a.computation_type.name, a.stage_index, a.microbatch_index) for a in row if a is not None]
+        for rank, row in schedule.pipeline_order.items()
+    }

@@ -1,0 +1,101 @@
+"""`pip install .` gives the command, the library and the configuration as data, in an environment without this checkout."""
+
+import os
+import re
+import site
+import subprocess
+import sys
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT
+from tests.test_own_project import MYNET, QUICK, write
+
+NODE = "_target_: mynet.Net\nin_channels: null\nnum_classes: null\n"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new virtual environment with the package in it, and what it depends on from this one."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    run([sys.executable, "-m", "venv", "--without-pip", folder], folder.parent)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
+    python = ["--python", folder / "bin/python"]
+    run([sys.executable, "-m", "pip", *python, "install", "--no-deps", "--no-build-isolation", "-q", ROOT], folder.parent)
+    return folder
+
+
+def run(line: list[object], folder: Path, *, code: int = 0, venv: Path | None = None) -> str:
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "STEADFAST_CONF")}
+    if venv is not None:
+        variables["PATH"] = f"{venv}/bin{os.pathsep}{variables['PATH']}"
+    done = subprocess.run(list(map(str, line)), cwd=folder, env=variables, text=True, capture_output=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_model_of_ones_own_in_an_empty_folder(environment: Path, tmp_path: Path) -> None:
+    write(tmp_path, conf__model__mynet=NODE)
+    output = run(["steadfast", "model=mynet", *QUICK], tmp_path, venv=environment)
+    assert re.search(r"test  loss", output)
+    assert list(tmp_path.glob("runs/default/*/summary.json"))
+    assert str(ROOT) not in output
+
+
+def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
+    script = (
+        "import framework, importlib.metadata as m; print(framework.__file__, framework.__version__, m.version('steadfast'))"
+    )
+    place, version, installed = run([environment / "bin/python", "-c", script], tmp_path).split()
+    package = Path(place).parent
+    assert package.is_relative_to(environment) and version == installed
+    for name in ("py.typed", "conf/config.yaml", "conf/model/cnn.yaml", "project/mynet.py", "data/digits.csv.gz"):
+        assert (package / name).is_file(), name
+    (metadata,) = environment.glob("lib/python*/site-packages/steadfast-*/METADATA")
+    told = Parser().parsestr(metadata.read_text())
+    extras = {"wandb", "tensorboard", "slurm", "search", "report", "export", "mpi", "all"}
+    assert set(told.get_all("Provides-Extra") or ()) == extras
+    assert any(re.match(r"torch\b.*2\.10.*2\.14|torch\b.*2\.14.*2\.10", one) for one in told.get_all("Requires-Dist") or ())
+
+
+def test_init_writes_a_project_whose_test_passes(environment: Path, tmp_path: Path) -> None:
+    project = tmp_path / "first steps"
+    run(["steadfast", "init", project], tmp_path, venv=environment)
+    passed = run(["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"], project, venv=environment)
+    assert re.search(r"\d passed", passed)
+    lines = re.findall(r"^steadfast \S.*?(?=\s+#|$)", (project / "README.md").read_text(), re.MULTILINE)
+    assert lines
+    run([*lines[0].split(), *QUICK], project, venv=environment)
+    before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+    again = run(["steadfast", "init", project], tmp_path, venv=environment, code=78)
+    assert "exists already" in again
+    assert before == {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+
+
+def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_path: Path) -> None:
+    write(
+        tmp_path, **{"models/net.py": MYNET, "data/__init__.py": "", "conf__model__mine": NODE.replace("mynet", "models.net")}
+    )
+    run(["steadfast", "model=mine", *QUICK], tmp_path, venv=environment)
+    run(["steadfast", "model=mlp", *QUICK], tmp_path, venv=environment)
+
+
+@pytest.mark.parametrize(
+    ("line", "module", "extra"),
+    [
+        (["logger=wandb"], "wandb", "wandb"),
+        (["logger=tensorboard"], "tensorboard", "tensorboard"),
+        (["launch=slurm"], "submitit", "slurm"),
+        (["-m", "seed=0,1", "hydra/sweeper=optuna"], "optuna", "search"),
+        (["mode=report"], "bokeh", "report"),
+    ],
+)
+def test_what_is_not_installed_is_refused_with_the_command(line: list[str], module: str, extra: str, tmp_path: Path) -> None:
+    hide = f"import sys; sys.modules[{module!r}] = None; sys.path.insert(0, {str(ROOT)!r})"
+    script = f"{hide}; from framework.main import entry; sys.argv[1:] = {line!r}; entry()"
+    output = run([sys.executable, "-c", script], tmp_path, code=78)
+    assert f"steadfast[{extra}]" in output and "Traceback" not in output
+    assert not (tmp_path / "runs").exists()

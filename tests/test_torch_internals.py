@@ -1,0 +1,189 @@
+"""A canary for each name of torch that is not public: a release that takes one away, or changes it, fails here by its name."""
+
+import ast
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+from framework.runtime import torch_internals as ours
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def alone(tmp_path: Path):  # type: ignore[no-untyped-def]
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_layers_have_these_bases() -> None:
+    assert all(isinstance(layer(0.1), ours.DROPOUTS) for layer in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout))
+    assert all(isinstance(layer(3), ours.BATCH_NORMS) for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm))
+    assert isinstance(nn.InstanceNorm2d(3), ours.NORMS) and not isinstance(nn.Linear(3, 3), ours.NORMS)
+
+
+def test_apply_to_own_leaves_the_children_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("own", nn.Parameter(torch.zeros(2)))
+    ours.apply_to_own(model, lambda tensor: tensor + 1)
+    assert model.own.tolist() == [1.0, 1.0]
+    before = model[0].weight.clone()
+    ours.apply_to_own(model, lambda tensor: tensor + 1)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_many_tensors_are_changed_in_one_call() -> None:
+    one, two = torch.zeros(3), torch.ones(2)
+    ours.copy_all([one, two], [torch.full((3,), 4.0), torch.full((2,), 8.0)])
+    ours.multiply_all([one, two], 0.5)
+    ours.move_all_towards([one], [torch.full((3,), 6.0)], share=0.25)
+    assert one.tolist() == [3.0] * 3 and two.tolist() == [4.0] * 2
+
+
+def test_a_view_is_told_from_a_tensor() -> None:
+    tensor = torch.zeros(4)
+    assert ours.is_view(tensor[:2]) and not ours.is_view(tensor)
+
+
+def test_the_compiler_is_found_and_its_caches_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    ours.import_dynamo()
+    assert isinstance(ours.has_compiler(), bool)
+    ours.compile_without_caches()
+    assert not torch._inductor.config.fx_graph_cache and not torch._functorch.config.enable_autograd_cache
+    assert not torch._dynamo.config.automatic_dynamic_local_pgo
+
+
+def test_the_groups_of_a_mesh_take_this_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_c10d, "default_pg_timeout", distributed_c10d.default_pg_timeout)
+    ours.set_group_timeout(timedelta(seconds=7))
+    assert distributed_c10d.default_pg_timeout == timedelta(seconds=7)
+
+
+def test_gloo_counts_its_operations(alone: dist.ProcessGroup) -> None:
+    before = ours.num_operations(alone)
+    dist.all_reduce(torch.ones(1))
+    assert ours.num_operations(alone) == before + 1
+
+
+def test_tensors_are_gathered_into_one(alone: dist.ProcessGroup) -> None:
+    gathered = torch.empty(2)
+    ours.all_gather_single(gathered, torch.tensor([1.0, 2.0]), group=alone)
+    assert gathered.tolist() == [1.0, 2.0]
+
+
+def test_ddp_leaves_buffers_and_gradients_alone_when_asked(alone: dist.ProcessGroup) -> None:
+    wrapper = DistributedDataParallel(nn.BatchNorm1d(2), **ours.without_buffer_sync())
+    ours.set_gradient_sync(wrapper, False)
+    assert wrapper.require_backward_grad_sync is False
+    with wrapper.no_sync():
+        assert wrapper.require_backward_grad_sync is False
+    assert not wrapper.will_sync_module_buffers()
+
+
+def test_rpc_takes_these_transports() -> None:
+    options = ours.rpc_options(init_method="file:///nowhere", timeout_s=3.0, num_threads=2)
+    assert options.rpc_timeout == 3.0 and options.num_worker_threads == 2
+
+
+def test_a_loader_ends_its_processes() -> None:
+    steps = iter(torch.utils.data.DataLoader([1, 2, 3], num_workers=1, multiprocessing_context="fork"))
+    next(steps)
+    (process,) = steps._workers  # type: ignore[attr-defined]
+    ours.shut_down_loader(steps)
+    process.join(10)
+    assert process.exitcode is not None
+
+
+@pytest.mark.parametrize("name", ["_monitor_workers", "_initialize_workers", "_shutdown"])
+def test_elastics_agent_has_this_method(name: str) -> None:
+    assert callable(getattr(LocalElasticAgent, name))
+
+
+def test_elastics_agent_has_these_attributes() -> None:
+    source = ast.parse(Path(str(LocalElasticAgent.__init__.__code__.co_filename)).read_text())
+    base = ast.parse(Path(str(LocalElasticAgent.__mro__[1].__init__.__code__.co_filename)).read_text())  # type: ignore[misc]
+    names = {node.attr for tree in (source, base) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert {"_worker_group", "_remaining_restarts", "_pcontext"} <= names
+
+
+def test_a_stack_in_the_backward_pass_has_this_function() -> None:
+    seen: list[str] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            import traceback
+
+            seen.extend(frame.name for frame in traceback.extract_stack())
+            return gradient
+
+    Look.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert ours.BACKWARD_FUNCTION in seen
+
+
+def test_a_pipeline_takes_fewer_micro_batches_than_stages(alone: dist.ProcessGroup) -> None:
+    stage = PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device("cpu"), group=alone)
+    assert ours.gpipe(stage, 1)._n_microbatches == 1
+
+
+def test_schedules_are_told_apart_and_list_their_actions() -> None:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    assert ours.is_single_stage(object.__new__(Schedule1F1B))
+    assert issubclass(ScheduleInterleaved1F1B, PipelineScheduleMulti)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_torch_have_these_names(tmp_path: Path) -> None:
+    import json
+    import re
+
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "c"), save_distributed=True, thread_count=1)
+    dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    (shard,) = (tmp_path / "c").glob("*.safetensors")
+    assert re.fullmatch(r"shard-00001-model-\d+-of-\d+\.safetensors", shard.name)
+    size = int.from_bytes(shard.read_bytes()[:8], "little")
+    assert "DCP_SHARDING_INFO" in json.loads(shard.read_bytes()[8 : 8 + size])["__metadata__"]
+
+
+# --- and nowhere else
+
+
+def uses_of_privates(path: Path) -> list[str]:
+    """Return what a file takes of torch that begins with an underscore: modules, names, attributes of what it imports."""
+    tree, found = ast.parse(path.read_text()), []
+    roots = {"torch", "dist", "nn", "rpc"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [name for name in names if name.startswith("_")]
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.startswith("torch.") and "._" in a.name]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            text = ast.unparse(node)
+            found += [text] if text.split(".")[0] in roots else []
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "framework").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_are_in_one_file(path: Path) -> None:
+    assert uses_of_privates(path) == [] or path.name == "torch_internals.py"
