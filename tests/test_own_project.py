@@ -1,6 +1,5 @@
 """A researcher's own folder: any callable is a component, and their configuration is found before ours."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from framework.build.components import optimizer_builder
 from framework.config.components import arguments_of, component, instantiated, locate, signature_of
 from framework.config.validation import component_problems
+from framework.optim.groups import Trainable
 from tests.harness import Ended, files_below, typed
 from tests.pages import ROOT
 from tests.test_extend import steadfast
@@ -90,24 +91,38 @@ def refused(*words: str, folder: Path) -> str:
 # --- any callable is a component
 
 
+def small(width: int) -> int:
+    """Return how many numbers mynet.Net of this width has on the digits."""
+    return (64 + 1) * width + (width + 1) * 10
+
+
 @pytest.mark.parametrize(
-    "node",
+    ("node", "size"),
     [
-        ["mynet.Net", "in_channels=1", "num_classes=10"],
-        ["mynet.Net.small", "in_channels=1", "num_classes=10"],
-        ["mynet.from_config", "num_labels=null", "in_chans=null", "config={_target_: mynet.Config, width: 4}"],
-        ["mynet.from_config", "num_labels='${data:num_classes}'", "in_chans=1", "config={_target_: mynet.Config}"],
-        ["mynet.anything", "_args_=[64]", "out=10"],
-        ["torch.nn.Sequential", "_args_=[{_target_: mynet.flatten},{_target_: torch.nn.Linear,in_features: 64,out_features: 10}]"],
-        ["mynet.Net", "in_channels=1", "num_classes=10", "act={_target_: torch.nn.functional.leaky_relu, _partial_: true}"],
-        ["timm.create_model", "model_name=resnet10t", "num_classes=null", "in_chans=null"],
+        (["mynet.Net", "in_channels=1", "num_classes=10"], small(16)),
+        (["mynet.Net.small", "in_channels=1", "num_classes=10"], small(4)),
+        (["mynet.from_config", "num_labels=null", "in_chans=null", "config={_target_: mynet.Config, width: 5}"], small(5)),
+        (["mynet.from_config", "num_labels='${data:num_classes}'", "in_chans=1", "config={_target_: mynet.Config}"], small(8)),
+        (["mynet.anything", "_args_=[64]", "out=10"], 65 * 10),
+        (["torch.nn.Sequential", "_args_=[{_target_: mynet.flatten},{_target_: torch.nn.Linear,in_features: 64,out_features: 10}]"],
+         65 * 10),
+        (["mynet.Net", "act={_target_: torch.nn.functional.leaky_relu, _partial_: true}"], small(16)),
     ],
     ids=["a class", "a class method", "a factory, a nested node, aliases", "${data:}", "_args_ and **kwargs", "nodes in _args_",
-         "_partial_", "timm"],
+         "_partial_"],
 )  # fmt: skip
-def test_it_trains_with(node: list[str], folder: Path) -> None:
+def test_it_trains_with(node: list[str], size: int, folder: Path) -> None:
     target, *keys = node
-    trains(f"model._target_={target}", *(f"model.{key}" for key in keys), folder=folder)
+    ended = trains(f"model._target_={target}", *(f"model.{key}" for key in keys), folder=folder)
+    assert sum(tensor.numel() for tensor in ended.weights.values()) == size
+    text = (ended.directory / "config.yaml").read_text()
+    assert target in text and "channels: [" not in text, "the keys of the option that was replaced are gone"
+
+
+def test_a_model_of_timm_has_the_heads_and_channels_of_the_data(folder: Path) -> None:
+    words = ["model._target_=timm.create_model", "model.model_name=resnet10t", "model.num_classes=null", "model.in_chans=null"]
+    weights = trains(*words, folder=folder).weights
+    assert weights["fc.weight"].shape[0] == 10 and weights["conv1.0.weight"].shape[1] == 1
 
 
 def test_transformers_gpt2_is_built_from_its_nested_configuration() -> None:
@@ -167,19 +182,19 @@ def test_nodes_are_built_wherever_they_stand() -> None:
     assert built == {"a": [1 + 0j], "b": {"c": []}, "d": 3}
 
 
-def test_a_one_off_replaces_the_node(folder: Path) -> None:
-    ended = trains("model._target_=mynet.Net", "model.in_channels=1", "model.num_classes=10", folder=folder)
-    frozen = json.loads((ended.directory / "config.json").read_text()) if (ended.directory / "config.json").exists() else None
-    text = (ended.directory / "config.yaml").read_text() if frozen is None else json.dumps(frozen["model"])
-    assert "mynet.Net" in text and "channels:" not in text.replace("in_channels:", "")
-
-
 # --- torch's own
 
 
 @pytest.mark.parametrize("name", ["RAdam", "NAdam", "Adagrad", "Adamax"])
-def test_optimizers_of_torch_are_components(name: str, folder: Path) -> None:
-    trains("model=mynet", f"optimizer._target_=torch.optim.{name}", "optimizer.lr=1e-3", folder=folder)
+def test_an_optimizer_of_torch_computes_the_same_in_one_process_and_in_two(name: str, folder: Path) -> None:
+    words = ["model=mynet", "precision=fp64", f"optimizer._target_=torch.optim.{name}", "optimizer.lr=1e-2"]
+    one = trains(*words, "run.root=one", folder=folder)
+    trains(*words, "run.root=two", "parallel=zero", "launch.nproc_per_node=2", folder=folder)
+    mine, theirs = (load_file(next((folder / root).rglob("model.safetensors"))) for root in ("one", "two"))
+    assert all(torch.allclose(mine[key], theirs[key], rtol=0, atol=1e-10) for key in mine)
+    begun = trains(*words[:2], "optimizer.groups=[{match: '*', lr: 0.0}]", "run.root=begun", folder=folder)
+    before = load_file(next((folder / "begun").rglob("model.safetensors")))
+    assert one.code == begun.code and not any(torch.equal(before[key], mine[key]) for key in mine)
 
 
 def test_an_optimizer_that_calls_the_model_again_is_refused(folder: Path) -> None:
@@ -201,6 +216,14 @@ def test_groups_of_the_optimizer_by_patterns_of_names(folder: Path) -> None:
     assert still.code == mixed.code == 0
     for name, tensor in after.items():
         assert torch.equal(tensor, before[name]) == name.startswith("first."), name
+
+
+def test_the_first_of_two_entries_counts() -> None:
+    trained = [Trainable(name, torch.nn.Parameter(torch.zeros(1)), False, True) for name in ("a.weight", "a.bias", "b.bias")]
+    node = {"_target_": "torch.optim.SGD", "lr": 1.0, "groups": [{"match": "a.*", "lr": 2.0}, {"match": "*.bias", "lr": 3.0}]}
+    groups = optimizer_builder(node)(trained).param_groups
+    rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    assert [rates[id(item.parameter)] for item in trained] == [2.0, 2.0, 3.0]
 
 
 def test_a_pattern_that_matches_nothing_is_refused(folder: Path) -> None:
@@ -266,8 +289,10 @@ def test_a_sweep_written_in_a_file(folder: Path) -> None:
 
 def test_models_of_theirs_and_of_ours_do_not_hide_each_other(folder: Path) -> None:
     write(folder, **{"models/theirs.py": MYNET})
-    trains("model._target_=models.theirs.Net.small", "model.in_channels=1", "model.num_classes=10", folder=folder)
-    trains("model=mlp", "model.dim=4", "name=ours", folder=folder)
+    theirs = trains("model._target_=models.theirs.Net.small", "run.root=theirs", folder=folder)
+    ours = trains("model=mlp", "model.dim=4", "run.root=ours", folder=folder)
+    found = [set(load_file(next((folder / root).rglob("model.safetensors")))) for root in ("theirs", "ours")]
+    assert theirs.code == ours.code == 0 and "first.weight" in found[0] and "first.weight" not in found[1]
 
 
 def test_the_preflight_and_the_workers_find_it_too(folder: Path) -> None:
