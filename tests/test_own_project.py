@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from framework.build.components import optimizer_builder
 from framework.config.components import arguments_of, component, instantiated, locate, signature_of
 from framework.config.validation import component_problems
+from framework.modules.structure import blocks_of, chain_of, own_answer
 from framework.optim.groups import Trainable
 from tests.harness import Ended, files_below, typed
 from tests.pages import ROOT
@@ -180,6 +181,59 @@ def test_nodes_are_built_wherever_they_stand() -> None:
         {"a": [{"_target_": "builtins.complex", "real": 1}], "b": {"c": {"_target_": "builtins.list"}}, "d": 3}
     )
     assert built == {"a": [1 + 0j], "b": {"c": []}, "d": 3}
+
+
+class Blocks(torch.nn.Module):
+    """What most transformers call their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        self.chain = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+
+class Selects(Blocks):
+    def tensor_plan(self, how: str) -> str:
+        return how
+
+    def mixers(self) -> int:
+        return 3
+
+
+def test_names_that_mean_something_else_in_their_model_are_not_our_questions() -> None:
+    model = Selects()
+    assert blocks_of(model) == [*model.blocks, *model.chain] and chain_of(model) is None
+    assert own_answer(model, "tensor_plan") is None and own_answer(model, "blocks") is None
+    assert own_answer(model, "mixers") is not None
+
+
+@pytest.mark.parametrize(
+    "strategy", [[], ["parallel=fsdp", "launch.nproc_per_node=2"], ["trainer.activation_checkpointing=true"]]
+)
+def test_a_model_with_a_list_called_blocks_trains(strategy: list[str], folder: Path) -> None:
+    text = """
+from torch import nn
+
+class Tower(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.first = nn.Linear(64, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.head(x)
+"""
+    write(folder, **{"tower.py": text})
+    words = ["model._target_=tower.Tower", "precision=fp64"]
+    plain = trains(*words, "run.root=plain", folder=folder)
+    trains(*words, *strategy, "run.root=other", folder=folder)
+    mine, theirs = (load_file(next((folder / root).rglob("model.safetensors"))) for root in ("plain", "other"))
+    assert plain.code == 0 and len(mine) == 8
+    assert all(torch.allclose(mine[key], theirs[key], rtol=0, atol=1e-10) for key in mine)
 
 
 # --- torch's own

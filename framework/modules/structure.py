@@ -1,11 +1,35 @@
 """Questions about a model that its module tree can answer."""
 
+import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS
+
+
+def own_answer(model: nn.Module, name: str) -> Callable[[], Any] | None:
+    """Return a model's method of this name that needs no argument; None if it has none.
+
+    Models of other people use the same names for other things: `self.blocks` is a module list in most transformers.
+    """
+    answer = getattr(model, name, None)
+    if not inspect.ismethod(answer):
+        return None
+    parameters = inspect.signature(answer).parameters.values()
+    needs = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return None if needs else answer
+
+
+def _own_modules(model: nn.Module, name: str) -> list[nn.Module] | None:
+    """Return the modules that a method of this name lists; None if there is none, or it answers something else."""
+    answer = own_answer(model, name)
+    found: Any = answer() if answer is not None else None
+    is_listing = isinstance(found, Iterable) and not isinstance(found, (str, Mapping))
+    modules = list(found) if is_listing else []
+    return modules if is_listing and all(isinstance(module, nn.Module) for module in modules) else None
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -14,8 +38,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     The model's own answer (`blocks()`) if it has one; otherwise the children of its module lists and sequences, those
     that hold parameters. A model with neither is one unit: the list is empty.
     """
-    if hasattr(model, "blocks") and callable(model.blocks):
-        return list(model.blocks())
+    if (answer := _own_modules(model, "blocks")) is not None:
+        return answer
     blocks: list[nn.Module] = []
     for child in model.children():
         inner = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
@@ -54,9 +78,8 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
 
     The model's own answer (`chain()`), or the children of an nn.Sequential.
     """
-    answer = getattr(model, "chain", None)
-    if callable(answer):
-        return list(answer())
+    if (answer := _own_modules(model, "chain")) is not None:
+        return answer
     return list(model.children()) if isinstance(model, nn.Sequential) else None
 
 

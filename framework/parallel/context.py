@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, EngineAround, MicroBatch, Step, Sums
-from framework.modules.structure import has_dropout
+from framework.modules.structure import has_dropout, own_answer
 from framework.parallel.ddp import replicated
 
 
@@ -45,7 +45,7 @@ def context(
 def problems(model: nn.Module, *, context: int, **others: object) -> list[str]:
     """Say why this model's tokens cannot be cut over so many processes."""
     any_model = "ddp, zero, fsdp and hsdp take any model"
-    if not callable(getattr(model, "mixers", None)):
+    if own_answer(model, "mixers") is None:
         return [f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {any_model}"]
     if context > 1 and has_dropout(model):
         return ["the model has dropout, whose draws would depend on the number of processes; set model.dropout=0"]

@@ -24,7 +24,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.structure import blocks_of, has_dropout
+from framework.modules.structure import blocks_of, has_dropout, own_answer
 
 
 def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool) -> Engine:
@@ -67,8 +67,8 @@ def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:
     The plan is the model's own (`tensor_plan()`: a pattern of layer names -> colwise, rowwise, or gather, which is
     colwise with its outputs gathered at once), or else `derived_plan`. ValueError if it cannot be followed.
     """
-    answer = getattr(model, "tensor_plan", None)
-    plan: dict[str, str] = answer() if callable(answer) else derived_plan(model, num_parts=num_parts)
+    answer = own_answer(model, "tensor_plan")
+    plan: dict[str, str] = answer() if answer is not None else derived_plan(model, num_parts=num_parts)
     styles: dict[str, ParallelStyle] = {}
     for name, layer in model.named_modules():
         cut = next((cut for pattern, cut in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
@@ -77,7 +77,7 @@ def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:
     if not styles:
         raise ValueError(f"tensor={num_parts}: divides the features of no linear layer of {type(model).__name__}; let the "
                          "model answer tensor_plan(), or take ddp, zero, fsdp or hsdp, which take any model")  # fmt: skip
-    heads = getattr(model, "num_heads", num_parts) if callable(answer) else num_parts
+    heads = getattr(model, "num_heads", num_parts) if answer is not None else num_parts
     if heads % num_parts:  # a head cut in two would attend to the wrong numbers
         raise ValueError(f"tensor={num_parts}: does not divide the {heads} heads of the model; take a divisor, or ddp, "
                          "zero, fsdp or hsdp, which take any number")  # fmt: skip
