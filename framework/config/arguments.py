@@ -69,8 +69,6 @@ def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple
             problems.append(Problem(flag, f"{value!r} is not valid", "one of " + ", ".join(_CHOICES[flag])))
         else:
             flags[flag] = value
-    overrides, torn = _rejoined(overrides)
-    problems += torn
     if "--multirun" in flags and is_launched:
         problems.append(
             Problem(
@@ -91,28 +89,6 @@ def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple
 def _is_value(word: str, *, of: str) -> bool:
     takes_equals = any("=" in choice for choice in _CHOICES.get(of, ()))
     return not word.startswith("--") and (takes_equals or "=" not in word)
-
-
-def _rejoined(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Take out what spaces have torn apart (`key = value`, `key value`): a problem each, not one for every piece."""
-    overrides: list[str] = []
-    problems: list[Problem] = []
-    waiting = list(words)
-    while waiting:
-        first = waiting.pop(0)
-        key, pieces = first.removesuffix("="), [first]
-        if "=" not in key and (meant := nearest(key, STATIC_KEYS + _PEAK)):
-            if waiting and waiting[0].startswith("=") and key == first:
-                pieces.append(waiting.pop(0))
-            is_open = pieces[-1].endswith("=") or pieces == [key]
-            if is_open and waiting and "=" not in waiting[0] and waiting[0] not in STATIC_KEYS:
-                pieces.append(waiting.pop(0))
-            if len(pieces) > 1:
-                value = "".join(pieces[1:]).lstrip("=")
-                problems.append(Problem(" ".join(pieces), "is not key=value", f"did you mean {meant}={value}?"))
-                continue
-        overrides.append(first)
-    return overrides, problems
 
 
 def _unknown_flag(flag: str, value: str) -> Problem:

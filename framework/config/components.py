@@ -30,44 +30,23 @@ def locate(target: str) -> Callable[..., Any]:
     ValueError if it cannot be imported, or cannot be called.
     """
     enter_project()
-    target = current_target(target)
-    parts = target.split(".")
+    parts = current_target(target).split(".")
     if len(parts) < 2 or not all(parts):
         raise ValueError(f"_target_={target} is not a dotted path, as in package.module.Name")
-    found, rest, missing = _import(parts)
-    for name in rest:
-        try:
-            found = getattr(found, name)
-        except Exception as error:  # the user's own module: anything can come out of a lazy attribute
-            raise _cannot_import(parts, missing or error, among=dir(found)) from error
+    if parts[0] == "models":
+        _join_models()
+    found: Any = None
+    try:
+        found = importlib.import_module(parts[0])
+        for depth, name in enumerate(parts[1:], start=2):
+            found = getattr(found, name) if hasattr(found, name) else importlib.import_module(".".join(parts[:depth]))
+    except Exception as error:  # the user's own module: anything can come out of it
+        close = difflib.get_close_matches(parts[-1], dir(found), n=1)
+        text = " ".join(str(error).split()) + (f"; did you mean {close[0]}?" if close else "")
+        raise ValueError(f"_target_={target} cannot be imported ({type(error).__name__}: {text})") from error
     if not callable(found):
         raise ValueError(f"_target_={target} is a {type(found).__name__}, which cannot be called")
     return found
-
-
-def _import(parts: list[str]) -> tuple[Any, list[str], Exception | None]:
-    """Return the innermost module of a dotted path, the names that are left, and why the first of those is no module."""
-    if parts[0] == "models":
-        _join_models()
-    missing: Exception | None = None
-    for depth in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:depth])
-        try:
-            return importlib.import_module(name), parts[depth:], missing
-        except ModuleNotFoundError as error:
-            # only where this very module is missing may the name be a class in the one above
-            if depth == 1 or error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise _cannot_import(parts, error) from error
-            missing = missing or error
-        except Exception as error:  # the user's own module: anything can come out of it
-            raise _cannot_import(parts, error) from error
-    raise AssertionError("a path has a first part")
-
-
-def _cannot_import(parts: list[str], error: Exception, *, among: Collection[str] = ()) -> ValueError:
-    close = difflib.get_close_matches(parts[-1], among, n=1)
-    text = " ".join(str(error).split()) + (f"; did you mean {close[0]}?" if close else "")
-    return ValueError(f"_target_={'.'.join(parts)} cannot be imported ({type(error).__name__}: {text})")
 
 
 def _join_models() -> None:

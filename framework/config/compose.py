@@ -140,7 +140,7 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     written: Any = OmegaConf.to_container(config)
     for key in [key for key, value in flat(written).items() if value == "???"]:
         problems.append(Problem(key, "??? is not valid", "a value"))
-        config = _with_null(config, key)
+        OmegaConf.update(config, key, None)
     while True:
         try:
             return OmegaConf.to_container(config, resolve=True), problems  # type: ignore[return-value]  # keys are strings
@@ -150,16 +150,7 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
             problems.append(Problem(key, "its interpolation does not resolve", one_line(error)))
             if key == "command line" or not is_new:
                 return {}, problems
-            config = _with_null(config, key)
-
-
-def _with_null(config: DictConfig, key: str) -> DictConfig:
-    plain = node = OmegaConf.to_container(config, resolve=False)
-    *above, last = key.replace("[", ".").replace("]", "").split(".")
-    for part in above:
-        node = node[int(part) if isinstance(node, list) else part]  # type: ignore[index,call-overload]
-    node[int(last) if isinstance(node, list) else last] = None  # type: ignore[index,call-overload]
-    return OmegaConf.create(plain)  # type: ignore[return-value]  # of a dict
+            OmegaConf.update(config, key, None)
 
 
 # --- what Hydra prints

@@ -1,12 +1,12 @@
 """The typed configuration: the sections, what their keys hold, and the rules of one section."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from framework.config.nodes import node_counts
 from framework.runtime.problem import Problem, shown
 
 LARGEST = 2**63 - 1  # what 64 bits hold
@@ -137,6 +137,13 @@ class SlurmSection(Section):
     array_parallelism: Positive | None
 
 
+def _node_counts(nnodes: Any) -> range | None:
+    """Return the numbers of nodes that `launch.nnodes`, a number or MIN:MAX, allows; None if it says something else."""
+    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", str(nnodes))
+    counts = range(int(match[1]), int(match[2] or match[1]) + 1) if match is not None else range(0)
+    return counts or None
+
+
 class LaunchSection(Section):
     kind: Literal["local", "slurm"]
     nproc_per_node: Positive | None
@@ -147,14 +154,14 @@ class LaunchSection(Section):
     slurm: SlurmSection | None = None  # with launch=slurm
 
     def rules(self) -> Iterator[Problem]:
-        if node_counts(self.nnodes) is None:
+        if _node_counts(self.nnodes) is None:
             expected = "a number of nodes, or MIN:MAX for a run that nodes may leave and join"
             yield Problem("nnodes", f"{shown(self.nnodes)} is not valid", expected)
 
     @property
     def node_counts(self) -> range:
         """The numbers of nodes that are allowed."""
-        return node_counts(self.nnodes) or range(1, 2)
+        return _node_counts(self.nnodes) or range(1, 2)
 
     @property
     def num_processes(self) -> int:

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
@@ -175,45 +174,21 @@ def _section_problem(item: Any, section: type[Section], values: Any, key: str, k
         yield _said(item, annotation, value, key)
 
 
-_RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "int_parsing_size")
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
-    if item["type"] in _RANGES:
-        return Problem(
-            key, f"{shown(value)} is out of range", _range(annotation, value, is_finite=item["type"] != "finite_number")
-        )
+    """Return what pydantic says of a value as a problem."""
+    for bound, words in _BOUNDS.items():
+        if bound in item.get("ctx", {}):
+            limit = item["ctx"][bound]
+            text = f"at most {LARGEST}, which is what 64 bits hold" if limit == LARGEST else f"{words} {limit:g}"
+            return Problem(key, f"{shown(value)} is out of range", text)
+    if item["type"] == "finite_number":
+        return Problem(key, f"{shown(value)} is out of range", "a finite number")
     expected = described(annotation, key=key)
     close = meant(value, annotation, key=key)
     return Problem(key, f"{shown(value)} is not valid", expected + (f"; did you mean {close}?" if close else ""))
-
-
-def _range(annotation: Any, value: Any, *, is_finite: bool) -> str:
-    bounds = _bounds(annotation)
-    least, above, most, below = (bounds.get(kind) for kind in (Ge, Gt, Le, Lt))
-    if most == LARGEST and isinstance(value, int) and value > LARGEST:
-        return f"at most {LARGEST}, which is what 64 bits hold"
-    most = None if most == LARGEST else most
-    if least is not None and most is not None:
-        text = f"from {least:g} to {most:g}"
-    else:
-        low = f"at least {least:g}" if least is not None else f"above {above:g}" if above is not None else ""
-        high = f"below {below:g}" if below is not None else f"at most {most:g}" if most is not None else ""
-        text = " and ".join(part for part in (low, high) if part)
-    return text if is_finite else f"a finite number {text}".rstrip()
-
-
-def _bounds(annotation: Any) -> dict[type, Any]:
-    """Return the bounds in an annotation, by kind: pydantic's Field holds the same as annotated_types."""
-    found: dict[type, Any] = {}
-    for metadata in getattr(annotation, "__metadata__", ()):
-        for one in getattr(metadata, "metadata", [metadata]):
-            for kind, name in ((Ge, "ge"), (Gt, "gt"), (Le, "le"), (Lt, "lt")):
-                if isinstance(one, kind):
-                    found[kind] = getattr(one, name)
-    for member in get_args(annotation):
-        found |= {kind: bound for kind, bound in _bounds(member).items() if kind not in found}
-    return found
 
 
 def _unknown(key: str, value: Any, *, known: list[str]) -> list[Problem]:

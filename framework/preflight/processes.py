@@ -1,7 +1,7 @@
 """How many processes, on which devices, over which backend: what a configuration asks for, against what is there."""
 
 import importlib.util
-import mmap
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,9 @@ def _devices_of_each(parallel: Node) -> int:
 
 
 def _cuda_devices() -> int:
-    """Return how many there are; torch is imported only if its build has CUDA."""
-    if torch_build("cuda") is None:
+    """Return how many there are; torch, whose import takes seconds, is imported only if its build has CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is None:
         return 0
     import torch
 
@@ -125,37 +126,20 @@ def _device_problems(launch: LaunchSection, parallel: Node, *, backend: str) -> 
     return [Problem("launch.nproc_per_node", f"{what}, but there are {there} CUDA devices", remedy)]
 
 
-def torch_build(fact: str) -> Any:
-    """Return a fact of the installed torch's build (`cuda`, `hip`, ...) without importing torch, which costs seconds."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    version = importlib.util.spec_from_file_location("torch_version", Path(spec.origin).with_name("version.py"))
-    assert version is not None and version.loader is not None
-    module = importlib.util.module_from_spec(version)
-    version.loader.exec_module(module)
-    return getattr(module, fact, None)
-
-
 _BACKEND_COMES_WITH = {"nccl": "those for CUDA", "ucc": "one compiled from source with USE_UCC=1"}
 
 
 def backend_problems(backend: str, *, num_processes: int) -> list[Problem]:
-    """Refuse a backend that the installed torch does not have."""
+    """Refuse a backend that the installed torch does not have. Torch is imported for one that it need not have."""
+    if backend in ("auto", "gloo"):
+        return []
+    from torch import distributed
+
     if backend == "mpi":
-        refusal = mpi.refusal(num_processes=num_processes, is_torchs=_torch_has("ProcessGroupMPI"))
+        refusal = mpi.refusal(num_processes=num_processes, is_torchs=distributed.is_mpi_available())
         return [refusal] if refusal is not None else []
-    if backend not in ("nccl", "ucc") or _torch_has(f"ProcessGroup{backend.upper()}"):
+    available = {"nccl": distributed.is_nccl_available, "ucc": distributed.is_ucc_available}
+    if available[backend]():
         return []
     what = f"{backend} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend]}"
     return [Problem("backend", what, "gloo, or auto for the best there is")]
-
-
-def _torch_has(name: str) -> bool:
-    """Return whether the class `c10d::NAME` is compiled into the installed torch, without importing that."""
-    spec = importlib.util.find_spec("torch")
-    library = Path(spec.origin).parent / "lib" / "libtorch_python.so" if spec and spec.origin else None
-    if library is None or not library.is_file():
-        return True  # a build of another kind: torch will say
-    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(f"c10d{len(name)}{name}".encode()) >= 0  # as C++ mangles it

@@ -203,11 +203,9 @@ def test_one_process_alone_trains(one_process: Callable[[list[str]], Ended], tmp
 
 def hide_mpi() -> None:
     """Have this process find no mpi4py; and no MPI in torch, should there be one."""
-    from framework.preflight import processes
-
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name, *more: None if name == "mpi4py" else find(name, *more)  # type: ignore[assignment]
-    processes._torch_has = lambda name: False
+    dist.is_mpi_available = lambda: False  # type: ignore[assignment]
 
 
 LACKING = ("backend: mpi is not in this PyTorch build, and mpi4py, which would do, is not installed "
