@@ -37,14 +37,9 @@ def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml"
 
 def thaw(frozen: FrozenConfig) -> RunConfig:
     """Read a frozen configuration. ValueError if it is not the one that was frozen."""
-    config = yaml.safe_load(frozen.path.read_text())
-    stored = config.pop("hash", None)
-    actual = digest_of(config)
-    if not stored == actual == frozen.digest:
-        raise ValueError(
-            f"{frozen.path} has changed since this run was started (hash {actual[:12]}, frozen as "
-            f"{frozen.digest[:12]}); start the command again"
-        )
+    config = _read(frozen.path)
+    if digest_of(config) != frozen.digest:
+        raise ValueError(f"{frozen.path} has changed since this run was started; start the command again")
     return RunConfig.model_validate(config)
 
 
@@ -53,14 +48,18 @@ def recall(directory: Path) -> dict[str, Any]:
     path = directory / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{directory} is no run: there is no config.yaml")
-    try:
-        config = yaml.safe_load(path.read_text())
-        is_whole = config.pop("hash") == digest_of(config)
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
-        is_whole = False
-    if not is_whole:
+    if (config := _read(path)) is None:
         raise ValueError(f"{path} is not as it was frozen: its hash is another")
     return renamed(config)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the configuration in a file; None if it does not have the hash that was written with it."""
+    try:
+        config = yaml.safe_load(path.read_text())
+        return config if config.pop("hash") == digest_of(config) else None
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def frozen_run_id(directory: Path) -> str | None:
