@@ -66,6 +66,28 @@ def test_starting_in_the_middle_gives_what_would_have_come() -> None:
         assert_same_steps(list(islice(loader().train(int(seen[start])), 4)), whole[start : start + 4])
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3, 16])
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("samples_seen", [0, 78 * 16], ids=["a full batch", "the short one of 10"])
+def test_the_ranks_micro_batches_together_are_the_global_batch(
+    micro_batch_size: int | None, dp_size: int, samples_seen: int
+) -> None:
+    (whole,) = next(loader(micro_batch_size=None).train(samples_seen)).micro_batches
+    ranks = [
+        next(loader(micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size).train(samples_seen))
+        for rank in range(dp_size)
+    ]
+    parts = [part for step in ranks for part in step.micro_batches if not part.is_padding]
+    assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
+    assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
+    assert {step.num_samples for step in ranks} == {len(whole.targets)}
+    assert len({len(step.micro_batches) for step in ranks}) == 1  # each holds collectives
+    assert len({step.is_even for step in ranks}) == 1
+    if micro_batch_size is not None:
+        assert [part.number for part in parts] == list(range(len(parts)))
+        assert all(len(part.targets) == micro_batch_size for part in parts[:-1])
+
+
 def test_augmentation_of_a_sample_does_not_depend_on_its_rank_or_batch_size() -> None:
     step = next(loader(micro_batch_size=None).train(0))
     shares = [next(loader(micro_batch_size=None, dp_rank=rank, dp_size=3).train(0)) for rank in range(3)]

@@ -1,0 +1,108 @@
+"""What the ranks agree on: each method of Agreement, on real gloo groups, and in a world of one process."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework.distributed.world import World
+from framework.runtime.environment import Environment
+from framework.runtime.exits import DiskFailed
+from tests.ranks import on_ranks
+
+
+@pytest.fixture
+def alone() -> World:
+    return World.start(Environment(), backend="gloo", timeout_s=5.0, scratch=None)
+
+
+def test_values_are_gathered_in_rank_order(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        return world.agreement.gather({"rank": world.rank}), world.agreement.from_rank_0(f"from {world.rank}")
+
+    assert on_ranks(3, act, scratch=tmp_path) == [([{"rank": rank} for rank in range(3)], "from 0")] * 3
+
+
+def test_a_sum_is_over_all_ranks_and_in_place(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        mine = torch.tensor([1.0, 10.0**world.rank], dtype=torch.float64)
+        total = world.agreement.sum(mine)
+        return total is mine, mine.tolist()
+
+    assert on_ranks(3, act, scratch=tmp_path) == [(True, [3.0, 111.0])] * 3
+
+
+def test_what_one_rank_sends_another_receives(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        if world.rank == 1:
+            world.agreement.send(torch.arange(4), to=0)
+        return world.agreement.receive(torch.zeros(4, dtype=torch.long), source=1).tolist() if world.rank == 0 else None
+
+    assert on_ranks(2, act, scratch=tmp_path) == [[0, 1, 2, 3], None]
+
+
+def test_a_flag_of_any_rank_is_seen_by_all_at_the_next_call(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        raised = [(False, False), (world.rank == 1, False), (False, world.rank == 0), (False, False)]
+        return [world.agreement.any_flags(*flags) for flags in raised]
+
+    expected = [[False, False], [False, False], [True, False], [False, True]]  # each call returns the flags of the call before
+    assert on_ranks(2, act, scratch=tmp_path) == [expected] * 2
+
+
+@pytest.mark.parametrize("rank_0_only", [False, True])
+def test_an_action_gives_every_ranks_result(rank_0_only: bool, tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        return world.agreement.together(lambda: f"done by {world.rank}", what="nothing done", rank_0_only=rank_0_only)
+
+    second = None if rank_0_only else "done by 1"
+    assert on_ranks(2, act, scratch=tmp_path) == [["done by 0", second]] * 2
+
+
+def test_a_disk_that_refuses_one_rank_fails_all_of_them(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        def write() -> None:
+            if world.rank == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        with pytest.raises(DiskFailed) as failed:
+            world.agreement.together(write, what="checkpoint not written")
+        return str(failed.value)
+
+    for text in on_ranks(3, act, scratch=tmp_path):
+        assert "checkpoint not written" in text and "rank 1" in text and "No space left" in text
+
+
+def test_another_error_in_an_action_is_not_swallowed(alone: World) -> None:
+    with pytest.raises(ZeroDivisionError):
+        alone.agreement.together(lambda: 1 // 0, what="not divided")
+
+
+def test_a_threads_agreement_does_not_pair_with_the_first(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        beside = world.beside().agreement
+        # each rank uses the two in another order: on one group this would pair the wrong collectives
+        first, second = (world.agreement, beside) if world.rank == 0 else (beside, world.agreement)
+        works = [(name, torch.distributed.all_reduce(value, group=agreement.group, async_op=True), value)
+                 for name, agreement, value in [("first", first, torch.tensor(1.0)), ("second", second, torch.tensor(10.0))]]  # fmt: skip
+        sums = {}
+        for name, work, value in works:
+            work.wait()
+            sums[name] = value.item()
+        return sums
+
+    # rank 0's first call pairs with rank 1's second: they are of one group
+    assert on_ranks(2, act, scratch=tmp_path) == [{"first": 11.0, "second": 11.0}] * 2
+
+
+def test_one_process_agrees_with_itself_at_once(alone: World) -> None:
+    agreement = alone.agreement
+    assert agreement.group is None and not torch.distributed.is_initialized()
+    assert agreement.gather("mine") == ["mine"] and agreement.from_rank_0(3) == 3
+    assert agreement.any_flags(True, False) == [True, False]
+    assert agreement.sum(torch.tensor(2.0)).item() == 2.0
+    assert agreement.together(lambda: 7, what="") == [7]
+    agreement.barrier()
+    agreement.finish()
