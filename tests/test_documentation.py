@@ -75,7 +75,8 @@ EVERY = {page: of_page(page) for page in PAGES if page != EXTEND}  # whose comma
 
 
 def is_slow(command: Command) -> bool:
-    return not command.shown and any(word in command.line for word in SLOW)
+    follows = command.shown or command.line.startswith("cd ")  # into what a command before it has made
+    return not follows and any(word in command.line for word in SLOW)
 
 
 def uses_slurm(command: Command) -> bool:

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from framework.build.components import optimizer_builder
-from framework.config.components import arguments_of, component, instantiated, locate, signature_of
-from framework.config.validation import component_problems
+from framework.config.components import arguments_of, instantiated, locate, signature_of
 from framework.modules.structure import blocks_of, chain_of, own_answer
 from framework.optim.groups import Trainable
 from tests.harness import Ended, files_below, typed
@@ -126,11 +125,31 @@ def test_a_model_of_timm_has_the_heads_and_channels_of_the_data(folder: Path) ->
     assert weights["fc.weight"].shape[0] == 10 and weights["conv1.0.weight"].shape[1] == 1
 
 
-def test_transformers_gpt2_is_built_from_its_nested_configuration() -> None:
-    config = {"_target_": "transformers.GPT2Config", "vocab_size": 11, "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 4}
-    node = {"_target_": "transformers.GPT2LMHeadModel", "config": config}
-    assert component_problems("model", node, known=[]) == []
-    assert component(node)().config.vocab_size == 11
+GPT2 = """
+_target_: transformers.GPT2LMHeadModel
+config:
+  _target_: transformers.GPT2Config
+  n_layer: 2
+  n_head: 2
+  n_embd: 16
+  resid_pdrop: 0.0
+  embd_pdrop: 0.0
+  attn_pdrop: 0.0
+  eos_token_id: null
+  vocab_size: null   # what the data say, also in a node within
+  n_positions: null
+"""
+
+
+def test_transformers_gpt2_with_its_nested_configuration_computes_the_same_on_one_process_and_sharded(folder: Path) -> None:
+    write(folder, conf__model__gpt2=GPT2)
+    words = ["model=gpt2", "dataset=text", "dataset.seq_len=16", "dataset.max_bytes=20000", "precision=fp64"]
+    one = trains(*words, "run.root=one", folder=folder)
+    trains(*words, "run.root=two", "parallel=fsdp", "launch.nproc_per_node=2", folder=folder)
+    mine, theirs = (load_file(next((folder / root).rglob("model.safetensors"))) for root in ("one", "two"))
+    assert one.code == 0
+    assert mine["transformer.wte.weight"].shape == (256, 16) and mine["transformer.wpe.weight"].shape == (16, 16)
+    assert all(torch.allclose(mine[key], theirs[key], rtol=0, atol=1e-10) for key in mine)
 
 
 @pytest.mark.parametrize(
