@@ -3,11 +3,16 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from framework.checkpoint.store import CheckpointStore
+from framework.distributed.world import World
+from framework.runtime.environment import Environment
+from framework.runtime.log import LOGGER
 from tests.harness import Ended, assert_same_bits, command, finished, slow_but
 
 RUN = [
@@ -15,7 +20,8 @@ RUN = [
     "model=cnn", "model.channels=[4,8]", "global_batch_size=16", "trainer.max_epochs=3", "trainer.log_every=1",
     "checkpoint.every=4", "checkpoint.keep_last=2",
 ]  # fmt: skip
-NUM_DAMAGES, NUM_QUICK = 300, 30
+NUM_DAMAGES = 300
+NUM_RUNS, NUM_QUICK = 24, 6  # whole runs
 RANKS = ["parallel=fsdp", "launch.nproc_per_node=2"]  # the two ranks write a file each
 
 
@@ -64,11 +70,39 @@ def swap_with_the_older(path: Path, random: random.Random) -> str:
 DAMAGES: list[Callable[[Path, random.Random], str]] = [flip_a_bit, flip_a_bit, truncate, delete, swap_with_the_older]
 
 
-@pytest.mark.parametrize("seed", slow_but(range(NUM_QUICK), range(NUM_DAMAGES)))
-def test_damage_is_noticed_and_recovered_from(seed: int, unfinished: Ended, ended: Ended) -> None:
+def damage(ended: Ended, seed: int) -> tuple[Path, str]:
+    """Damage the newest checkpoint somewhere; return its path, and what was done."""
     rng = random.Random(seed)
-    newest = unfinished.directory / "checkpoints" / "step_00000012"
-    done = rng.choice(DAMAGES)(rng.choice(sorted(newest.iterdir())), rng)
+    newest = ended.directory / "checkpoints" / "step_00000012"
+    return newest, rng.choice(DAMAGES)(rng.choice(sorted(newest.iterdir())), rng)
+
+
+@pytest.mark.parametrize("seed", range(NUM_DAMAGES))
+def test_damage_is_noticed_and_the_older_checkpoint_taken(
+    seed: int, unfinished: Ended, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest, done = damage(unfinished, seed)
+    world = World.start(Environment(), backend="gloo", timeout_s=5.0, scratch=None)
+    store = CheckpointStore(newest.parent, world=world, keep_last=2, keep_best=0, mode="min")
+    with caplog.at_level("WARNING", logger=LOGGER.name), our_log_seen():
+        found = store.newest_valid()
+    assert found is not None and found[0].name == "step_00000008" and found[1]["progress"]["step"] == 8, done
+    assert f"checkpoint passed over: {newest}" in caplog.text, done
+
+
+@contextmanager
+def our_log_seen() -> Iterator[None]:
+    """Let pytest see our log, which otherwise has handlers of its own."""
+    before, LOGGER.propagate = LOGGER.propagate, True
+    try:
+        yield
+    finally:
+        LOGGER.propagate = before
+
+
+@pytest.mark.parametrize("seed", slow_but(range(NUM_QUICK), range(NUM_RUNS)))
+def test_a_run_recovers_from_damage_to_the_same_bits(seed: int, unfinished: Ended, ended: Ended) -> None:
+    newest, done = damage(unfinished, seed)
     again = finished(*RUN, *RANKS, root=unfinished.root)
     assert f"checkpoint passed over: {newest}" in again.output, done
     assert "continuing from" in again.output and "step_00000008" in again.output, done
