@@ -68,10 +68,20 @@ def option_node(group: str, option: str) -> dict[str, Any]:
     return yaml.safe_load(option_file(group, option).read_text()) or {}
 
 
-def enter_project() -> None:
-    """Make the user's own modules importable: those of the working directory, and beside the user's configuration."""
-    watch_for_torchvision()
+def project_folders() -> list[Path]:
+    """Return the folders of the user's own modules: the working directory, and the one beside the user's configuration.
+
+    In a Slurm job with a snapshot of the code it is the snapshot.
+    """
+    if (snapshot := variable("STEADFAST_SNAPSHOT")) is not None:
+        return [Path(snapshot)]
     own = own_folder()
-    for folder in (None if own is None else own.parent, Path.cwd()):
-        if folder is not None and str(folder) not in sys.path and os.path.isdir(folder):
+    return list(dict.fromkeys([Path.cwd(), *([] if own is None else [own.parent])]))
+
+
+def enter_project() -> None:
+    """Make the user's own modules importable."""
+    watch_for_torchvision()
+    for folder in reversed(project_folders()):  # the first is to be searched first
+        if str(folder) not in sys.path and os.path.isdir(folder):
             sys.path.insert(0, str(folder))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from framework.config.folders import project_folders
 from framework.config.frozen_file import FrozenConfig, freeze, thaw
 from framework.config.schema import RunConfig
 from framework.launch.claim import ClaimedRun, claim
@@ -116,7 +117,8 @@ def _submit(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> None:
         with executor.batch():
             for frozen in [_freeze(run) for run in runs]:
                 # submitit starts the tasks and is then out of the way: its handlers would save on one rank alone, in a signal's
-                command = [sys.executable, "-u", "-c", NODE, str(code), str(frozen.path), frozen.digest]
+                python = [sys.executable, "-u", "-c", NODE, str(code), str(frozen.path), frozen.digest]
+                command = ["/usr/bin/env", *([f"STEADFAST_SNAPSHOT={code}"] if asked.snapshot else []), *python]
                 jobs.append(executor.submit(os.execv, command[0], command))
     except FailedJobError as error:
         raise SlurmFailed(" ".join(str(error).split())) from None
@@ -134,16 +136,33 @@ def _freeze(run: ClaimedRun) -> FrozenConfig:
 
 
 def _snapshot(folder: Path) -> Path:
-    """Copy the code: the Python files beside train.py and every folder there that has some."""
+    """Copy the code: the framework, and of each project folder the Python files and the folders that have some."""
     copy = folder / "code"
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
-    for path in ROOT.iterdir():
-        if path.suffix == ".py":
-            shutil.copy2(path, copy)
-        elif path.is_dir() and any(path.glob("*.py")):
-            shutil.copytree(path, copy / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+    sources = [ROOT / "framework", ROOT / "models"]
+    for project in reversed(project_folders()):  # where two have a module of one name, the first one's counts
+        sources += [path for path in sorted(project.iterdir()) if path.suffix == ".py" or _holds_code(path)]
+    for source in sources:
+        if source.is_dir():
+            shutil.copytree(source, copy / source.name, ignore=_not_code, dirs_exist_ok=True)
+        else:
+            shutil.copy2(source, copy)
     return copy
+
+
+def _holds_code(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith(".") and any(path.glob("*.py"))
+
+
+_LARGEST_FILE = 1 << 20  # bytes; larger files in a package are data, which the job reads where they are
+
+
+def _not_code(folder: str, names: list[str]) -> list[str]:
+    """Return what of a folder is not copied."""
+    paths = [Path(folder, name) for name in names]
+    return [path.name for path in paths if path.name.startswith((".", "__pycache__")) or
+            not (path.is_dir() or (path.is_file() and path.stat().st_size <= _LARGEST_FILE))]  # fmt: skip
 
 
 def take_node(path: str, digest: str) -> int:

@@ -367,13 +367,20 @@ def test_what_is_edited_after_the_submission_changes_nothing(
 ) -> None:
     ask("scontrol", "update", "PartitionName=main", "State=DOWN")  # jobs wait
     try:
-        line = [*RUN, *TWO, "launch.slurm.snapshot=true", f"run.root={tmp_path / 'runs'}"]
+        # a model of the user's own, in a package beside train.py
+        (copy / "own").mkdir()
+        (copy / "own" / "net.py").write_text("from models.cnn import CNN\n\n\nclass Net(CNN):\n    pass\n")
+        option = (copy / "conf" / "model" / "cnn.yaml").read_text()
+        (copy / "conf" / "model" / "own.yaml").write_text(option.replace("models.cnn.CNN", "own.net.Net"))
+        line = [*(word.replace("model=cnn", "model=own") for word in RUN), *TWO, "launch.slurm.snapshot=true",
+                f"run.root={tmp_path / 'runs'}"]  # fmt: skip
+        assert "model=own" in line
         told = subprocess.run([sys.executable, "train.py", *line], cwd=copy, text=True, capture_output=True, timeout=120)
         assert told.returncode == 0, told.stderr
         run = Run(tmp_path, *line)
         run.jobs += re.findall(r"job (\d+) is submitted", told.stderr)
         assert run.now.summary == {"status": "queued", "job_id": run.job, "error": None}
-        for path in [*copy.glob("framework/**/*.py"), *copy.glob("conf/**/*.yaml"), copy / "train.py"]:
+        for path in [*copy.rglob("*.py"), *copy.glob("conf/**/*.yaml")]:
             path.write_text("no longer what it was(")
     finally:
         ask("scontrol", "update", "PartitionName=main", "State=UP")
