@@ -1,4 +1,4 @@
-"""What to say of a command line's argument that is not an override at all."""
+"""Flags of the command line, and messages for arguments that are neither a flag nor `key=value`."""
 
 import difflib
 import re
@@ -10,7 +10,7 @@ from framework.config.spelling import did_you_mean, nearest
 from framework.runtime.problem import Problem
 
 _KEY = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
-FOLDER_FLAGS = ("--config-dir", "--config-path", "--config-name")  # which configuration: they go with any other flag
+FOLDER_FLAGS = ("--config-dir", "--config-path", "--config-name")  # they combine with any other flag
 _FLAGS = (
     *FOLDER_FLAGS,
     "--help",
@@ -31,20 +31,20 @@ _CHOICES = {
         f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")
     ),
 }
-# Hydra's flags that would change what a run is: what to do instead.
+# Flags of Hydra that would change what a run is, and the replacement for each.
 _REFUSED = {
     **dict.fromkeys(("--package", "-p"), "--cfg job prints the whole"),
     **dict.fromkeys(("--run", "-r"), "a run is what there is without it"),
     **dict.fromkeys(("--experimental-rerun", "-er"), "the same command continues a run"),
 }
 _DEFAULTS = {"--info": "all"}
-_PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # what every optimizer has, besides the keys that are always there
+_PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # keys of every optimizer, suggested beside STATIC_KEYS
 
 
 def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple[dict[str, str], list[str], list[Problem]]:
-    """Split a command line into its flags, with their values if they have one, its overrides, and what is no flag.
+    """Split a command line into flags with their values, overrides, and the problems of unknown or misused flags.
 
-    `is_launched`: torchrun, mpirun or the like has started this process as one of several.
+    `is_launched`: a launcher such as torchrun or mpirun has started this process as one of several.
     """
     flags: dict[str, str] = {}
     overrides: list[str] = []
@@ -104,7 +104,7 @@ def _unknown_flag(flag: str, value: str) -> Problem:
 
 
 def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping[str, Sequence[str]]) -> Problem:
-    """Say why `text` is not `key=value`. `options` are those of each group."""
+    """Return why `text` is not `key=value`. `options` lists the options of each group."""
     key, equals, value = text.partition("=")
     key = key.lstrip("+~")
     if not equals:

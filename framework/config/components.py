@@ -14,9 +14,9 @@ from framework.config.renamed import current_target
 
 Node = Mapping[str, Any]
 
-HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # keys of a node that are no arguments
+HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # keys of a node that are not arguments of its target
 
-# What the framework gives to a component of each group: so many positional arguments, and these by name.
+# Arguments that the framework passes to a component of each group: the number of positional ones, the names of the others.
 GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
     "parallel": (1, ("world", "forward", "bitwise")),
     "optimizer": (1, ()),
@@ -25,9 +25,9 @@ GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def locate(target: str) -> Callable[..., Any]:
-    """Import what a dotted path names: a class, a function, a method of a class, also where it is only re-exported.
+    """Import what a dotted path names: a class, a function, a method of a class; re-exports count.
 
-    ValueError if it cannot be imported, or cannot be called.
+    ValueError if the target cannot be imported or is not callable.
     """
     enter_project()
     parts = current_target(target).split(".")
@@ -40,7 +40,7 @@ def locate(target: str) -> Callable[..., Any]:
         found = importlib.import_module(parts[0])
         for depth, name in enumerate(parts[1:], start=2):
             found = getattr(found, name) if hasattr(found, name) else importlib.import_module(".".join(parts[:depth]))
-    except Exception as error:  # the user's own module: anything can come out of it
+    except Exception as error:  # importing the user's module may raise anything
         close = difflib.get_close_matches(parts[-1], dir(found), n=1)
         text = " ".join(str(error).split()) + (f"; did you mean {close[0]}?" if close else "")
         raise ValueError(f"_target_={target} cannot be imported ({type(error).__name__}: {text})") from error
@@ -50,7 +50,7 @@ def locate(target: str) -> Callable[..., Any]:
 
 
 def _join_models() -> None:
-    """Let a package `models` of the user's and ours be one: neither hides the other."""
+    """Join the user's package `models` and ours, so that neither hides the other."""
     models = importlib.import_module("models")
     ours = str(ROOT / "models")
     if ours not in models.__path__:
@@ -58,10 +58,10 @@ def _join_models() -> None:
 
 
 def component(node: Node, **given: Any) -> Callable[..., Any]:
-    """Return the node's target with the node's values bound; `given` overrides them. Call it with what is not data.
+    """Return the node's target with the node's values bound, of which `given` overrides some. The caller adds what is not data.
 
-    Nodes within it that have a `_target_` of their own are built first. ValueError if one cannot be imported. Not
-    `hydra.utils.instantiate`: its partials look their target up again at every call, 0.1 ms in every step.
+    Nested nodes with a `_target_` are built first. ValueError if a target cannot be imported. This is not
+    `hydra.utils.instantiate`, whose partials look up their target at every call: 0.1 ms in every step.
     """
     values = {key: instantiated(value) for key, value in (dict(node) | given).items() if key not in HYDRAS}
     return functools.partial(locate(node["_target_"]), *map(instantiated, node.get("_args_", ())), **values)
@@ -91,9 +91,9 @@ class Signature:
 
 @functools.cache
 def signature_of(target: str, *, group: str = "") -> Signature:
-    """Return what a component of this group takes from its node. ValueError as from `locate`.
+    """Return the arguments that a component of this group takes from its node. ValueError as in `locate`.
 
-    What the framework gives is left out. A callable without a signature (some are compiled) takes anything.
+    Arguments that the framework passes are left out. A callable without a signature (some compiled ones) takes anything.
     """
     found = locate(target)
     try:
@@ -103,7 +103,7 @@ def signature_of(target: str, *, group: str = "") -> Signature:
     num_given, named = GIVEN.get(group, (0, ()))
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if group == "scheduler" and by_place and by_place[0].name == "optimizer":
-        num_given = 1  # one of torch's, which is tabulated
+        num_given = 1  # a scheduler of torch takes the optimizer alone
     hidden: Collection[str] = {p.name for p in by_place[:num_given]} | {
         p.name for p in parameters if p.kind == p.POSITIONAL_ONLY
     }
@@ -118,12 +118,12 @@ def signature_of(target: str, *, group: str = "") -> Signature:
 def _parameters(found: Callable[..., Any]) -> Collection[inspect.Parameter]:
     try:
         return inspect.signature(found, eval_str=True).parameters.values()
-    except (NameError, AttributeError, SyntaxError):  # an annotation that only a type checker can resolve
+    except (NameError, AttributeError, SyntaxError):  # only a type checker can resolve an annotation
         return inspect.signature(found).parameters.values()
 
 
 def arguments_of(node: Node, *, group: str) -> Signature:
-    """Return what the node's target still takes: without its positional `_args_`."""
+    """Return the arguments that are left for the node's keys after its positional `_args_`."""
     signature = signature_of(str(node.get("_target_")), group=group)
     taken = list(signature.arguments)[: len(node.get("_args_", ()))]
     return Signature({name: p for name, p in signature.arguments.items() if name not in taken}, signature.takes_any)

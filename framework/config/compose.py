@@ -28,7 +28,7 @@ from framework.runtime.problem import Problem
 
 
 class Composed(NamedTuple):
-    """What a command line composes to. With problems, `config` is only good for finding more of them."""
+    """The result of composing a command line. If there are problems, `config` serves only to find more of them."""
 
     config: dict[str, Any]
     problems: list[Problem]
@@ -48,11 +48,11 @@ def prepare_hydra() -> None:
     """Teach Hydra the user's folder, and OmegaConf `${run_id:}` and `${data:FACT}`."""
     Plugins.instance().register(_OwnFolder)
     OmegaConf.register_new_resolver("run_id", _run_id, replace=True)
-    OmegaConf.register_new_resolver("data", lambda fact: f"${{data:{fact}}}", replace=True)  # the dataset answers, later
+    OmegaConf.register_new_resolver("data", lambda fact: f"${{data:{fact}}}", replace=True)  # resolved later, by the dataset
 
 
 def _run_id(_root_: DictConfig) -> str:
-    # the branches that the identity leaves out are the ones that mention the id
+    # the identity leaves out the sections that refer to the id
     plain: dict[str, Any] = {
         str(key): OmegaConf.to_container(_root_[key], resolve=True) if OmegaConf.is_config(_root_[key]) else _root_[key]
         for key in _root_
@@ -64,8 +64,8 @@ def _run_id(_root_: DictConfig) -> str:
 def compose(overrides: list[str]) -> Composed:
     """Compose the configuration from the folders and the command line's overrides, resolved to plain data.
 
-    Every override that cannot be applied becomes a `Problem` and is left out, so that one report can name them all;
-    Hydra itself would stop at the first.
+    An override that cannot be applied becomes a `Problem` and is left out, so that one report names all of them; Hydra
+    would stop at the first.
     """
     config, known, problems = _applied(overrides)
     plain, unresolved = _resolve(config)
@@ -86,22 +86,22 @@ def as_yaml(overrides: list[str], *, resolve: bool) -> str:
 
 
 def swept_in_files(overrides: list[str]) -> dict[str, str]:
-    """Return the sweep that the chosen files write down: `hydra.sweeper.params`, values by key."""
+    """Return the sweep in the chosen files: the values of `hydra.sweeper.params` by key."""
     choices, _, _ = sort_overrides(overrides)
     try:
         hydras = _compose(choices, with_hydra=True).hydra
         params = OmegaConf.select(hydras, "sweeper.params")
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):  # `compose` says what is wrong
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):  # `compose` reports the error
         return {}
     return {str(key): str(value) for key, value in params.items()} if params is not None else {}
 
 
 def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]]:
-    """Return the composed configuration with the overrides' values, the keys of its files, and what could not be applied."""
+    """Return the configuration with the overrides applied, the keys of its files, and the overrides that failed."""
     choices, values, problems = sort_overrides(overrides)
     try:
         config = _compose(choices)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # a YAML file that is wrong
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # a faulty YAML file
         problems.append(Problem(" ".join(choices) or "conf", one_line(error)))
         config = _compose([])
     OmegaConf.set_struct(config, False)
@@ -116,7 +116,7 @@ def _compose(choices: list[str], *, with_hydra: bool = False) -> DictConfig:
     return copy.deepcopy(_composed(tuple(folders()), config_name(), tuple(choices), with_hydra))
 
 
-@cache  # a tenth of a second, which most jobs of a sweep have in common
+@cache  # takes 0.1 s, and most jobs of a sweep share the choices
 def _composed(_: tuple[Path, ...], name: str, choices: tuple[str, ...], with_hydra: bool) -> DictConfig:
     prepare_hydra()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
@@ -157,7 +157,7 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
-    """Print what flags of Hydra's ask for: its own configuration, its help, a shell's completion."""
+    """Print the output of Hydra's flags: its own configuration, its help, a shell's completion."""
 
     @hydra.main(config_path=str(CONF), config_name=config_name(), version_base="1.3")
     def run_job(config: object) -> None:
@@ -165,14 +165,14 @@ def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
 
     prepare_hydra()
     choices, values, _ = sort_overrides(overrides)
-    # flags first: argparse, which reads them for Hydra, takes none between overrides; and every value forced
-    # (`++key=value`): which keys there are, is ours to judge
+    # flags first, because argparse accepts none between overrides; and every value forced (`++key=value`), because
+    # the preflight judges the keys, not Hydra
     forced = [f"++{override.input_line.lstrip('+')}" for override in values if override.input_line]
     sys.argv[1:] = [*(word for flag in flags.items() for word in flag if word), *choices, *forced]
-    with redirect_stdout(io.StringIO()) as printed:  # Hydra reports a reader that has left in a traceback
+    with redirect_stdout(io.StringIO()) as printed:  # Hydra prints a traceback if the reader closes the pipe
         try:
             run_job()
-        except SystemExit as end:  # how --hydra-help ends
+        except SystemExit as end:  # --hydra-help exits
             if end.code:
                 raise
     print(printed.getvalue(), end="")

@@ -1,4 +1,4 @@
-"""Where configuration lies: the folders that are searched for groups and options, the user's own before ours."""
+"""The folders that are searched for groups and options: the user's own before ours; and the folders of the user's modules."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
 
 
 def own_folder() -> Path | None:
-    """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `conf` in the working directory, if it is not ours."""
+    """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `conf` in the working directory, unless that is ours."""
     named = variable("STEADFAST_CONF")
     folder = Path(named or "conf").resolve()
     return folder if folder.is_dir() and folder != CONF.resolve() else None
@@ -28,13 +28,13 @@ def config_name() -> str:
 
 
 def folders() -> list[Path]:
-    """Return the folders of configuration, the first to be searched first."""
+    """Return the folders of configuration in the order of the search."""
     own = own_folder()
     return [CONF] if own is None else [own, CONF]
 
 
 def groups(folder: Path | None = None) -> list[str]:
-    """Return the names of the configuration's groups, of all folders or of one."""
+    """Return the names of the groups in one folder, or in all."""
     found = folders() if folder is None else [folder]
     return sorted(
         {path.name for conf in found for path in conf.iterdir() if path.is_dir() and path.name[0] not in "._"} - {"hydra"}
@@ -48,7 +48,7 @@ def own_groups() -> list[str]:
 
 
 def options(group: str) -> list[str]:
-    """Return the names of a group's options; of one in a folder below the group's, with that: `vision/tiny`."""
+    """Return the names of a group's options; an option in a subfolder is `vision/tiny`."""
     found = {
         path.relative_to(conf / group).with_suffix("").as_posix()
         for conf in folders()
@@ -64,7 +64,7 @@ def option_file(group: str, option: str) -> Path:
 
 
 def option_node(group: str, option: str) -> dict[str, Any]:
-    """Return what an option's file says, unresolved."""
+    """Return the content of an option's file, interpolations unresolved."""
     return yaml.safe_load(option_file(group, option).read_text()) or {}
 
 
@@ -82,6 +82,6 @@ def project_folders() -> list[Path]:
 def enter_project() -> None:
     """Make the user's own modules importable."""
     watch_for_torchvision()
-    for folder in reversed(project_folders()):  # the first is to be searched first
+    for folder in reversed(project_folders()):  # each goes to the front of the path
         if str(folder) not in sys.path and os.path.isdir(folder):
             sys.path.insert(0, str(folder))

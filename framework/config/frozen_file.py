@@ -1,4 +1,4 @@
-"""The frozen configuration: the one file that all processes of a run share, and the hash by which they know it."""
+"""The frozen configuration: the one file that all processes of a run share, and its hash."""
 
 import hashlib
 import json
@@ -20,14 +20,14 @@ def digest_of(plain: Any) -> str:
 
 @dataclass(frozen=True)
 class FrozenConfig:
-    """The frozen configuration on disk: all that the processes of a run share."""
+    """The path and the hash of a frozen configuration: the processes of a run share nothing else."""
 
     path: Path
     digest: str
 
 
 def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml") -> FrozenConfig:
-    """Write `config` with its hash to that file of `directory`, whole or not at all."""
+    """Write `config` with its hash to the file `name` of `directory`, atomically."""
     digest = digest_of(config)
     path = directory / name
     text = yaml.safe_dump(config, sort_keys=False) + f"hash: {digest}\n"
@@ -36,7 +36,7 @@ def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml"
 
 
 def thaw(frozen: FrozenConfig) -> RunConfig:
-    """Read a frozen configuration. ValueError if it is not the one that was frozen."""
+    """Read a frozen configuration. ValueError if the file has changed since."""
     config = _read(frozen.path)
     if digest_of(config) != frozen.digest:
         raise ValueError(f"{frozen.path} has changed since this run was started; start the command again")
@@ -54,7 +54,7 @@ def recall(directory: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the configuration in a file; None if it does not have the hash that was written with it."""
+    """Return the configuration in a file; None if its hash is wrong or it cannot be read."""
     try:
         config = yaml.safe_load(path.read_text())
         return config if config.pop("hash") == digest_of(config) else None
@@ -63,7 +63,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def frozen_run_id(directory: Path) -> str | None:
-    """Return the id of the run whose directory this is, or None if no run has been frozen there."""
+    """Return the id of the run in this directory, or None if no configuration has been frozen there."""
     try:
         return yaml.safe_load((directory / "config.yaml").read_text())["run"]["id"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):

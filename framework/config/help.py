@@ -1,4 +1,4 @@
-"""What `python train.py --help` prints: made from the comments in `conf/`, so that a new option is in it."""
+"""What `python train.py --help` prints: made from the comments in `conf/`, so that new options appear by themselves."""
 
 import platform
 from importlib import metadata
@@ -31,7 +31,7 @@ Examples
 
 
 def help_text(overrides: list[str]) -> str:
-    """Return the help: of the options that the line chooses, or how to call, every group and key."""
+    """Return the help of the options that the line chooses; if it chooses none, the usage and all groups and keys."""
     chosen = [(group, option) for group, _, option in (text.partition("=") for text in overrides)
               if group in groups() and option in options(group)]  # fmt: skip
     if chosen:
@@ -60,7 +60,7 @@ def _option_help(group: str, option: str) -> str:
 
 
 def version_text() -> str:
-    """Return what this installation runs with; nothing is imported to find out."""
+    """Return the versions of this installation, without importing torch."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "hydra-core"))
     return f"Steadfast, with {packages}, Python {platform.python_version()}"
 

@@ -10,7 +10,7 @@ from framework.config.frozen_file import digest_of
 from framework.config.renamed import first_target
 from framework.runtime.files import checksum
 
-# What decides how or where a run is executed, but not what it computes: not part of its identity.
+# Keys that decide how or where a run is executed, not what it computes: not part of its identity.
 EXECUTION = (
     "launch", "logger", "backend", "run", "mode", "eval", "export", "hydra", "name",
     "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
@@ -21,7 +21,7 @@ EXECUTION = (
 def identity(config: dict[str, Any]) -> str:
     """Return the run's id: 12 hexadecimal digits that hash everything that decides what is computed.
 
-    Of the file that `model.init_from` names its content counts, not its path.
+    The file of `model.init_from` counts by its content, not by its path.
     """
     kept = {key: value for key, value in flat(config).items() if not _is_execution(key)}
     kept |= {key: first_target(value) for key, value in kept.items() if key.endswith("._target_") and isinstance(value, str)}
@@ -32,17 +32,17 @@ def identity(config: dict[str, Any]) -> str:
 
 
 def content_of(path: str) -> str | None:
-    """Return the checksum of a file's content; None if it is no file that can be read (the preflight will say so)."""
+    """Return the checksum of a file's content; None if the file cannot be read (the preflight reports that)."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             return None
         return _content(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    except (OSError, ValueError):  # ValueError: a null byte in it
+    except (OSError, ValueError):  # ValueError: the path has a null byte
         return None
 
 
-@cache  # a sweep asks for each job, and a file of gigabytes takes seconds
+@cache  # a sweep asks once a job, and hashing gigabytes takes seconds
 def _content(path: str, *_: int) -> str:
     return checksum(Path(path))[1]
 

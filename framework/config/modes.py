@@ -1,4 +1,4 @@
-"""The table of modes: what each is about, what the command's own process does, and what each worker does."""
+"""The table of modes: for each mode its subject, the work of the command's own process, and the work of each worker."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from framework.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Command:
-    """A command line and the checked configuration that it composes to."""
+    """A command line and its checked configuration."""
 
     line: list[str]
     config: RunConfig
@@ -18,14 +18,14 @@ class Command:
 class Mode:
     """One value of `mode`. `parent` and `worker` are dotted paths, imported when they are needed.
 
-    `parent` is called with the Command, and returns the exit code; of a mode about all runs of a root, with that root.
-    `worker` is called with a Builder, on every rank.
+    `parent` gets the Command, or run.root for a mode about all runs of a root, and returns the exit code.
+    `worker` gets a Builder, on every rank.
     """
 
     about: Literal["run", "existing run", "root"]
     parent: str
     worker: str = ""
-    may_give: tuple[str, ...] = ()  # the keys that the command line may give of an existing run: the rest is the run's
+    may_give: tuple[str, ...] = ()  # keys that the command line may set for an existing run
 
 
 _HOW = ("mode", "run.dir", "run.root", "run.checkpoint")

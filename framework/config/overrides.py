@@ -1,4 +1,4 @@
-"""The overrides of a command line: which choose options, which set values, and which are neither."""
+"""The overrides of a command line: choices of options, values, and errors."""
 
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from framework.runtime.problem import Problem, shown
 
 
 def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], list[Problem]]:
-    """Split into the choices of group options (for Hydra), the values, and what is neither."""
+    """Split overrides into choices of options (for Hydra), values, and problems."""
     choices: list[str] = []
     values: list[Override] = []
     problems: list[Problem] = []
@@ -34,7 +34,7 @@ def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], lis
             found = _choice_problems(override.key_or_group, override.value())
             problems += found
             if override.value() is not None and not found:
-                has_choice = override.key_or_group in _chosen_by_default()  # else there is a choice to be added
+                has_choice = override.key_or_group in _chosen_by_default()  # otherwise the choice is added with +
                 choices.append(("" if has_choice else "+") + text.lstrip("+"))
         elif override.key_or_group.partition(".")[0] != "hydra":
             values.append(override)
@@ -42,7 +42,7 @@ def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], lis
 
 
 def parse(text: str) -> Override | None:
-    """Parse one override, as Hydra does; None if it is none."""
+    """Parse one override as Hydra does; None if the text is not an override."""
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError):  # ValueError: an integer of more digits than Python converts
@@ -55,7 +55,7 @@ def is_hydras(key: str) -> bool:
 
 
 def _chosen_by_default() -> set[str]:
-    """Return the groups of which the primary configuration chooses an option."""
+    """Return the groups for which the primary configuration has a default."""
     found: set[str] = set()
     for folder in folders():
         path = folder / f"{config_name()}.yaml"
@@ -96,7 +96,7 @@ def _refusal(override: Override, text: str) -> Problem | None:
     key = override.key_or_group
     if is_hydras(key):
         if key == "hydra.verbose" or (key == "hydra.job.chdir" and override.value() is False):
-            return None  # the command line takes the first; the second is how it is
+            return None  # main() reads the first; the second is the behaviour anyway
         _, what, expected = next(entry for entry in _INSTEAD if key.startswith(entry[0]))
         return Problem(key, what, expected)
     if override.type == OverrideType.DEL:
@@ -112,7 +112,7 @@ def _refusal(override: Override, text: str) -> Problem | None:
 
 
 def _deletion_refusal(key: str, text: str) -> Problem | None:
-    """Refuse to delete what must have a value: all but the keys of components, and the user's own."""
+    """Refuse to delete a key that must have a value: any but the keys of components and the user's own keys."""
     if key in groups():
         return Problem(text, "a group cannot be deleted", _SWITCHED_OFF.get(key, f"{key}=OPTION chooses another"))
     section, _, rest = key.partition(".")
@@ -136,12 +136,12 @@ def _choice_problems(group: str, chosen: Any) -> list[Problem]:
 
 
 def _class_meant(group: str, name: str) -> str:
-    """Return how to take a class by its path, or an architecture of torchvision; empty if the name is neither."""
+    """Return the suggestion for a dotted path or an architecture of torchvision; empty for any other name."""
     if "." in name and all(part.isidentifier() for part in name.split(".")):
         return f"did you mean {group}._target_={name}?"
     try:
         is_known = group == "model" and name in locate("torchvision.models.list_models")()
-    except ValueError:  # it is not installed
+    except ValueError:  # torchvision is not installed
         is_known = False
     return f"did you mean model=torchvision model.name={name}?" if is_known else ""
 
@@ -153,7 +153,7 @@ def apply(config: DictConfig, override: Override) -> list[Problem]:
         return _delete(config, sections)
     is_added = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
     if is_added and sections[0] not in RunConfig.model_fields and sections[0] not in config:
-        key = f"extra.{key}"  # `+key`: one of the user's own
+        key = f"extra.{key}"  # `+key` adds a key of the user's own
     for depth in range(1, len(sections)):
         above = ".".join(sections[:depth])
         if _holds_value(config, above):
@@ -170,7 +170,7 @@ def apply(config: DictConfig, override: Override) -> list[Problem]:
 
 
 def _replace_component(config: DictConfig, key: str, value: Any) -> None:
-    """Empty a component's node where another `_target_` is given: the option's other keys are those of the old one."""
+    """Empty a component's node if another `_target_` is set: the option's other keys belong to the old target."""
     node_key = key.removesuffix("._target_")
     target = value if key != node_key else value.get("_target_") if isinstance(value, dict) else None
     node = OmegaConf.select(config, node_key, throw_on_resolution_failure=False) if target is not None else None
@@ -195,7 +195,7 @@ def _holds_value(config: DictConfig, key: str) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """Return what Hydra or OmegaConf raised, in a line."""
-    if "ecursi" in str(error):  # OmegaConf names one kind itself, and of the other only how deep Python's stack is
+    """Return an error of Hydra or OmegaConf in one line."""
+    if "ecursi" in str(error):  # OmegaConf detects one kind itself; the other ends in Python's RecursionError
         return "it refers to itself"
     return " ".join(str(error).split("\n    full_key:")[0].split())

@@ -1,4 +1,4 @@
-"""Names that have changed: configurations of earlier versions keep working, and keep the identity of their runs."""
+"""Renamed components: configurations of earlier versions keep working, and their runs keep their ids."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ _MOVED = (("framework.optim.optimizers.", "framework.optim."), ("framework.optim
 
 
 def current_target(target: str) -> str:
-    """Return the path under which a component is found now."""
+    """Return a component's dotted path of today."""
     for now, before in _MOVED:
         if target.startswith(before) and not target.startswith(now) and target.count(".") == before.count("."):
             return now + target.removeprefix(before)
@@ -15,7 +15,7 @@ def current_target(target: str) -> str:
 
 
 def first_target(target: str) -> str:
-    """Return the path under which a component was first known: a run's identity does not change when it moves."""
+    """Return a component's first dotted path, so that a run's id does not change when the component moves."""
     for now, before in _MOVED:
         if target.startswith(now):
             return before + target.removeprefix(now)
@@ -23,7 +23,7 @@ def first_target(target: str) -> str:
 
 
 def renamed(value: Any) -> Any:
-    """Return plain data with every `_target_` of an earlier version under its path of today."""
+    """Return plain data with every old `_target_` replaced by its path of today."""
     if isinstance(value, dict):
         return {key: current_target(item) if key == "_target_" and isinstance(item, str) else renamed(item)
                 for key, item in value.items()}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The typed configuration: the sections, what their keys hold, and the rules of one section."""
+"""The typed configuration: sections, the types of their keys, and the rules within a section."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from framework.runtime.problem import Problem, shown
 
-LARGEST = 2**63 - 1  # what 64 bits hold
+LARGEST = 2**63 - 1  # 64 bits
 
 Whole = Annotated[int, Field(le=LARGEST, ge=-LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -21,7 +21,7 @@ Node = dict[str, Any]  # a component's own node: data for its `_target_`
 
 
 class Section(BaseModel):
-    """A part of the configuration. `rules` yields what its types cannot say; keys are the section's own."""
+    """A part of the configuration. `rules` yields problems that types cannot express, under the section's keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -44,7 +44,7 @@ class EarlyStopping(Section):
 
 class Divergence(Section):
     """`raise` ends the run. `skip` leaves the step out; `rollback` goes on from the `back`-th newest checkpoint, with the
-    batches after the one that was not finite: both at most `limit` times in a run.
+    batches after the non-finite one: both at most `limit` times in a run.
 
     Source of the rollback: Chowdhery et al. 2022, "PaLM: scaling language modeling with Pathways", section 5.1.
     """
@@ -138,7 +138,7 @@ class SlurmSection(Section):
 
 
 def _node_counts(nnodes: Any) -> range | None:
-    """Return the numbers of nodes that `launch.nnodes`, a number or MIN:MAX, allows; None if it says something else."""
+    """Return the numbers of nodes that `launch.nnodes`, a number or MIN:MAX, allows; None if the value is invalid."""
     match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", str(nnodes))
     counts = range(int(match[1]), int(match[2] or match[1]) + 1) if match is not None else range(0)
     return counts or None
@@ -160,17 +160,17 @@ class LaunchSection(Section):
 
     @property
     def node_counts(self) -> range:
-        """The numbers of nodes that are allowed."""
+        """The allowed numbers of nodes."""
         return _node_counts(self.nnodes) or range(1, 2)
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are on each node."""
+        """The number of processes on each node."""
         return self.nproc_per_node or 1
 
     @property
     def most_processes(self) -> int:
-        """How many processes there are with all the nodes that are allowed."""
+        """The number of processes on the largest allowed number of nodes."""
         return self.num_processes * self.node_counts[-1]
 
 
@@ -206,15 +206,15 @@ class RunConfig(Section):
     parallel: Node
     optimizer: Node
     scheduler: Node
-    logger: dict[str, Any]  # components by name, each checked like the others
-    extra: Node = {}  # the user's own keys: part of the identity, read by nobody here
+    logger: dict[str, Any]  # a component by name for each logger
+    extra: Node = {}  # the user's own keys: part of the identity, not read by the framework
 
     def in_group(self, group: str) -> "RunConfig":
-        """Return the configuration as a part of a sweep's group, unless it names another."""
+        """Return the configuration with this `run.group`, unless it has one already."""
         return self if self.run.group is not None else self._with_run(group=group)
 
     def begun(self) -> "RunConfig":
-        """Return the configuration of a run that has begun: it does not start over again when its workers do."""
+        """Return the configuration for a restart: `run.resume=never` must not start over a second time."""
         return self._with_run(resume="auto") if self.run.resume == "never" else self
 
     def in_directory(self, path: str) -> "RunConfig":
@@ -224,7 +224,7 @@ class RunConfig(Section):
         return self.model_copy(update={"run": self.run.model_copy(update=values)})
 
     def plain(self) -> dict[str, Any]:
-        """Return the configuration as it was given: what is frozen."""
+        """Return the configuration as plain data, to be frozen."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -232,14 +232,14 @@ COMPONENTS = ("model", "dataset", "task", "parallel", "optimizer", "scheduler")
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section that a field holds, also one that may be null; None if it holds a value."""
+    """Return the section type of a field, which may be optional; None if the field holds a value."""
     members = [annotation, *getattr(annotation, "__args__", ())]
     found = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Section)]
     return found[0] if found else None
 
 
 def keys_of(section: type[Section], prefix: str = "") -> list[str]:
-    """Return the dotted keys of a section and of those in it."""
+    """Return the dotted keys of a section and of its subsections."""
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
@@ -248,4 +248,4 @@ def keys_of(section: type[Section], prefix: str = "") -> list[str]:
     return keys
 
 
-STATIC_KEYS = keys_of(RunConfig)  # those that do not depend on which options are chosen
+STATIC_KEYS = keys_of(RunConfig)  # keys that do not depend on the chosen options

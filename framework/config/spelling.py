@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Sequence
 
-# What other programs call our keys.
+# Names of our keys in other programs.
 _ALSO_CALLED = {
     "trainer.max_steps": "steps num_steps iterations iters max_iters num_iters train_steps total_steps",
     "trainer.max_epochs": "epochs epoch num_epochs num_train_epochs",
@@ -39,7 +39,7 @@ _ALSO_CALLED = {
     "precision": "amp mixed_precision dtype",
 }
 
-# What other programs have a key for, and how it is done here.
+# Keys of other programs that have no counterpart, and how their purpose is reached here.
 _DONE_HERE = {
     "accelerator": "the device is found by itself; launch.nproc_per_node says how many processes",
     "callbacks": "early stopping, checkpoints, averaging and profiling are keys of trainer and checkpoint",
@@ -52,7 +52,7 @@ _DONE_HERE = {
     "train test": "mode=train also measures the test split at its end; mode=eval measures a run that is there",
 }
 
-# What other programs call our options.
+# Names of our options in other programs.
 _OPTIONS_ALSO_CALLED = {
     ("precision", "bf16"): "bf16-mixed bf16-true bfloat16",
     ("precision", "fp16"): "16 16-mixed 16-true float16 half",
@@ -66,7 +66,7 @@ _OPTIONS_ALSO_CALLED = {
 
 
 def done_here(key: str) -> str:
-    """Return how what other programs have this key for is done here; empty if that is not known."""
+    """Return how the purpose that a key has in other programs is reached here; empty if that is not known."""
     words = key.lower().split(".")
     return next((text for names, text in _DONE_HERE.items() if set(names.split()) & {words[0], words[-1]}), "")
 
@@ -79,7 +79,7 @@ def option_meant(word: str, group: str, choices: Sequence[str]) -> str:
     return did_you_mean(word, choices)
 
 
-_VAGUE = ("root", "name", "mode", "monitor", "every", "id", "dir", "kind")  # words that mean something else elsewhere
+_VAGUE = ("root", "name", "mode", "monitor", "every", "id", "dir", "kind")  # words with other meanings in other sections
 
 
 def did_you_mean(word: str, choices: Sequence[str]) -> str:
@@ -103,7 +103,7 @@ def nearest(word: str, choices: Sequence[str]) -> str | None:
             return choice
     for candidates, cutoff in ((siblings, 0.7), (choices, 0.75)):
         for close in difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff):
-            # the words themselves must be near, whatever section they share
+            # the last words must be similar too, not only a shared section
             if difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio() >= (0.7 if section else 0.6):
                 return close
         if last in _VAGUE:

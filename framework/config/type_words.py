@@ -1,4 +1,4 @@
-"""What a type is called in a message, and which value of it was probably meant."""
+"""Types in messages: their names, and the value of a type that was probably meant."""
 
 import functools
 from types import UnionType
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from framework.config.spelling import nearest
 from framework.runtime.problem import shown
 
-UNIONS = (UnionType, Union)  # the second where a Literal or an Annotated is a member
+UNIONS = (UnionType, Union)  # typing.Union, if a member is a Literal or Annotated
 
 _NAMES = {
     int: "an integer",
@@ -33,7 +33,7 @@ def bare(annotation: Any) -> Any:
 
 
 def described(annotation: Any, *, key: str) -> str:
-    """Say what a key of this type holds."""
+    """Return what a key of this type holds, in words."""
     annotation = bare(annotation)
     if get_origin(annotation) in UNIONS:
         return ", or ".join(described(member, key=key) for member in get_args(annotation))

@@ -1,4 +1,4 @@
-"""Compares a configuration with its types, and says what is wrong in words of its own."""
+"""Validation of a configuration against its types, with messages for users."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -18,10 +18,10 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def validate(config: Mapping[str, Any], *, known: list[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the root's fields that are valid, by name, and every problem of the others.
+    """Return the valid fields of the root by name, and every problem of the others.
 
-    Only our own sections are judged here, without an import: components' nodes are `component_problems`'. `known` are keys
-    to be suggested for an unknown one.
+    Only our own sections are validated, which needs no import; `component_problems` validates the components' nodes.
+    `known` are the keys that may be suggested for an unknown key.
     """
     valid: dict[str, Any] = {}
     problems = [
@@ -62,7 +62,7 @@ def _types_of(section: type[Section]) -> dict[str, Any]:
 def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str, ...] = ()) -> list[Problem]:
     """Check a component's node, and the components in it, against the signatures of their targets, which are imported.
 
-    `key` is the node's, as in `model` or `logger.wandb`; `own` are keys of the framework's in it.
+    `key` is the node's key, as in `model` or `logger.wandb`; `own` are the framework's keys in the node.
     """
     try:
         signature = arguments_of(node, group=key)
@@ -70,7 +70,7 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
         return [Problem(f"{key}._target_", str(error).removeprefix("_target_="), "the dotted path of a class or function")]
     problems: list[Problem] = []
     values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
-    others = [other for other in known if not other.startswith(f"{key}.")]  # the option may be another component's
+    others = [other for other in known if not other.startswith(f"{key}.")]  # an option's keys may belong to another component
     known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own))]
     for name, value in values.items():
         argument = signature.arguments.get(name)
@@ -93,7 +93,7 @@ def _equals(value: Any, default: Any) -> bool:
 
 
 def _from_data(value: Any, key: str) -> bool:
-    """Return whether a value is left to the data: null in a model means so, and `${data:...}` everywhere."""
+    """Return whether the data give the value: null in a model, and `${data:...}` everywhere."""
     return (value is None and key.split(".")[0] == "model") or (isinstance(value, str) and value.startswith("${data:"))
 
 
@@ -101,7 +101,7 @@ _PLAIN = (int, float, bool, str, list, dict, type(None))
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Return whether an annotation is a type of plain data, which a value can be held against."""
+    """Return whether an annotation is a type of plain data, so that a value can be validated."""
     kind = bare(annotation)
     if get_origin(kind) in (*UNIONS, list, dict):
         return all(map(_is_plain, get_args(kind)))
@@ -112,12 +112,12 @@ def _is_plain(annotation: Any) -> bool:
 
 
 def value_problems(annotation: Any, value: Any, key: str) -> list[Problem]:
-    """Return what is wrong with one value, in our words."""
+    """Return the problems of one value."""
     try:
         _adapter(annotation).validate_python(value)
     except ValidationError as error:
         return [_said(error.errors()[0], annotation, value, key)]  # a union reports each of its members: the first will do
-    except PydanticSchemaGenerationError:  # somebody's own type
+    except PydanticSchemaGenerationError:  # a class of the user's
         return []
     return []
 
@@ -148,7 +148,7 @@ def _section_problems(section: type[Section], values: Any, key: str, known: list
 
 
 def _is_optional_section(section: type[Section], name: str) -> bool:
-    """Return whether a key is a section that only some options bring."""
+    """Return whether a key is a section that exists only with some options."""
     annotation = _types_of(section).get(name)
     return type(None) in get_args(annotation) and section_of(annotation) is not None
 
@@ -178,7 +178,7 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
-    """Return what pydantic says of a value as a problem."""
+    """Return pydantic's error about a value as a problem."""
     for bound, words in _BOUNDS.items():
         if bound in item.get("ctx", {}):
             limit = item["ctx"][bound]

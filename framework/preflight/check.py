@@ -21,19 +21,19 @@ from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 
 
 class Checked(NamedTuple):
-    """A configuration with every problem of it; without any, `config` is complete."""
+    """A configuration with all its problems; if there are none, `config` is complete."""
 
     config: RunConfig | None
     problems: list[Problem]
-    valid: dict[str, Any]  # those of the root's fields that are valid, and completed by what follows from data and machine
+    valid: dict[str, Any]  # the valid fields of the root, completed from the data and the machine
 
 
 def check(composed: Composed, *, world_size: int | None) -> Checked:
-    """Complete a configuration by what follows from the data and the machine, and return every problem with it.
+    """Complete a configuration from the data and the machine, and return it with every problem.
 
-    `world_size` is what a launcher has fixed, None where the choice is ours. Our own sections are judged first. Components
-    are imported, and torch with them, only where those are in order or the command line sets a key of a component:
-    otherwise a mistake is reported at once.
+    `world_size` is the launcher's, None if the choice is ours. Our own sections are validated first. Components, and torch
+    with them, are imported only if those sections are valid or the command line sets a component's key: a mistake in
+    them is reported at once.
     """
     valid, found = validate(composed.config, known=composed.known)
     problems = composed.problems + found
@@ -59,7 +59,7 @@ def check(composed: Composed, *, world_size: int | None) -> Checked:
         problems += place_problems(valid["run"]) if is_placed else []
     seen: dict[str, Problem] = {}
     for problem in problems:
-        seen.setdefault(problem.key.partition("[")[0], problem)  # the first of a key is the cause of the others
+        seen.setdefault(problem.key.partition("[")[0], problem)  # the first problem of a key causes the others
     config = None
     if not seen:
         valid["model"] = components.with_init_digest(valid["model"])
@@ -68,7 +68,7 @@ def check(composed: Composed, *, world_size: int | None) -> Checked:
 
 
 def _has_run(valid: dict[str, Any]) -> bool:
-    """Return whether this very configuration has run to its end: its components were in order."""
+    """Return whether this configuration has finished already, so that its components are known to be valid."""
     run = valid.get("run")
     if run is None or valid.get("mode") not in ("train", "plan") or run.resume == "never":
         return False
@@ -80,7 +80,7 @@ def _as_given(value: Any) -> Any:
 
 
 def _check_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Problem]:
-    """Return the problems with those of secrets first, and without those that would show one."""
+    """Return the problems, secrets first, without problems that would print a secret."""
     found = secrets_in(config)
     found |= {problem.key: "has the name of a secret" for problem in problems if is_secret_key(problem.key)}
     others = [problem for problem in problems if problem.key not in found]
@@ -91,7 +91,7 @@ def _check_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Prob
 
 
 def _check_dataset(valid: dict[str, Any]) -> list[Problem]:
-    """Ask the dataset alone, which imports no torch."""
+    """Check the dataset alone, which imports no torch."""
     dataset = _dataset(valid.get("dataset", {}))
     return [] if isinstance(dataset, Problem) else [Problem.of_line(line) for line in dataset.problems()]
 
@@ -99,7 +99,7 @@ def _check_dataset(valid: dict[str, Any]) -> list[Problem]:
 def _dataset(node: Node) -> Dataset | Problem:
     try:
         return components.dataset(node)
-    except Exception as error:  # its constructor refuses the arguments
+    except Exception as error:  # the constructor refuses the arguments
         return Problem.of_error("dataset", error)
 
 
@@ -121,9 +121,9 @@ def _check_data(valid: dict[str, Any], *, known: list[str]) -> list[Problem]:
     try:
         valid["model"], unfilled = components.complete_model(valid["model"], info)
         valid["task"] = components.complete_task(valid["task"], dataset)
-    except (KeyError, ValueError):  # a component that is wrong in itself is reported there
+    except (KeyError, ValueError):  # component_problems reports a faulty component
         pass
-    # with the data missing, what it would give is not known either
+    # without the data, the facts are unknown too
     return (problems or unfilled) + _check_task(valid.get("task", {}), getattr(dataset, "task", None))
 
 
@@ -131,7 +131,7 @@ _OWN_TASKS = ("classification", "language_modeling", "regression")
 
 
 def _check_task(node: Node, made_for: str | None) -> list[Problem]:
-    """Refuse another of our own tasks than the one that the data's targets are for; a task of the user's may be any."""
+    """Refuse a task of ours that does not fit the data's targets; the user's own tasks are not checked."""
     chosen = str(node.get("_target_")).split(".")[-2:][0]
     if made_for is None or chosen == made_for or chosen not in _OWN_TASKS:
         return []

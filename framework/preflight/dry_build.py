@@ -1,4 +1,4 @@
-"""Building the model and the optimizer without storage, to find what only they know to be wrong, before the run starts."""
+"""Building the model and the optimizer without storage: problems that only they can find, before the run starts."""
 
 import copy
 import dataclasses
@@ -26,11 +26,11 @@ from framework.runtime.problem import Problem
 
 
 def dry_build(config: RunConfig) -> list[Problem]:
-    """Build the model (without storage) and the optimizer, and run a batch's shape through, for what only they know."""
+    """Build the model without storage and the optimizer, run a batch's shape through, and return the problems."""
     try:
         with torch.device("meta"):
             model = components.model(config.model, seed=config.seed)
-    except Exception as error:  # the model may be anybody's
+    except Exception as error:  # a model of the user's may raise anything
         return [Problem.of_error("model", error)]
     if not isinstance(model, nn.Module):
         return [Problem("model", f"{config.model['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
@@ -50,7 +50,7 @@ def dry_build(config: RunConfig) -> list[Problem]:
         what = f"{config.task['_target_']} gives a {type(task).__name__} without loss() and metrics()"
         return [Problem("task", what, "a task, as in framework/tasks/")]
     demands = _demands(config.trainer, config.checkpoint, precision=config.precision.name, invariance=config.invariance)
-    if MODES[config.mode].about == "existing run":  # it takes no step
+    if MODES[config.mode].about == "existing run":  # such a mode takes no step
         demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, ema_decay=None, grad_noise=None)
         demands = dataclasses.replace(demands, scales_loss=False, recovers=None)
     return (
@@ -61,7 +61,7 @@ def dry_build(config: RunConfig) -> list[Problem]:
 
 
 def _check_init(model: nn.Module, init_from: str | None) -> list[Problem]:
-    """Refuse a file to begin with of which nothing fits."""
+    """Refuse `model.init_from` if none of the file's tensors fits."""
     fit = Fit.of(read_header(Path(init_from)), model) if init_from else None
     if fit is None or fit.fitting:
         return []
@@ -69,7 +69,7 @@ def _check_init(model: nn.Module, init_from: str | None) -> list[Problem]:
 
 
 def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list[Problem]:
-    """Refuse an optimizer that cannot be built or stepped, or that keeps what a checkpoint does not hold."""
+    """Refuse an optimizer that cannot be built or stepped, or whose state a checkpoint cannot hold."""
     trained = trainable(model, hidden=hidden_matrices(model))
     try:
         require_matches(optimizer.get("groups") or [], [item.name for item in trained])
@@ -77,7 +77,7 @@ def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list
         built = build(trained)
         if problem := _step_problem(build(stand_in(torch.device("cpu")))):
             return [problem]
-    except Exception as error:  # it may be anybody's
+    except Exception as error:  # an optimizer of the user's may raise anything
         return [Problem.of_error("optimizer", error)]
     try:
         lr = optimizer.get("lr", built.param_groups[0]["lr"])
@@ -88,7 +88,7 @@ def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list
 
 
 def _step_problem(optimizer: torch.optim.Optimizer) -> Problem | None:
-    """Take a step with one number, and say what of it a checkpoint would lose."""
+    """Take a step with one number, and return the problem if a checkpoint would lose some of the state."""
     other = "an optimizer that keeps tensors for each parameter, as those of torch.optim do"
     name = type(optimizer).__name__
     parameters = inspect.signature(type(optimizer).step).parameters
@@ -129,7 +129,7 @@ def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precisio
 
 
 def _check_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num_processes: int) -> list[Problem]:
-    """Ask the strategy's module, if it has a function `problems`, whether it can run this model as the run demands."""
+    """Ask the strategy's module, if it has a function `problems`, whether the strategy can run this model."""
     strategy = locate(parallel["_target_"])
     if demands.bitwise and "bitwise" not in inspect.signature(strategy).parameters:
         what = "bitwise, but this strategy sums in an order of its own collectives"
@@ -143,13 +143,13 @@ def _check_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num_p
 
 
 def _of_strategy(line: str) -> Problem:
-    """Return what a strategy says, under the key that it begins with, else under its own."""
+    """Return a strategy's line as a problem of the key at its beginning, else of `parallel`."""
     names_key = line.partition(": ")[0].split(".")[0] in RunConfig.model_fields
     return Problem.of_line(line) if names_key else Problem.of_error("parallel", ValueError(line))
 
 
 def _check_forward(model: nn.Module, batch: Tensor | None) -> list[Problem]:
-    """Refuse a model that cannot take a batch of this data: shapes alone, no number is computed."""
+    """Refuse a model that cannot take a batch of this data. Only shapes are computed."""
     if batch is None:
         return []
     try:
@@ -157,7 +157,7 @@ def _check_forward(model: nn.Module, batch: Tensor | None) -> list[Problem]:
             model.eval()(batch)
     except Exception as error:
         text = " ".join(str(error).split())
-        if isinstance(error, NotImplementedError) or "meta" in text:  # it asks for numbers, not only for shapes
+        if isinstance(error, NotImplementedError) or "meta" in text:  # the model needs numbers, not only shapes
             return []
         what = f"does not take a batch of shape {list(batch.shape)} of this dataset"
         return [Problem("model", what, f"{text[:200]}; choose another model or dataset")]

@@ -1,4 +1,4 @@
-"""What a task measures, read from the source of its methods: to measure it, a model and data would have to be there."""
+"""The names of a task's metrics, read from the source of its methods: calling them would need a model and data."""
 
 import ast
 import inspect
@@ -11,7 +11,7 @@ from framework.config.schema import Node
 
 
 def metric_names(task: Node) -> list[str] | None:
-    """Return the names that a task's `metrics` and `derived` return; None if their source does not simply say them."""
+    """Return the names that a task's `metrics` and `derived` return; None if the source does not list them plainly."""
     try:
         found = locate(str(task.get("_target_")))
     except ValueError:
@@ -28,7 +28,7 @@ def metric_names(task: Node) -> list[str] | None:
 
 
 def _returned(method: Callable[..., Any]) -> list[str] | None:
-    """Return the keys of the dictionaries that a method returns, where it writes them down."""
+    """Return the keys of the dictionaries that a method returns, if they are literals."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, TypeError, SyntaxError):

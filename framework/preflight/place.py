@@ -1,4 +1,4 @@
-"""The place of a run: whether its directory can be written, is its own, and has what it is to continue from."""
+"""Checks of a run's directory: writable, not another run's, with a checkpoint if the run must continue."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from framework.runtime.problem import Problem, shown
 
 
 def place_problems(run: RunSection) -> list[Problem]:
-    """Return why a new run, or one that continues, cannot be in its directory."""
+    """Return why a run cannot start or continue in its directory."""
     directory = RunDirectory(Path(run.dir))
     if problems := writing_problems(directory.path) or _check_contents(directory):
         return problems
@@ -23,7 +23,7 @@ def writing_problems(path: Path) -> list[Problem]:
     """Return why a directory cannot be made or written."""
     if max(map(len, map(os.fsencode, path.parts))) > 255 or len(os.fsencode(path.absolute())) > 3000:
         return [Problem("run.dir", "is too long for a path", "255 bytes between slashes, 3000 in all")]
-    # os.path: a Path would raise where a directory above may not be entered
+    # os.path: Path raises if a parent directory may not be entered
     nearest = next(str(parent) for parent in [path, *path.absolute().parents] if os.path.lexists(parent))
     key = "run.dir" if os.path.exists(path) else "run.root"
     if not os.path.isdir(nearest):
@@ -36,7 +36,7 @@ def writing_problems(path: Path) -> list[Problem]:
 
 
 def _check_contents(directory: RunDirectory) -> list[Problem]:
-    """Refuse a directory with files that belong to no run: a run would mix its own with them."""
+    """Refuse a directory with files that are not a run's."""
     if odd := directory.odd_files():
         what = f"{directory.path / odd[0]} is not a plain file"
         return [Problem("run.dir", what, "a run writes to none that is a link or a pipe")]

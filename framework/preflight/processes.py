@@ -1,4 +1,4 @@
-"""How many processes, on which devices, over which backend: what a configuration asks for, against what is there."""
+"""Checks of processes, devices and backend: the configuration's demands against the machine."""
 
 import importlib.util
 import runpy
@@ -15,9 +15,9 @@ from framework.runtime.problem import Problem
 def with_processes(
     launch: LaunchSection, parallel: Node, *, backend: str, world_size: int | None
 ) -> tuple[LaunchSection, list[Problem]]:
-    """Return the section with the number of processes filled in, and what does not fit the mesh or the machine.
+    """Return the section with the number of processes filled in, and the problems with the mesh or the machine.
 
-    `world_size` is what a launcher has fixed, None where the choice is ours.
+    `world_size` is the launcher's, None if the choice is ours.
     """
     asked, problems = launch.nproc_per_node, []
     if world_size is not None:
@@ -34,9 +34,9 @@ def with_processes(
         source, start = f"launch.nproc_per_node gives {launch.num_processes}", "launch.nproc_per_node={}"
     axes = axes_of(parallel)
     if any(not isinstance(size, (int, type(None))) for size in axes.values()):
-        return launch, problems  # the strategy's signature says so
+        return launch, problems  # the strategy's signature reports it
     counts, count = launch.node_counts, launch.num_processes
-    for num_nodes in sorted({counts[0], counts[-1]}):  # what is between them may fit or not: see `fitting_nodes`
+    for num_nodes in sorted({counts[0], counts[-1]}):  # a number between them need not fit: see `fitting_nodes`
         if counts != range(1, 2):
             source = f"{num_nodes} nodes of launch.nproc_per_node={count} give {count * num_nodes}"
         problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=_option(parallel))
@@ -46,12 +46,12 @@ def with_processes(
 
 
 def axes_of(parallel: Node) -> dict[str, Any]:
-    """Return the sizes of the mesh axes that a strategy's node has, by name."""
+    """Return the sizes of a strategy's mesh axes by name."""
     return {name: parallel[name] for name in MESH_AXES if name in parallel}
 
 
 def fitting_nodes(launch: LaunchSection, parallel: Node) -> list[int]:
-    """Return the numbers of nodes, of those allowed, whose processes fill the mesh."""
+    """Return the allowed numbers of nodes whose processes fill the mesh."""
     counts = {num_nodes: launch.num_processes * num_nodes for num_nodes in launch.node_counts}
     axes = axes_of(parallel)
     return [n for n, count in counts.items() if not _mesh_problems(axes, count=count, source="", start="", option="")]
@@ -87,12 +87,12 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
 
 
 def _default_processes(launch: LaunchSection, parallel: Node) -> int:
-    """Return how many processes a node's CUDA devices suffice for; 1 if the strategy has no mesh axes, and on a CPU."""
+    """Return the number of processes for a node's CUDA devices; 1 on a CPU, or if the strategy has no mesh axes."""
     return max(1, _devices_of_node(launch) // _devices_of_each(parallel)) if axes_of(parallel) else 1
 
 
 def _devices_of_node(launch: LaunchSection) -> int:
-    """Return how many CUDA devices a node of the run has: this machine's, or those that its job asks for."""
+    """Return the number of CUDA devices of a node: this machine's, or those that the job asks for."""
     if launch.slurm is None:
         return _cuda_devices()
     return launch.slurm.gpus_per_node or 0
@@ -104,7 +104,7 @@ def _devices_of_each(parallel: Node) -> int:
 
 
 def _cuda_devices() -> int:
-    """Return how many there are; torch, whose import takes seconds, is imported only if its build has CUDA."""
+    """Return the number of CUDA devices. Importing torch takes seconds: only a build with CUDA is imported."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is None:
         return 0
@@ -114,7 +114,7 @@ def _cuda_devices() -> int:
 
 
 def _device_problems(launch: LaunchSection, parallel: Node, *, backend: str) -> list[Problem]:
-    """Refuse more processes, or devices of one, than there are CUDA devices. Without any, the CPU takes all."""
+    """Refuse more processes or devices than the machine's CUDA devices. A machine without any runs them on the CPU."""
     num_processes, each = launch.num_processes, _devices_of_each(parallel)
     if backend not in ("auto", "nccl") or not (there := _devices_of_node(launch)):
         return []
@@ -130,7 +130,7 @@ _BACKEND_COMES_WITH = {"nccl": "those for CUDA", "ucc": "one compiled from sourc
 
 
 def backend_problems(backend: str, *, num_processes: int) -> list[Problem]:
-    """Refuse a backend that the installed torch does not have. Torch is imported for one that it need not have."""
+    """Refuse a backend that the installed torch does not have. Torch is imported only for an optional backend."""
     if backend in ("auto", "gloo"):
         return []
     from torch import distributed

@@ -1,4 +1,4 @@
-"""Rules between sections. Each takes the sections that it is about by name, and is asked where all of them are valid."""
+"""Rules between sections. A rule's parameters name the sections that it needs; it runs if all of them are valid."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ from framework.runtime.problem import Problem, shown
 
 
 def broken_rules(valid: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of every rule whose sections are all valid."""
+    """Return the problems of all rules whose sections are valid."""
     problems: list[Problem] = []
     for rule in RULES:
         names = inspect.signature(rule).parameters
@@ -96,7 +96,7 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
 
 
 def monitor_problems(monitors: Mapping[str, str], metrics: list[str] | None) -> list[Problem]:
-    """Refuse to monitor what the task does not measure; `metrics` are its names, None where they are not known."""
+    """Refuse to monitor a metric that the task does not have; `metrics` are its names, None if they are not known."""
     choices = [f"{split}/{metric}" for split in ("val", "train") for metric in ["loss", *(metrics or ["METRIC"])]]
     problems = []
     for key, monitor in monitors.items():

@@ -1,4 +1,4 @@
-"""What a Slurm job asks for, and whether the cluster has it: found before anything is submitted."""
+"""A Slurm job's options, and checks of them against the cluster before anything is submitted."""
 
 import math
 import os
@@ -20,13 +20,13 @@ from framework.runtime.slurm import SlurmFailed
 
 
 def slurm_section(launch: LaunchSection) -> SlurmSection:
-    """Return what launch=slurm brings."""
+    """Return the section that exists with launch=slurm."""
     assert launch.slurm is not None
     return launch.slurm
 
 
 def job_options(launch: LaunchSection, *, job_name: str) -> dict[str, Any]:
-    """Return what a run's job asks for: sbatch's long options by name, True for one that takes no value."""
+    """Return the options of a run's job: sbatch's long options by name, True for an option without a value."""
     asked, counts = slurm_section(launch), launch.node_counts
     options = {
         "job-name": job_name,
@@ -36,20 +36,20 @@ def job_options(launch: LaunchSection, *, job_name: str) -> dict[str, Any]:
         "constraint": asked.constraint,
         "exclude": asked.exclude,
         "time": asked.time_min,
-        "nodes": f"{counts[0]}-{counts[-1]}",  # and no number of tasks: it would get as few nodes as they need
+        "nodes": f"{counts[0]}-{counts[-1]}",  # without a number of tasks, which would get as few nodes as possible
         "cpus-per-task": _num_cpus(launch),
         "mem": f"{_memory_mb(asked)}M" if asked.mem_gb is not None else None,
         "gpus-per-node": asked.gpus_per_node,
-        # to the tasks, not to the script: it has nothing to say
+        # to the tasks, not to the batch script
         "signal": f"USR1@{asked.signal_s}",
         "requeue" if asked.requeue else "no-requeue": True,
-        "no-kill": len(counts) > 1,  # the nodes that are left go on
+        "no-kill": len(counts) > 1,  # the remaining nodes go on
     }
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
 def job_problems(run: RunSection, launch: LaunchSection, *, job_name: str) -> list[Problem]:
-    """Return why Slurm would not take the job, or the job could not run: all that can be found without submitting it."""
+    """Return why Slurm would refuse the job, or the job could not run, as far as that shows without submitting it."""
     if launch.kind != "slurm":
         return []
     if problems := missing_extra("launch", "slurm"):
@@ -74,7 +74,7 @@ def job_problems(run: RunSection, launch: LaunchSection, *, job_name: str) -> li
 
 @dataclass(frozen=True)
 class _NodeKind:
-    """The nodes of a partition that are alike."""
+    """Nodes of one partition with the same resources."""
 
     partition: str
     is_default: bool
@@ -86,7 +86,7 @@ class _NodeKind:
 
     @classmethod
     def of(cls, partition: str, nodes: str, cpus: str, memory: str, gres: str, limit: str) -> "_NodeKind":
-        """Return what sinfo's words say."""
+        """Parse the columns of a line of sinfo."""
         gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
         name = partition.rstrip("*")
         return cls(name, name != partition, int(nodes), int(cpus), int(memory), gpus, _minutes(limit))
@@ -98,7 +98,7 @@ def _node_kinds() -> list[_NodeKind]:
 
 
 def _minutes(limit: str) -> float:
-    """Return the minutes of DAYS-HOURS:MINUTES:SECONDS, of which the first parts may be missing; infinity for a word."""
+    """Return the minutes of DAYS-HOURS:MINUTES:SECONDS, of which leading parts may be missing; infinity for a word."""
     days, _, rest = limit.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in parts):
@@ -116,7 +116,7 @@ def _memory_mb(asked: SlurmSection) -> int:
 
 
 def _check_partition(launch: LaunchSection, kinds: list[_NodeKind]) -> list[Problem]:
-    """Compare what the job asks for with the nodes of its partition."""
+    """Compare the job's demands with the nodes of its partition."""
     asked = slurm_section(launch)
     there = list(dict.fromkeys(kind.partition for kind in kinds))
     chosen = asked.partition.split(",") if asked.partition else [kind.partition for kind in kinds if kind.is_default]
@@ -138,7 +138,7 @@ def _check_partition(launch: LaunchSection, kinds: list[_NodeKind]) -> list[Prob
     ]
     found = [Problem(key, f"{needed:g} {unit}, but {where} has no more than {max(has):g}", f"at most {max(has):g}")
              for key, needed, unit, has in needs if needed > max(has)]  # fmt: skip
-    shortest = asked.signal_s // 60 + 2  # else each attempt may end before its first step
+    shortest = asked.signal_s // 60 + 2  # with less time an attempt may end before its first step
     if asked.time_min is not None and asked.time_min < shortest:
         when = f"launch.slurm.signal_s={asked.signal_s} before the end, or up to a minute earlier"
         what = f"{asked.time_min} minutes, but Slurm has the job stop {when}"
@@ -154,22 +154,22 @@ def _check_partition(launch: LaunchSection, kinds: list[_NodeKind]) -> list[Prob
 
 
 def _check_limits(options: dict[str, Any]) -> list[Problem]:
-    """Have Slurm itself judge what is left: accounts, limits, features."""
+    """Have Slurm check the rest: accounts, limits, features."""
     flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
     try:
         slurm.ask("sbatch", "--test-only", *flags, "--wrap=true")
     except SlurmFailed as error:
-        # or only for now: sbatch lets a job wait for nodes that are down
+        # that error may be temporary: sbatch lets a job wait for nodes that are down
         if "node configuration is not available" not in str(error):
             return [Problem("launch.slurm", f"Slurm refuses such a job: {error}", "what the site allows")]
     return []
 
 
-_MEMORY = ("tmpfs", "ramfs", "overlay")  # file systems of one machine, or of one container, by nature
+_MEMORY = ("tmpfs", "ramfs", "overlay")  # file systems that are local to a machine or a container
 
 
 def _check_visible(place: Path, options: dict[str, Any]) -> list[Problem]:
-    """Refuse a run's directory that the nodes do not see: a node, if one is free at once, is asked for a file there."""
+    """Refuse a run's directory that the nodes do not see. A node, if one is free at once, looks for a file there."""
     place = place.absolute()
     nearest = next(parent for parent in [place, *place.parents] if parent.is_dir())
     problem = Problem("run.dir", f"{nearest} is of this machine alone: the nodes do not see it",
@@ -181,13 +181,13 @@ def _check_visible(place: Path, options: dict[str, Any]) -> list[Problem]:
         try:
             answer = slurm.ask("srun", "--immediate=5", "--nodes=1", "--ntasks=1", "--time=1", "--mpi=none", "--chdir=/",
                           *flags, "sh", "-c", test, file.name)  # fmt: skip
-        except SlurmFailed:  # nobody is free to tell: the first thing that the job itself does is to look
+        except SlurmFailed:  # no node is free; the job itself checks first thing
             answer = ""
     return [problem] if "unseen" in answer or ("seen" not in answer and _file_system(nearest) in _MEMORY) else []
 
 
 def _file_system(path: Path) -> str:
-    """Return the kind of file system that a directory is on, as mount(8) calls it."""
+    """Return the type of a directory's file system, as in mount(8)."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     real = os.path.realpath(path)
     above = [(point, kind) for point, kind in mounts if os.path.commonpath([point, real]) == point]
