@@ -78,18 +78,15 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
             problems += _unknown(f"{key}.{name}", value, known=known)
         elif _is_node(value):
             problems += component_problems(f"{key}.{name}", value, known=known)
-        elif argument is not None and not _equals(value, argument.default) and not _from_data(value, key):
-            problems += value_problems(argument.annotation, value, f"{key}.{name}") if _is_plain(argument.annotation) else []
+        elif argument is not None and not _from_data(value, key) and _is_plain(argument.annotation):
+            is_default = type(value) is type(argument.default) and value == argument.default
+            problems += [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
     missing = [name for name in signature.required if name not in values and not node.get("_partial_")]
     return problems + [Problem(f"{key}.{name}", "is missing", f"{node['_target_']} needs it") for name in missing]
 
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, dict) and "_target_" in value
-
-
-def _equals(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and value == default
 
 
 def _from_data(value: Any, key: str) -> bool:
@@ -129,13 +126,10 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 def _section_problems(section: type[Section], values: Any, key: str, known: list[str]) -> list[Problem]:
     for name, value in values.items() if isinstance(values, dict) else ():
-        inner = f"{key}.{name}"
-        if (
-            _is_optional_section(section, name)
-            and isinstance(value, dict)
-            and not any(k.startswith(f"{inner}.") for k in known)
-        ):
-            return _unknown(inner, value, known=known)
+        annotation = _types_of(section).get(name)
+        is_optional = type(None) in get_args(annotation) and section_of(annotation) is not None  # only some options have it
+        if is_optional and isinstance(value, dict) and not any(other.startswith(f"{key}.{name}.") for other in known):
+            return _unknown(f"{key}.{name}", value, known=known)
     try:
         section.model_validate(values)
     except ValidationError as error:
@@ -145,12 +139,6 @@ def _section_problems(section: type[Section], values: Any, key: str, known: list
                 problems.setdefault(problem.key, problem)
         return list(problems.values())
     return []
-
-
-def _is_optional_section(section: type[Section], name: str) -> bool:
-    """Return whether a key is a section that exists only with some options."""
-    annotation = _types_of(section).get(name)
-    return type(None) in get_args(annotation) and section_of(annotation) is not None
 
 
 def _section_problem(item: Any, section: type[Section], values: Any, key: str, known: list[str]) -> Iterator[Problem]:

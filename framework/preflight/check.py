@@ -7,7 +7,7 @@ from framework.build import components
 from framework.config.components import locate
 from framework.config.compose import Composed
 from framework.config.modes import MODES
-from framework.config.schema import COMPONENTS, Node, RunConfig
+from framework.config.schema import COMPONENTS, Node, RunConfig, Section
 from framework.config.validation import component_problems, validate
 from framework.data.source import Dataset
 from framework.preflight.metric_names import metric_names
@@ -63,7 +63,9 @@ def check(composed: Composed, *, world_size: int | None) -> Checked:
     config = None
     if not seen:
         valid["model"] = components.with_init_digest(valid["model"])
-        config = RunConfig.model_validate({name: _as_given(value) for name, value in valid.items()})
+        plain = {name: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+                 for name, value in valid.items()}  # fmt: skip
+        config = RunConfig.model_validate(plain)
     return Checked(config, list(seen.values()), valid)
 
 
@@ -73,10 +75,6 @@ def _has_run(valid: dict[str, Any]) -> bool:
     if run is None or valid.get("mode") not in ("train", "plan") or run.resume == "never":
         return False
     return Path(run.dir).name == run.id and RunDirectory(Path(run.dir)).is_finished
-
-
-def _as_given(value: Any) -> Any:
-    return value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value
 
 
 def _check_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Problem]:
