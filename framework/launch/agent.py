@@ -1,7 +1,8 @@
-"""Torch elastic's agent, which forks workers from this process while it is warm: one of a run here, or one on each node."""
+"""Torch elastic's agent, which forks workers from this warm process: one agent for a run here, or one on each node."""
 
 import logging
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from framework.config.components import locate
 from framework.config.schema import LaunchSection
@@ -18,6 +20,8 @@ from framework.distributed.hang.board import posted_verdict
 from framework.launch.failures import Failure
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import set_default
+from framework.runtime.parent_death import die_with_parent
+from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_internals import ElasticAgent
 
 
@@ -26,7 +30,7 @@ def board_in(folder: Path, *, attempt: int) -> Path:
 
 
 def prepare(*targets: str) -> None:
-    """Make this process one from which workers are forked: silent about what we report ourselves, and warm.
+    """Prepare this process for forking workers from it: import what they need, and silence what we report ourselves.
 
     `targets` are dotted paths of what the workers will import.
     """
@@ -40,7 +44,7 @@ def prepare(*targets: str) -> None:
 
 
 class Agent(ElasticAgent):
-    """Torch elastic's agent; it ends workers that have found one of them to hang.
+    """Torch elastic's agent; it ends the workers when they have found that one of them hangs.
 
     Each worker calls `work` with `arguments`. `scratch` is this node's folder, `directory` the run's.
     """
@@ -58,27 +62,26 @@ class Agent(ElasticAgent):
         spec = WorkerSpec(
             role="worker",
             local_world_size=launch.num_processes,
-            entrypoint=work,
-            args=arguments,
+            entrypoint=_work_in_child,
+            args=(work, *arguments),
             rdzv_handler=self.place,
             max_restarts=launch.max_restarts,
         )
-        # a forked child cannot use CUDA if its parent has; and what a CPU worker needs, it inherits imported
+        # a forked child cannot use CUDA if its parent has used it; a CPU worker inherits the imported modules
         super().__init__(spec, folder=str(scratch), start_method="spawn" if torch.cuda.is_available() else "fork")
         self.verdict = ""  # on a hang
-        self.failure: Failure | None = None
-        self._scratch = scratch
-        self._directory = directory
+        self.failures: list[Failure] = []
+        self._scratch, self._directory = scratch, directory
 
     @property
     def attempt(self) -> int:
-        """Return how often workers have been started before those that there are now."""
+        """Return how often workers have been started before the present ones."""
         return self.workers.spec.max_restarts - self.restarts_left
 
     def watch_workers(self) -> RunResult:
         result = super().watch_workers() if not self._has_hung() else None
         if result is None or self._has_hung():
-            # those who have found it are about to end; who has not after a second is killed
+            # workers that have found it are about to end; a worker that has not ended after a second is killed
             self.end_workers(signal.SIGCONT, timeout_s=1)
             return RunResult(state=WorkerState.FAILED)
         return result
@@ -89,34 +92,23 @@ class Agent(ElasticAgent):
         return bool(self.verdict)
 
 
-class StaticRendezvous(RendezvousHandler):
+def _work_in_child(work: Callable[..., int], *arguments: Any) -> int:
+    """Be a worker: end with the process that has started this one, and leave messages to the user to that process."""
+    die_with_parent()
+    tempfile.tempdir = None  # not the launcher's
+    PREEMPTION.watch()  # a spawned process has not inherited it
+    PREEMPTION.speaks = False
+    return work(*arguments)
+
+
+class StaticRendezvous(StaticTCPRendezvous):
     """The rendezvous of nodes that know their places: nothing to agree on, and so no port to listen on."""
 
-    def __init__(self, run_id: str) -> None:
-        self.rank, self.num_nodes = 0, 1
-        self._run_id = run_id
+    use_agent_store = False  # the workers have a store of their own
 
-    def get_backend(self) -> str:
-        return "arranged"
+    def __init__(self, run_id: str) -> None:
+        super().__init__("127.0.0.1", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(
-            store=dist.HashStore(),  # of this call alone
-            rank=self.rank,
-            world_size=self.num_nodes,
-            bootstrap_store_info=RendezvousStoreInfo(master_addr="127.0.0.1", master_port=0),
-        )
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None: ...
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+        address = RendezvousStoreInfo(master_addr=self.master_addr, master_port=self.master_port)
+        return RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)  # a store for this call alone

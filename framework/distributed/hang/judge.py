@@ -1,4 +1,4 @@
-"""The verdict on a hang: which rank is guilty, from where all of them stand."""
+"""The verdict on a hang: which rank is guilty, from where all of them are."""
 
 import re
 import sysconfig
@@ -24,7 +24,7 @@ class Frame(NamedTuple):
 def frames(text: str) -> list[Frame]:
     """Return the frames of the main thread, or of the one thread that a traceback is about, innermost first."""
     threads = re.split(r"^(?:Current t|T)hread 0x", text, flags=re.MULTILINE)
-    found = re.findall(r'File "(.+)", line (\d+),? in (.+)', threads[-1])  # the main thread, being the oldest, comes last
+    found = re.findall(r'File "(.+)", line (\d+),? in (.+)', threads[-1])  # the main thread, the oldest, comes last
     in_order = [Frame(file, int(line), function) for file, line, function in found]
     return in_order if len(threads) > 1 else in_order[::-1]
 
@@ -45,14 +45,14 @@ _GROUPS = ("the default process group", "the control group")
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank, as it was found."""
+    """Where a rank was found, and what it was doing."""
 
-    place: RankSlot
+    slot: RankSlot
     stack: str
-    manner: str  # what it does instead of waiting for other ranks; empty if it does that
+    manner: str  # what it does instead of waiting for other ranks; empty if it waits for them
 
     def __str__(self) -> str:
-        where = f"in {self.place.beats[-1]}" if self.place.beats else "at its start"
+        where = f"in {self.slot.beats[-1]}" if self.slot.beats else "at its start"
         frame = own_frame(self.stack)
         return where if frame is None else f"{where}, at {frame}"
 
@@ -60,47 +60,43 @@ class RankReport:
 def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) -> str:
     """Return the verdict on the ranks of a node, in one sentence.
 
-    Guilty is who does something else than to wait for the others. Where all wait, but not for the same, it is who has
-    not begun as many collectives in a part of the program as the others, or as in the same part before.
+    The guilty rank is the one that is not waiting for the others. Where all wait, but not for the same, it is the rank that
+    has not begun as many collectives in a part of the program as the others, or as in the same part before.
     """
-    guilty = [one for one in seen if one.manner]
-    waiting = [one for one in seen if not one.manner]
+    guilty, waiting = [one for one in seen if one.manner], [one for one in seen if not one.manner]
+    everyone = "; ".join(f"rank {one.slot.rank} {one}" for one in seen)
     waited = f"waited launch.timeout_s={timeout_s:g} seconds"
     if guilty:
-        said = "; ".join(f"rank {one.place.rank} hangs: it {one.manner}, {one}" for one in guilty)
-        return "; ".join([said, *(f"rank {one.place.rank} has {waited} {one}" for one in waiting)])
+        said = "; ".join(f"rank {one.slot.rank} hangs: it {one.manner}, {one}" for one in guilty)
+        return "; ".join([said, *(f"rank {one.slot.rank} has {waited} {one}" for one in waiting)])
     if spans_nodes:
-        return f"of this node no rank hangs, and all have {waited} for those of another: {_told(seen)}"
-    odd = next((odd for group in range(len(_GROUPS)) if (odd := _outlier(seen, group=group)) is not None), None)
-    if odd is None:
-        last = min(seen, key=lambda one: (len(one.place.beats) and one.place.beats[-1].number, one.place.collectives))
-        return (f"rank {last.place.rank} hangs, most likely, being behind: all have {waited} for each other, and "
-                f"which of them is wrong cannot be told: {_told(seen)}")  # fmt: skip
-    rank, said = odd
-    return f"rank {rank} hangs: {said}; all have {waited} for each other: {_told(seen)}"
-
-
-def _told(seen: Sequence[RankReport]) -> str:
-    return "; ".join(f"rank {one.place.rank} {one}" for one in seen)
+        return f"of this node no rank hangs, and all have {waited} for those of another: {everyone}"
+    found = _outlier(seen, group=0) or _outlier(seen, group=1)
+    if found is None:
+        last = min(seen, key=lambda one: (len(one.slot.beats) and one.slot.beats[-1].number, one.slot.collectives))
+        return (f"rank {last.slot.rank} hangs, most likely, being behind: all have {waited} for each other, and "
+                f"which of them is wrong cannot be told: {everyone}")  # fmt: skip
+    rank, said = found
+    return f"rank {rank} hangs: {said}; all have {waited} for each other: {everyone}"
 
 
 def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | None:
-    """Return the rank that departs first from what all do alike on a group, not, or not yet, beginning as many; and how."""
-    done: dict[int, dict[int, int]] = {}  # collectives by rank, by number of a beat: until the next
+    """Return the rank that first begins another number of collectives on a group than all ranks do, and how it differs."""
+    done: dict[int, dict[int, int]] = {}  # collectives by rank, by number of a beat: until the next beat
     under_way: dict[int, dict[int, int]] = {}
     at: dict[int, Beat] = {}
     for one in seen:
-        beats = one.place.beats
+        beats = one.slot.beats
         for beat, after in zip(beats, beats[1:]):
-            done.setdefault(beat.number, {})[one.place.rank] = after.collectives[group] - beat.collectives[group]
+            done.setdefault(beat.number, {})[one.slot.rank] = after.collectives[group] - beat.collectives[group]
         for beat in beats[-1:]:
-            under_way.setdefault(beat.number, {})[one.place.rank] = one.place.collectives[group] - beat.collectives[group]
+            under_way.setdefault(beat.number, {})[one.slot.rank] = one.slot.collectives[group] - beat.collectives[group]
         at |= {beat.number: beat for beat in beats}
     whole = [number for number, by_rank in done.items() if len(by_rank) == len(seen)]
     alike = [number for number in whole if len(set(done[number].values())) == 1]
     if 2 * len(alike) < len(whole):
         return None  # a pipeline, say: its ranks have different parts
-    usual: dict[tuple[str, str], set[int]] = {}  # by what is done, and what follows
+    usual: dict[tuple[str, str], set[int]] = {}  # by the phases of a beat and of the next
     for number in alike:
         usual.setdefault((at[number].phase, at[number + 1].phase), set()).update(done[number].values())
     for number in sorted(set(done) - set(alike)):

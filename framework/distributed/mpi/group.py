@@ -14,26 +14,24 @@ from torch import Tensor
 from torch.futures import Future
 
 from framework.distributed.mpi import start as mpi
-from framework.distributed.mpi.buffers import Reduction, carried, check_count, counts_of, joined
+from framework.distributed.mpi.buffers import Reduction, carried, check_count, counts_of, joined, sizes
 
 
 class PendingOperation(dist.Work):
-    """Operations that MPI has begun. They go on whenever this process is inside MPI, and end in `wait` at the latest."""
+    """Operations that MPI has begun. They advance whenever this process is inside MPI, and end in `wait` at the latest."""
 
-    _unfinished: set["PendingOperation"] = set()  # MPI uses their memory, also if nobody waits for them
+    _unfinished: set["PendingOperation"] = set()  # MPI uses their memory, even if nobody waits for them
 
     def __init__(self, what: str, *, timeout: timedelta, result: list[Tensor]) -> None:
         super().__init__()
-        self._what = what
-        self._timeout = timeout
-        self._result = result
+        self._what, self._timeout, self._result = what, timeout, result
         self._requests: list[Any] = []
         self._used: list[Tensor | None] = []
         self._last: list[Callable[[], object]] = []
         self._unfinished.add(self)
 
     def add(self, request: Any, *used: Tensor | None) -> None:
-        """Take in an operation that uses the memory of these tensors."""
+        """Add an operation that uses the memory of these tensors."""
         self._requests.append(request)
         self._used.extend(used)
 
@@ -58,7 +56,7 @@ class PendingOperation(dist.Work):
         return self._result
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future that is there already: no thread of ours would complete it while the caller computes."""
+        """Return a future that is complete: no thread of ours would complete it while the caller computes."""
         self.wait()
         future: Future[list[Tensor]] = Future()
         future.set_result(self._result)
@@ -72,7 +70,7 @@ class PendingOperation(dist.Work):
         self._requests, self._used, self._last = [], [], []
 
 
-_NAME = "mpi4py"  # torch keeps the name mpi for its own, also where it has none
+_NAME = "mpi4py"  # torch keeps the name mpi for its own backend, even in builds without it
 
 
 def backend_name() -> str:
@@ -101,9 +99,7 @@ class MPIGroup(dist.ProcessGroup):
     def __init__(self, communicator: Any, *, name: str, timeout: timedelta) -> None:
         # the stub does not know this form
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
-        self._communicator = communicator
-        self._name = name
-        self._timeout = timeout
+        self._communicator, self._name, self._timeout = communicator, name, timeout
 
     @property
     def group_name(self) -> str:
@@ -141,7 +137,7 @@ class MPIGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         work = self._begin("reduce-scatter", outputs)
         for output, parts in zip(outputs, inputs):
-            self._reduce_scatter(work, output, joined(parts), [part.numel() for part in parts], opts.reduceOp)
+            self._reduce_scatter(work, output, joined(parts), sizes(parts), opts.reduceOp)
         return work
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
@@ -174,7 +170,7 @@ class MPIGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         work = self._begin("all-gather", [tensor for parts in outputs for tensor in parts])
         for parts, tensor in zip(outputs, inputs):
-            self._all_gather(work, self._received_parts(work, parts), tensor, [part.numel() for part in parts])
+            self._all_gather(work, self._received_parts(work, parts), tensor, sizes(parts))
         return work
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -198,10 +194,9 @@ class MPIGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         parts = outputs[0] if self.rank() == opts.rootRank else []
-        work = self._begin("gather", parts)
-        sent = inputs[0].detach().contiguous()
+        work, sent = self._begin("gather", parts), inputs[0].detach().contiguous()
         received = self._received_parts(work, parts) if parts else None
-        into = None if received is None else carried(received, [part.numel() for part in parts])
+        into = None if received is None else carried(received, sizes(parts))
         work.add(self._communicator.Igatherv(carried(sent), into, root=opts.rootRank), sent, received)
         return work
 
@@ -210,7 +205,7 @@ class MPIGroup(dist.ProcessGroup):
         received = self._received(work, outputs[0])
         parts = inputs[0] if self.rank() == opts.rootRank else []
         sent = joined(parts) if parts else None
-        source = None if sent is None else carried(sent, [part.numel() for part in parts])
+        source = None if sent is None else carried(sent, sizes(parts))
         work.add(self._communicator.Iscatterv(source, carried(received), root=opts.rootRank), received, sent)
         return work
 
@@ -219,16 +214,16 @@ class MPIGroup(dist.ProcessGroup):
     ) -> dist.Work:
         work = self._begin("all-to-all", [output])
         received, sent = self._received(work, output), source.detach().contiguous()
-        source_buffer = carried(sent, counts_of(sent, input_splits, size=self.size()))
-        into = carried(received, counts_of(received, output_splits, size=self.size()))
-        work.add(self._communicator.Ialltoallv(source_buffer, into), sent, received)
+        pairs = (sent, input_splits), (received, output_splits)
+        buffers = [carried(whole, counts_of(whole, splits, size=self.size())) for whole, splits in pairs]
+        work.add(self._communicator.Ialltoallv(*buffers), sent, received)
         return work
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         work = self._begin("all-to-all", outputs)
         received, sent = self._received_parts(work, outputs), joined(inputs)
-        into = carried(received, [part.numel() for part in outputs])
-        work.add(self._communicator.Ialltoallv(carried(sent, [part.numel() for part in inputs]), into), sent, received)
+        buffers = carried(sent, sizes(inputs)), carried(received, sizes(outputs))
+        work.add(self._communicator.Ialltoallv(*buffers), sent, received)
         return work
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
@@ -259,7 +254,7 @@ class MPIGroup(dist.ProcessGroup):
         return PendingOperation(f"{what} among {self.size()} ranks", timeout=self._timeout, result=list(result))
 
     def _received(self, work: PendingOperation, tensor: Tensor, *, filled: bool = False) -> Tensor:
-        """Return memory in one piece for what `tensor` is to hold in the end: its own, where that is in one piece."""
+        """Return contiguous memory for what `tensor` will hold at the end: its own memory where that is contiguous."""
         whole = tensor.detach()
         if not whole.is_contiguous():
             whole = whole.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -267,7 +262,7 @@ class MPIGroup(dist.ProcessGroup):
         return whole
 
     def _received_parts(self, work: PendingOperation, parts: Sequence[Tensor]) -> Tensor:
-        whole = parts[0].new_empty(sum(part.numel() for part in parts))
-        pieces = whole.split([part.numel() for part in parts])
+        whole = parts[0].new_empty(sum(sizes(parts)))
+        pieces = whole.split(sizes(parts))
         work.at_end(lambda: [part.detach().copy_(piece.view(part.shape)) for part, piece in zip(parts, pieces)])
         return whole

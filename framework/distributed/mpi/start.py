@@ -95,39 +95,29 @@ def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
 
 def from_rank_0(text: str | None, *, timeout: timedelta) -> str:
     """Return rank 0's text on every rank. Collective."""
-    import array
-
-    MPI = library()
-    world = MPI.COMM_WORLD
-    content = bytearray((text or "").encode())
-    size = array.array("q", [len(content)])
-    complete([world.Ibcast([size, MPI.INT64_T])], what="MPI: rank 0's decision", timeout=timeout)
-    if world.rank != 0:
-        content = bytearray(size[0])
-    complete([world.Ibcast([content, MPI.BYTE])], what="MPI: rank 0's decision", timeout=timeout)
-    return content.decode()
+    world = library().COMM_WORLD
+    # rank 0 comes here with its text: after that the broadcast, which has no time limit of its own, waits for nobody
+    complete([world.Ibarrier()], what="MPI: rank 0's decision", timeout=timeout)
+    return str(world.bcast(text))
 
 
 @functools.cache
-def store(*, one_machine: bool, timeout: timedelta) -> "Store":
-    """Return the store by which gloo's ranks meet: rank 0 serves it, at a port that is free, and says where. Collective."""
+def store(*, timeout: timedelta) -> "Store":
+    """Return the store by which gloo's ranks meet: rank 0 serves it at a free port, whose number it sends. Collective."""
     import socket
 
     from torch.distributed import TCPStore
 
     world = library().COMM_WORLD
-    served, address = None, None
+    one_machine = place_on_node().local_world_size == world.size
+    listener, address = None, None
     if world.rank == 0:
-        host = "127.0.0.1" if one_machine else socket.gethostname()
         # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
         listener = socket.create_server(("127.0.0.1" if one_machine else "", 0))
-        port = listener.getsockname()[1]
-        address = f"{host} {port}"
-        served = TCPStore(
-            host, port, world.size, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-        )
+        address = f"{'127.0.0.1' if one_machine else socket.gethostname()} {listener.getsockname()[1]}"
     host, _, port = from_rank_0(address, timeout=timeout).partition(" ")
-    return served or TCPStore(host, int(port), world.size, is_master=False, timeout=timeout)
+    served = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
+    return TCPStore(host, int(port), world.size, wait_for_workers=False, timeout=timeout, **served)
 
 
 def leave() -> None:

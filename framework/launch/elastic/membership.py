@@ -1,4 +1,4 @@
-"""Which nodes take part in an elastic run, and what they have agreed on: the one record that they share."""
+"""Which nodes take part in an elastic run, and what they have agreed on: the one record that all nodes share."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from framework.launch.failures import Failure
 
 @dataclass
 class Node:
-    """A node's agent. It is in the round, with workers that run, unless it waits for the next."""
+    """A node's agent. It is in the round, with workers that run, unless it waits for the next round."""
 
     host: str
     pid: int
@@ -19,23 +19,23 @@ class Node:
 
 @dataclass
 class Membership:
-    """A round is a worker group's life: its number of nodes is fixed, and the next begins when all have left it.
+    """A round is a worker group's life: its number of nodes is fixed, and the next round begins when all nodes have left it.
 
-    Plain data and the transitions between its states; a node's number is never given twice, and orders the ranks.
+    Plain data and the transitions between its states; a node's number is never used twice, and orders the ranks.
     """
 
     sizes: list[int]  # numbers of nodes that a round may have, ascending
     num_workers: int  # of each node
     max_restarts: int
-    attempt: list[int] = field(default_factory=list)  # of a Slurm job: a newer one takes the place of an older
+    attempt: list[int] = field(default_factory=list)  # of a Slurm job: a newer attempt takes the place of an older one
     nodes: dict[int, Node] = field(default_factory=dict)
     num_nodes_ever: int = 0
     round: int = 0
-    members: list[int] = field(default_factory=list)  # of the round, also those who have left it, by rank
+    members: list[int] = field(default_factory=list)  # of the round, by rank, including nodes that have left it
     broken: int = 0  # the newest round that has lost a worker
-    regroups: int = 0  # the newest round that has been asked to end after its step, so that more nodes can take part
+    regroups: int = 0  # the newest round that was asked to end after its step, so that more nodes can take part
     stops: bool = False  # a person has asked the run to stop
-    failures: list[tuple[int, Failure]] = field(default_factory=list)  # by round; a lost node is none
+    failures: list[tuple[int, Failure]] = field(default_factory=list)  # by round; a lost node does not count
     code: int | None = None  # how the run has ended
     error: str | None = None
 
@@ -59,7 +59,7 @@ class Membership:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a round of all the nodes that are there would be larger than this one."""
+        """Whether a round of all present nodes would be larger than this round."""
         return self._size_for(len(self.nodes)) > len(self.members)
 
     @property
@@ -75,8 +75,8 @@ class Membership:
         """Whether a node of the round is dead."""
         return any(number not in self.nodes for number in self.members)
 
-    def begin_anew(self, fresh: "Membership") -> None:
-        """Become another attempt's. The numbers of nodes and rounds stay used: some file of theirs may be left."""
+    def restart(self, fresh: "Membership") -> None:
+        """Become another attempt's. The numbers of nodes and rounds stay used: some of their files may be left."""
         vars(self).update(vars(fresh) | {"num_nodes_ever": self.num_nodes_ever, "round": self.round})
 
     def add(self, node: Node) -> int:
@@ -85,9 +85,9 @@ class Membership:
         return self.num_nodes_ever
 
     def start_round(self) -> None:
-        """Begin the next round with as many of the waiting nodes as may take part; the others go on waiting."""
+        """Begin the next round with as many of the waiting nodes as can take part; the others go on waiting."""
         if self.broken == self.round > 0 and not self.is_short and not self._has_failed(self.round):
-            # nobody died and nobody has an error of its own: without a count this would go on for ever
+            # no process died or has an error of its own: without a count this would go on forever
             self.note(Failure(0, "the nodes have lost each other, and no process has died", "the network"), self.round)
         if self.code is not None:
             return
@@ -97,7 +97,7 @@ class Membership:
             self.nodes[number].waits = False
 
     def note(self, failure: Failure, round: int) -> int:
-        """Count one failure a round; the last, or one that repeats itself, ends the run. Returns how many there have been."""
+        """Count one failure a round; the last one allowed, or a repeated one, ends the run. Returns the number of failures."""
         if not self._has_failed(round):
             before = self.failures[-1][1] if self.failures else None
             self.failures.append((round, failure))
@@ -107,7 +107,7 @@ class Membership:
         return len(self.failures)
 
     def end(self, code: int, *, error: str | None = None) -> None:
-        """Say how the run has ended, unless that has been said."""
+        """Record how the run has ended, unless that is recorded."""
         if self.code is None:
             self.code, self.error = code, error
 

@@ -1,4 +1,4 @@
-"""Where the nodes of an elastic run meet: a folder beside the run's directory, on the file system that they share."""
+"""Where the nodes of an elastic run meet: a folder next to the run's directory, on the file system that they share."""
 
 import os
 import re
@@ -19,11 +19,11 @@ _DEAD_AFTER_S = 8.0  # without a beat
 
 
 class Superseded(RunEnded):
-    """A newer attempt of the job has the run: this one was taken for lost."""
+    """A newer attempt of the job has the run: this attempt was taken for lost."""
 
 
 class Meeting:
-    """One agent's part in it. The record is one file, read by all and changed under a lock by one at a time.
+    """One agent's access to the record: one file, which all agents read, and which one at a time changes under a lock.
 
     Nothing listens on a port, no process hosts it, and a change is a rename: any process may be killed at any moment.
     A node lives as long as its file's time changes; no two machines' clocks are compared.
@@ -36,23 +36,23 @@ class Meeting:
         self._new = lambda: Membership(sizes, num_workers, max_restarts, attempt)
         self._node = Node(node_name(), os.getpid(), attempt)
         self._came = time.monotonic()
-        self._seen: dict[int, tuple[int, float]] = {}  # of each node: its last beat, and when we saw it
+        self._seen: dict[int, tuple[int, float]] = {}  # of each node: its last beat, and when this process saw it
         self._left = threading.Event()
 
     def enter(self) -> bool:
-        """Try to join the nodes that wait; False while an earlier attempt, which has ended, is still being cleared away.
+        """Try to join the nodes that wait; False while an earlier attempt, which has ended, is still being removed.
 
-        ValueError where this node's command is another than theirs; Superseded as from `look`.
+        ValueError where the other nodes have another command; Superseded as from `look`.
         """
         with self.change() as membership:
-            if not membership.nodes:  # nobody is left of an earlier attempt
-                membership.begin_anew(self._new())
+            if not membership.nodes:  # no node is left of an earlier attempt
+                membership.restart(self._new())
                 for path in self.folder.iterdir():
                     if path.name != "lock":
                         path.unlink()
             if membership.code is not None or not self._is_of_one_command(membership):
                 return False
-            if membership.attempt != self._node.attempt:  # ours is newer, and begins when the older nodes are gone
+            if membership.attempt != self._node.attempt:  # ours is newer, and begins when the older nodes have left
                 membership.attempt, membership.stops = self._node.attempt, False
             self.number = membership.add(self._node)
             self._beats(self.number).touch()
@@ -63,12 +63,12 @@ class Meeting:
         mine = self._new()
         pairs = {"num_workers": (mine.num_workers, membership.num_workers), "sizes": (mine.sizes, membership.sizes)}
         differing = [f"{name} {here} here and {there} there" for name, (here, there) in pairs.items() if here != there]
-        if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # before that they may be dead
+        if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # until then they may be dead
             raise ValueError(f"another command than on the run's other nodes: {'; '.join(differing)}")
         return not differing
 
     def look(self) -> Membership:
-        """Return the record as it stands, without the nodes that are dead by now. Superseded if it is a newer attempt's."""
+        """Return the present record, without the nodes that are dead by now. Superseded if it is a newer attempt's."""
         membership = self._read()
         if membership.attempt > self._node.attempt:
             raise Superseded(f"a newer attempt of this job, or a newer job, has the run in {self.folder}")
@@ -85,25 +85,25 @@ class Meeting:
 
     @contextmanager
     def change(self) -> Iterator[Membership]:
-        """Yield the record, to be changed by this process alone."""
+        """Yield the record; only this process can change it meanwhile."""
         with self._locked():
             membership = self.look()
             yield membership
             write_atomically(self._file, membership.text())
 
     def wait_for_next(self, membership: Membership) -> None:
-        """Be one of those who wait, also where the others have taken this node for dead. Within `change`."""
+        """Become a node that waits, even if the others have taken this node for dead. Within `change`."""
         membership.nodes[self.number] = self._node
 
     def clear(self, *, before: int) -> None:
-        """Remove what the workers of earlier rounds have left here. Within `change`."""
+        """Remove the files that the workers of earlier rounds have left here. Within `change`."""
         for path in self.folder.iterdir():
             numbered = re.fullmatch(r"(store|start|failure)_(\d+).*", path.name)
             if numbered is not None and int(numbered[2]) < before:
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Go. The last one removes the folder. A disk that refuses is no matter: this node is soon taken for dead."""
+        """Leave. The last node removes the folder. An error of the disk does not matter: this node is soon taken for dead."""
         self._left.set()
         with suppress(OSError), self._locked():
             membership = self._read()
@@ -117,7 +117,7 @@ class Meeting:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         descriptor = None
-        while descriptor is None:  # the last one of an earlier attempt may remove what we wait for
+        while descriptor is None:  # the last node of an earlier attempt may remove the file that we wait for
             self.folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
                 descriptor = lock_file(self.folder / "lock", waits=True)
@@ -144,5 +144,5 @@ class Meeting:
 
     def _keep_beating(self) -> None:
         while not self._left.wait(_BEAT_S):
-            with suppress(OSError):  # a beat missed is not a node lost
+            with suppress(OSError):  # a missed beat is not a lost node
                 self._beats(self.number).touch()
