@@ -8,9 +8,9 @@ from framework.config.compose import Composed
 from framework.config.modes import Command, Mode
 from framework.config.validation import validate
 from framework.launch.claim import print_problems
-from framework.runs import status
 from framework.runs.directory import RunDirectory
-from framework.runs.report import find_runs, printable, read_runs, told
+from framework.runs.report import count_states, find_runs, printable, read_runs
+from framework.runs.status import print_table
 from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
 from framework.runtime.extras import missing_extra
@@ -53,7 +53,7 @@ def make_report(root: Path) -> Exit:
     except OSError as error:
         LOGGER.error("%s could not be written: %s", target, error.strerror)
         return Exit.DISK
-    LOGGER.info("%s: %s", told([run.state for run in runs]), target)
+    LOGGER.info("%s: %s", count_states([run.state for run in runs]), target)
     return Exit.FINISHED
 
 
@@ -73,7 +73,7 @@ def print_status(root: Path) -> Exit:
         )
     if not found:
         return _no_run(root)
-    status.print_table(status.read_all([RunDirectory(path) for path in found]), list(found.values()))
+    print_table([RunDirectory(path) for path in found], list(found.values()))
     return Exit.FINISHED
 
 

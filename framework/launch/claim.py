@@ -10,8 +10,7 @@ from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig, RunSection
 from framework.launch.scratch import remove_leftovers
-from framework.runs.directory import RunDirectory
-from framework.runs.lock import Lock, RunLocked
+from framework.runs.directory import Lock, RunDirectory, RunLocked
 from framework.runs.metrics_file import MACHINE, read_rows
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit

@@ -9,14 +9,14 @@ from framework.runs.metrics_file import MACHINE, Row, is_maximised, read_rows
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
 NOT_CURVES = ("step", "split", "epoch", "lr", "grad_norm", *MACHINE)
-_ACROSS = 3  # panels beside each other
+_ACROSS = 3  # panels in a row
 
 
 def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int], monitor: str, mode: str) -> None:
-    """Draw one panel for each metric, all splits in it. No row, no file.
+    """Draw one panel for each metric, with all splits. Without rows no file is written.
 
     The best validation value is marked, and `restarts`: the steps from which the run was continued. `monitor` and `mode`
-    are those of `checkpoint`.
+    are `checkpoint.monitor` and `checkpoint.mode`.
     """
     from matplotlib.figure import Figure  # half a second: only at the end of a run
 

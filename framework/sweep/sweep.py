@@ -14,8 +14,8 @@ from framework.config.frozen_file import digest_of
 from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection
 from framework.launch.claim import print_problems
-from framework.runs.lock import Lock
-from framework.runs.status import print_table, read_all, states_of
+from framework.runs.directory import Lock
+from framework.runs.status import print_table, states_of
 from framework.runs.table import TableRow, best_of, listing, write_csv
 from framework.runtime import log
 from framework.runtime.exits import Exit, RunEnded
@@ -187,7 +187,7 @@ def _tell(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
     is_new = multirun.sweeper is not None and not (directory / "search.db").exists()
     rows = [] if is_new else _source(multirun, jobs, directory).rows()
     if jobs[0].config.mode == "status":
-        print_table(read_all([row.directory for row in rows]), [row.assignment for row in rows])
+        print_table([row.directory for row in rows], [row.assignment for row in rows])
         return Exit.FINISHED
     print(listing(rows), end="")
     if multirun.sweeper is not None:
