@@ -1,4 +1,4 @@
-"""mode=eval and mode=export: a run's frozen configuration says what, the command line how. torch is not imported."""
+"""mode=eval and mode=export: a run's frozen configuration, with a few keys of the command line. torch is not imported."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ from framework.checkpoint.manifest import candidates, step_of
 from framework.config.compose import Composed
 from framework.config.frozen_file import recall
 from framework.config.modes import Mode
-from framework.modes.checkpoint_choice import place_of
 from framework.runs.directory import RunDirectory
 from framework.runtime.exits import Exit
 from framework.runtime.extras import missing_extra
@@ -18,9 +17,9 @@ Plain = dict[str, Any]
 
 
 def of_existing_run(composed: Composed, mode: Mode) -> Composed:
-    """Return the configuration by which a run is evaluated or exported, or what is wrong with that.
+    """Return the configuration by which a run is evaluated or exported, or its problems.
 
-    `composed` is what the command line composes to by itself: it gives how, and its `run.dir` names the run.
+    `composed` is the configuration of the command line alone; its `run.dir` names the run.
     """
     asked, given, name = composed.config, composed.given, composed.config["mode"]
     place = asked["run"]["dir"]
@@ -41,7 +40,9 @@ def of_existing_run(composed: Composed, mode: Mode) -> Composed:
         frozen = recall(directory.path)
     except ValueError as error:
         return composed._replace(problems=[_no_run(str(error))])
-    problems = _checkpoint_problems(directory, asked["run"]["checkpoint"]) + _format_problems(asked["export"])
+    problems = _checkpoint_problems(directory, asked["run"]["checkpoint"])
+    formats = asked["export"].get("formats")
+    problems += missing_extra("export.formats", "export") if isinstance(formats, list) and "onnx" in formats else []
     return composed._replace(config=_merged(asked, frozen, given=given), problems=problems)
 
 
@@ -54,7 +55,7 @@ def _no_run(what: str) -> Problem:
 
 
 def _merged(asked: Plain, frozen: Plain, *, given: list[str]) -> Plain:
-    """Take from `frozen` what the run is; leave out what only training does, which a strategy might refuse."""
+    """Take the run from `frozen`, without the options of training alone, which a strategy might refuse."""
     how = ["mode", "eval", "export", "parallel", "launch", "backend"]
     how += [name for name in ("precision", "micro_batch_size") if any(_is_below(key, (name,)) for key in given)]
     workers = {"num_workers": asked["dataset"]["num_workers"]} if "dataset.num_workers" in given else {}
@@ -62,7 +63,7 @@ def _merged(asked: Plain, frozen: Plain, *, given: list[str]) -> Plain:
     merged = {
         "dataset": frozen["dataset"] | workers,
         "run": asked["run"] | {"id": frozen["run"]["id"]},
-        # the file of a warm start is not asked for: the weights are a checkpoint's
+        # the file of a warm start is not needed: the weights are a checkpoint's
         "model": {name: value for name, value in frozen["model"].items() if name not in INIT},
         "trainer": asked["trainer"] | frozen["trainer"] | off,  # a run of an earlier version knows fewer keys
         "checkpoint": asked["checkpoint"] | frozen["checkpoint"],
@@ -73,11 +74,11 @@ def _merged(asked: Plain, frozen: Plain, *, given: list[str]) -> Plain:
 
 
 def _checkpoint_problems(directory: RunDirectory, which: str | int) -> list[Problem]:
-    """Say what the run has, if not the checkpoint that is asked for. Nothing is verified."""
+    """Return a problem if the run does not have the requested checkpoint. Nothing is verified."""
     if not isinstance(which, (str, int)):
-        return []  # the schema will say so
+        return []  # the schema reports it
     found = candidates(directory.checkpoints)
-    path = place_of(which, directory=directory)
+    path = directory.checkpoint(which)
     if odd := directory.odd_files():
         return [_no_run(f"{directory.path / odd[0]} is not a plain file")]
     if found if path is None else path.exists():
@@ -86,8 +87,3 @@ def _checkpoint_problems(directory: RunDirectory, which: str | int) -> list[Prob
     what = f"{which}, but there is no {path or directory.checkpoints / 'step_*'}"
     return [Problem("run.checkpoint", what, f"last, best, final, a path, or a step (of those there are: {steps})",
                     code=Exit.NO_VALID_CHECKPOINT)]  # fmt: skip
-
-
-def _format_problems(section: Plain) -> list[Problem]:
-    formats = section.get("formats")
-    return missing_extra("export.formats", "export") if isinstance(formats, list) and "onnx" in formats else []

@@ -1,4 +1,4 @@
-"""The modes that show how runs stand: plan, status and report. They start nothing and change no run."""
+"""The modes that show the state of runs: plan, status and report. They start nothing and change no run."""
 
 import csv
 from pathlib import Path
@@ -21,7 +21,7 @@ _USED = ("mode", "run.root")
 
 
 def over_root(composed: Composed, mode: Mode) -> int:
-    """Carry out a mode that is about all runs below run.root. Returns the exit code."""
+    """Run a mode that is about all runs below run.root. Returns the exit code."""
     valid, problems = validate(composed.config, known=composed.known)
     problems = composed.problems + problems
     problems = problems or [Problem(key, f"does nothing with mode={valid['mode']}", "run.root alone")
@@ -31,7 +31,7 @@ def over_root(composed: Composed, mode: Mode) -> int:
 
 
 def print_plan(command: Command) -> Exit:
-    """Print how one run stands."""
+    """Print the state of one run."""
     values = dict(override.partition("=")[::2] for override in command.line)
     row = TableRow.read(command.config.run, command.config.checkpoint.monitor, values)
     print(listing([row]), end="")
@@ -58,19 +58,12 @@ def make_report(root: Path) -> Exit:
 
 
 def print_status(root: Path) -> Exit:
-    """Print a table, a run a line."""
+    """Print a table, a line for each run."""
     try:
         found = _of_sweep(root / "sweep.csv") or {path: str(path.relative_to(root)) for path in find_runs(root)}
     except (OSError, ValueError, csv.Error) as error:
-        return print_problems(
-            [
-                Problem(
-                    "run.root",
-                    f"{printable(str(root))}/sweep.csv cannot be read ({error})",
-                    "the sweep's command writes it anew",
-                )
-            ]
-        )
+        what = f"{printable(str(root))}/sweep.csv cannot be read ({error})"
+        return print_problems([Problem("run.root", what, "the sweep's command writes it anew")])
     if not found:
         return _no_run(root)
     print_table([RunDirectory(path) for path in found], list(found.values()))
@@ -78,7 +71,7 @@ def print_status(root: Path) -> Exit:
 
 
 def _of_sweep(table: Path) -> dict[Path, str]:
-    """Return the runs of a sweep, each with its values of what is swept. ValueError if its table is damaged."""
+    """Return the runs of a sweep, each with its values of the swept keys. ValueError if the table is damaged."""
     if not table.exists():
         return {}
     if not table.is_file():

@@ -14,14 +14,13 @@ from framework.runtime import log
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
 from framework.runtime.preemption import PREEMPTION
-from framework.runtime.problem import Problem
 
 
 def start(overrides: list[str]) -> int:
-    """Carry out one command line to its end. Returns the exit code."""
+    """Run one command line to its end. Returns the exit code."""
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    PREEMPTION.speaks &= environment.rank == 0  # a sweep speaks for its jobs
+    PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs
     PREEMPTION.watch()
     if environment.is_launched:
         from framework.launch.torchrun import join
@@ -54,7 +53,7 @@ def launch(command: Command) -> int:
 
 
 def begin(overrides: list[str], *, world_size: int) -> ClaimedRun | int:
-    """Compose and check; claim the run's directory and freeze. One of the processes that a launcher started does this.
+    """Compose and check; claim the run's directory and freeze. Of the processes that a launcher started, one calls this.
 
     An exit code instead, if the configuration is wrong, the directory in use, or the run finished already.
     """
@@ -65,7 +64,7 @@ def begin(overrides: list[str], *, world_size: int) -> ClaimedRun | int:
 
 
 def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
-    """Compose and check, leaving no trace. An exit code instead, if there is nothing to start."""
+    """Compose and check, without writing anything. An exit code instead, if there is nothing to start."""
     composed = compose(overrides)
     mode = MODES.get(str(composed.config.get("mode")))
     if mode is not None and mode.about == "root":
@@ -82,7 +81,10 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
         from framework.preflight.dry_build import dry_build
 
         problems = dry_build(config)
-    problems = problems + _job_problems(checked)
+    sections = {problem.key.partition(".")[0] for problem in checked.problems}
+    if {"run", "launch", "name"} <= checked.valid.keys() and not sections & {"run", "launch"}:
+        run, name = checked.valid["run"], checked.valid["name"]
+        problems = problems + job_problems(run, checked.valid["launch"], job_name=f"{name}/{run.id}")
     return print_problems(problems) if problems or config is None else config
 
 
@@ -98,12 +100,3 @@ def _checked(composed: Composed, *, world_size: int | None) -> Checked:
         if composed.problems:
             return Checked(None, composed.problems, {})
     return check(composed, world_size=world_size)
-
-
-def _job_problems(checked: Checked) -> list[Problem]:
-    """Ask Slurm, unless the launch is wrong already."""
-    sections = {problem.key.partition(".")[0] for problem in checked.problems}
-    if not {"run", "launch", "name"} <= checked.valid.keys() or sections & {"run", "launch"}:
-        return []
-    run, name = checked.valid["run"], checked.valid["name"]
-    return job_problems(run, checked.valid["launch"], job_name=f"{name}/{run.id}")

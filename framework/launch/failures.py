@@ -76,6 +76,6 @@ def report(how: Failure | str, directory: RunDirectory) -> Exit:
     if isinstance(how, Failure):
         error, more, code = f"rank {how.rank}: {how.error}", f"at {how.where}\n  the whole story is", Exit.FAILED
     directory.record_end(status="failed", error=error)
-    with log.launcher_file(directory.log):
+    with log.log_file(directory.log):
         LOGGER.error("%s\n  %s in %s", how, more, directory.log)
     return code

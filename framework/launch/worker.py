@@ -36,14 +36,12 @@ def work(frozen: FrozenConfig, scratch: Path | None, *, node_scratch: Path | Non
     """
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    log.start_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}")
-    try:
-        return _work(frozen, environment=environment, scratch=scratch, node_scratch=node_scratch or scratch)
-    except Exception as error:
-        record_failure(error, environment=environment, scratch=scratch)
-        raise
-    finally:
-        log.stop_file()
+    with log.log_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}"):
+        try:
+            return _work(frozen, environment=environment, scratch=scratch, node_scratch=node_scratch or scratch)
+        except Exception as error:
+            record_failure(error, environment=environment, scratch=scratch)
+            raise
 
 
 def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | None, node_scratch: Path | None) -> int:
@@ -153,6 +151,6 @@ class _LocalAgent(Agent):
                 self.restarts_left = 0
             self.failures.append(failure)
             if self.restarts_left > 0:
-                with log.launcher_file(self._directory.log):
+                with log.log_file(self._directory.log):
                     LOGGER.warning("%s; restart %d of %d", failure, number, self.workers.spec.max_restarts)
         return result

@@ -46,7 +46,7 @@ def export(build: Builder) -> Exit:
 
 
 def _possible() -> list[str]:
-    """Return the formats whose packages are here, saying what those of the others are."""
+    """Return the formats whose packages are installed, and log which packages the others need."""
     if names := missing("export"):
         LOGGER.info("no ONNX: that needs %s (%s)", " and ".join(names), install_command("export"))
     return ["safetensors", "pt2", *(["onnx"] if not names else [])]
@@ -79,12 +79,12 @@ def _samples(dataset: Dataset, *, dtype: torch.dtype) -> Tree:
 
 
 def _made(name: str, model: LoadedModel, *, samples: Tree, build: Builder) -> tuple[bytes, str]:
-    """Return the file's content, and what to say of its outputs. Unfit if the model cannot be exported exactly."""
+    """Return the file's content, and a text about its outputs. Unfit if the model cannot be exported exactly."""
     if name == "safetensors":
         return _safetensors(model, build), ""
     try:
         made = {"pt2": _pt2, "onnx": _onnx}[name](model.module, samples)
-    except Exception as error:  # the model is anybody's: anything can come out of tracing it
+    except Exception as error:  # the model is anybody's: tracing it can raise any error
         text = " ".join(str(error).split())[:300]
         raise Unfit(f"export.formats: {name}: {type(model.module).__name__} cannot be exported "
                     f"({type(error).__name__}: {text})") from error  # fmt: skip
@@ -103,7 +103,7 @@ def _safetensors(model: LoadedModel, build: Builder) -> bytes:
 
 class _Program(NamedTuple):
     content: bytes
-    difference: float  # the largest of its outputs to the model's
+    difference: float  # the largest between its outputs and the model's
     allowed: float
 
 
@@ -113,7 +113,7 @@ def _pt2(module: nn.Module, samples: Tree) -> _Program:
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     buffer.seek(0)
-    # of memory, not of a file: nobody else can have written it
+    # from memory, not from a file that somebody else may have written
     again = torch.export.load(buffer).module()
     return _compared(buffer.getvalue(), module, samples, lambda inputs: _tensors(call(again, inputs)))
 

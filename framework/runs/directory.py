@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from framework.checkpoint.manifest import directory_name
 from framework.config.frozen_file import frozen_run_id
 from framework.runtime.exits import RunEnded
 from framework.runtime.files import lock_file, make_directory, write_atomically
@@ -59,6 +60,14 @@ class RunDirectory:
         if not _is_metrics(summary.get("metrics", {})):
             del summary["metrics"]
         return summary
+
+    def checkpoint(self, which: str | int) -> Path | None:
+        """Return the path of the checkpoint or file of weights that `run.checkpoint` names; None for `last` and `best`."""
+        if which in ("last", "best"):
+            return None
+        if which == "final":
+            return self.weights
+        return self.checkpoints / directory_name(which) if isinstance(which, int) else Path(which)
 
     @property
     def job_id(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What only some configurations need: the packages of the extras, as in `pip install 'steadfast[report]'`."""
+"""The packages that only some configurations need: the extras, as in `pip install 'steadfast[report]'`."""
 
 import importlib.util
 import sys
@@ -32,6 +32,6 @@ def install_command(extra: str) -> str:
 
 
 def missing_extra(key: str, extra: str) -> list[Problem]:
-    """Refuse what `key` asks for where a package of its extra is not installed."""
+    """Return a problem of `key` if a package of its extra is not installed."""
     names = missing(extra)
     return [Problem(key, f"{' and '.join(names)} not installed", install_command(extra))] if names else []

@@ -1,4 +1,4 @@
-"""Logging: with the rank in every line, to the console and to the run's `train.log`; no secret reaches either."""
+"""Logging, to the console and to the run's `train.log`, without secrets."""
 
 import logging
 import sys
@@ -14,9 +14,9 @@ LOGGER = logging.getLogger("steadfast")
 
 
 def start_console(*, rank: int) -> None:
-    """Log to stderr, which is rid of secrets: rank 0 everything, the others warnings. Safe to call again in a forked worker."""
-    if not isinstance(sys.stderr, Redacting):  # not only the log: also a library's warnings and a last traceback
-        sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # all but by class
+    """Log to stderr, without secrets: rank 0 everything, the others warnings. Can be called again in a forked worker."""
+    if not isinstance(sys.stderr, Redacting):  # not only for the log: also for a library's warnings and a last traceback
+        sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # a text stream in all but its class
     handler = logging.StreamHandler()
     level = logging.DEBUG if variable("STEADFAST_VERBOSE") else logging.INFO
     handler.setLevel(level if rank == 0 else logging.WARNING)
@@ -27,39 +27,28 @@ def start_console(*, rank: int) -> None:
     LOGGER.propagate = False
 
 
-def start_file(path: Path, *, who: str) -> None:
+@contextmanager
+def log_file(path: Path, *, who: str = "launcher") -> Iterator[None]:
     """Log to `path` too. All ranks append to the one file: a line is one write, so lines never mix."""
     handler = _File(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname)s %(message)s"))
     LOGGER.addHandler(handler)
-
-
-@contextmanager
-def launcher_file(path: Path) -> Iterator[None]:
-    """Log to `path` too, for a moment: the launcher's part of a run's log."""
-    start_file(path, who="launcher")
     try:
         yield
     finally:
-        stop_file()
+        LOGGER.removeHandler(handler)
+        handler.close()
 
 
 def to_files(text: str) -> None:
-    """Log an error to the files only: a whole story, of which the console gets the headline."""
+    """Log an error to the files only: a traceback, of which the console gets the headline."""
     for handler in LOGGER.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(LOGGER.makeRecord(LOGGER.name, logging.ERROR, "", 0, "%s", (text,), None))
 
 
-def stop_file() -> None:
-    """Close the log files, so that a process that goes on (a sweep) does not write into a finished run."""
-    for handler in [h for h in LOGGER.handlers if isinstance(h, logging.FileHandler)]:
-        LOGGER.removeHandler(handler)
-        handler.close()
-
-
 class _File(logging.FileHandler):
-    """A file on a disk that may be full: that a line is lost is no reason for a traceback, or for the run to end."""
+    """A file on a disk that may be full: a lost line must not cause a traceback, or end the run."""
 
     def _open(self) -> Any:
         return Redacting(super()._open())
@@ -68,12 +57,12 @@ class _File(logging.FileHandler):
         pass
 
     def close(self) -> None:
-        with suppress(OSError):  # it writes what is left in its buffer
+        with suppress(OSError):  # it flushes its buffer
             super().close()
 
 
 class _Console(logging.Formatter):
-    """Rank and level are worth a word only where something is wrong."""
+    """Shows rank and level of warnings and errors only."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record) if record.levelno >= logging.WARNING else record.message

@@ -1,4 +1,4 @@
-"""The tie between a process and the one that started it."""
+"""A process that ends with the process that started it."""
 
 import ctypes
 import os
@@ -8,7 +8,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however it dies (Linux; elsewhere nothing happens)."""
+    """Make the kernel kill this process when its parent dies, however it dies (Linux; elsewhere nothing happens)."""
     parent = os.getppid()
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The standard streams as a shell hands them over: closed, full, with a reader that has left, of a small encoding."""
+"""The standard streams as a shell opens them: closed, full, without a reader, or with a small encoding."""
 
 import errno
 import io
@@ -12,17 +12,17 @@ from framework.runtime.exits import Exit
 
 
 def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """Run a command line, whatever its streams are, and return its exit code. What cannot be printed is no traceback."""
+    """Run a command line, whatever its streams are, and return its exit code. Failing to print causes no traceback."""
     _open_all()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: a name may have letters that it lacks
-    sys.stdout = _Output(sys.stdout)  # type: ignore[assignment]  # all but by class
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: the encoding may lack letters of a name
+    sys.stdout = _Output(sys.stdout)  # type: ignore[assignment]  # a text stream in all but its class
     try:
         code = run(arguments)
         sys.stdout.flush()
         return code
     except _Unprinted as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try again as it ends
         if error.errno == errno.EPIPE:  # `| head` has read enough
             return Exit.FINISHED
         print(f"standard output cannot be written: {error.strerror}", file=sys.stderr)
@@ -30,21 +30,21 @@ def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
 
 
 class _Unprinted(OSError):
-    """Standard output, and no file of the run's, could not be written."""
+    """Standard output, not a file of the run, could not be written."""
 
 
 class _Output:
-    """Standard output, whose errors can be told from those of files; else it is the stream it wraps."""
+    """Standard output, whose errors differ from errors of files; in all else it is the stream it wraps."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with _told():
+        with _marked():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with _told():
+        with _marked():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -52,7 +52,7 @@ class _Output:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _marked() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -60,11 +60,11 @@ def _told() -> Iterator[None]:
 
 
 def _open_all() -> None:
-    """Give a closed stream (`>&-`) a null device: else the next file, a checkpoint say, would be what is printed into."""
+    """Open a null device for a closed stream (`>&-`): otherwise output would go into the next opened file."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # it takes the lowest free number, which is this one
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")

@@ -242,5 +242,5 @@ class _Agent(Agent):
         if membership.code is not None:
             self.failures.append(failure)
         else:
-            with log.launcher_file(self._directory.log):
+            with log.log_file(self._directory.log):
                 LOGGER.warning("%s; restart %d of %d", failure, number, membership.max_restarts)
