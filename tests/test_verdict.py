@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from framework.distributed.hang.board import Beat, Board, RankSlot, State
-from framework.distributed.hang.judge import RankReport, frames, judge, own_frame
+from framework.distributed.hang.diagnose import RankReport, frames, judge, own_frame
 
 USUAL = {"training": (4, 1), "logging": (0, 1)}  # collectives of a step's parts, on both groups
 

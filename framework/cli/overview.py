@@ -13,9 +13,8 @@ from framework.runs.report import count_states, find_runs, printable, read_runs
 from framework.runs.status import print_table
 from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
-from framework.runtime.extras import missing_extra
 from framework.runtime.log import LOGGER
-from framework.runtime.problem import Problem
+from framework.runtime.problem import Problem, missing_extra
 
 _USED = ("mode", "run.root")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from framework.runtime.environment import variable
+from framework.runtime.environment import variables
 from framework.runtime.torchvision_fix import watch_for_torchvision
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or of the installation
@@ -17,14 +17,14 @@ CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
 
 def own_folder() -> Path | None:
     """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `conf` in the working directory, if it is not ours."""
-    named = variable("STEADFAST_CONF")
+    named = variables().get("STEADFAST_CONF")
     folder = Path(named or "conf").resolve()
     return folder if folder.is_dir() and folder != CONF.resolve() else None
 
 
 def config_name() -> str:
     """Return the name of the primary configuration: `--config-name`, else `config`."""
-    return variable("STEADFAST_CONFIG") or "config"
+    return variables().get("STEADFAST_CONFIG") or "config"
 
 
 def folders() -> list[Path]:

@@ -1,16 +1,18 @@
 """The world: which process this is, on which device, and what connects it with the others."""
 
 import dataclasses
+import functools
+import socket
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from framework.distributed.agreement import Agreement
 from framework.distributed.hang import diagnose
@@ -18,12 +20,8 @@ from framework.distributed.hang.board import Board
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.mpi import start as mpi
 from framework.distributed.mpi.group import backend_name as mpi_backend
-from framework.distributed.stores import attempt_store
 from framework.runtime.environment import Environment, NodePlace, set_default
 from framework.runtime.torch_internals import num_operations, set_group_timeout
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -123,10 +121,8 @@ class World:
 
     # --- what a strategy needs
 
-    def mesh(self, **axes: int | None) -> "DeviceMesh":
+    def mesh(self, **axes: int | None) -> DeviceMesh:
         """Return the device mesh with these axes, outermost first; at most one None takes what is left. Collective."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         if not dist.is_initialized():  # a strategy that needs groups, in a world of one
             _join(self._store, backend=self.backend, rank=0, world_size=1, timeout=self.timeout)
         sizes = resolve_axes(axes, world_size=self.world_size)
@@ -177,3 +173,33 @@ def _devices(backend: str, local_rank: int, num_devices: int | None) -> list[tor
         return [torch.device("cpu")]
     count = num_devices or torch.cuda.device_count()
     return [torch.device("cuda", local_rank * count + i) for i in range(count)]
+
+
+def attempt_store(environment: Environment, *, scratch: Path | None, timeout: timedelta) -> dist.Store:
+    """Return this attempt's store. Keys of a failed attempt must not be seen by the next: gloo would hang on them."""
+    if scratch is not None:
+        return dist.FileStore(str(scratch / f"store_{environment.attempt}"), environment.world_size)
+    return launcher_store(environment, timeout=timeout, part="attempt")
+
+
+def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -> dist.Store:
+    """Return a part of the launcher's TCP store, which rank 0 starts where there is none. Collective."""
+    if environment.uses_mpi:
+        return dist.PrefixStore(part, mpi.store(timeout=timeout))
+    if environment.uses_agent_store:  # it outlives an attempt, but each torchrun counts the restarts for itself
+        part = f"{part}_{environment.attempt}"
+    store = _tcp_store(environment)
+    store.set_timeout(timeout)
+    return dist.PrefixStore(part, store)
+
+
+@functools.cache  # rank 0 serves it, so it lives as long as the process: other ranks may still be asking
+def _tcp_store(environment: Environment) -> dist.Store:
+    host, port, timeout = environment.master_addr, environment.master_port, timedelta(minutes=10)
+    serves = environment.rank == 0 and not environment.uses_agent_store
+    listener = None
+    if environment.local_world_size == environment.world_size and not environment.uses_agent_store:
+        host = "127.0.0.1"
+        # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
+        listener = socket.create_server((host, port)).detach() if serves else None
+    return dist.TCPStore(host, port, environment.world_size, is_master=serves, timeout=timeout, master_listen_fd=listener)

@@ -1,6 +1,5 @@
 """Claiming a run's directory for this launch, and reporting that a run is finished."""
 
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -76,16 +75,14 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
 
 
 def as_text(decision: FrozenConfig | int) -> str:
-    """Return rank 0's decision as text for the other ranks."""
-    if isinstance(decision, FrozenConfig):
-        return json.dumps({"path": str(decision.path.absolute()), "digest": decision.digest})
-    return json.dumps({"code": int(decision)})
+    """Return rank 0's decision as text for the other ranks: `DIGEST PATH`, or an exit code."""
+    return f"{decision.digest} {decision.path.absolute()}" if isinstance(decision, FrozenConfig) else str(int(decision))
 
 
 def from_text(text: str) -> FrozenConfig | int:
     """Return the decision that rank 0 has sent as text."""
-    taken = json.loads(text)
-    return taken["code"] if "code" in taken else FrozenConfig(path=Path(taken["path"]), digest=taken["digest"])
+    first, _, path = text.partition(" ")
+    return FrozenConfig(Path(path), digest=first) if path else int(first)
 
 
 def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:

@@ -10,7 +10,7 @@ from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, headline, is_lost_peer
 from framework.runtime.log import LOGGER
-from framework.runtime.parent_death import die_with_parent
+from framework.runtime.preemption import die_with_parent
 
 
 def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> int:
@@ -44,7 +44,7 @@ def _from_rank_0(decision: FrozenConfig | int | None, *, environment: Environmen
     timeout = timedelta(minutes=10)
     if environment.uses_mpi:
         return from_text(mpi.from_rank_0(text, timeout=timeout))
-    from framework.distributed.stores import launcher_store
+    from framework.distributed.world import launcher_store
 
     store = launcher_store(environment, timeout=timeout, part="start")
     if text is not None:

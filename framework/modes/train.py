@@ -26,7 +26,6 @@ from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.training.progress import Progress
-from framework.training.tracking import Tracker
 from framework.training.trainer import Trainer
 
 _NUM_SAMPLES = 8  # training samples for the loggers
@@ -127,21 +126,15 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
         raise NoValidCheckpoint(f"{path}: {fault}")
     # the other run's tracker follows from its own settings, and its clock and its end are its own
     step = found[1]["progress"]["step"]
-    judged = _judged(rows, build.tracker(), step=step) if world.rank == 0 else None
-    metrics, patience = world.agreement.from_rank_0(judged)
+    tracker = build.tracker()
+    for row in read_rows(rows, until=step) if world.rank == 0 and rows.exists() else []:
+        for part in (tracker, tracker.patience) if row["split"] != "test" else ():
+            with suppress(Unfit, TypeError):  # not measured there, or null
+                part.note(row)
+    metrics, patience = world.agreement.from_rank_0((tracker.splits, tracker.patience.state_dict()))
     began = {"wall_s": 0.0, "train_s": 0.0, "began": Progress().began}
     found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
     return found
-
-
-def _judged(path: Path, tracker: Tracker, *, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states of this run's tracker and its patience after another run's rows of the same metric."""
-    for row in read_rows(path, until=step) if path.exists() else []:
-        if row["split"] != "test":
-            for judge in (tracker, tracker.patience):
-                with suppress(Unfit, TypeError):  # not measured there, or null
-                    judge.note(row)
-    return tracker.splits, tracker.patience.state_dict()
 
 
 def _open_record(trainer: Trainer, build: Builder) -> None:

@@ -1,6 +1,7 @@
 """A run's directory: where its files are, its summary, and its lock."""
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -116,11 +117,8 @@ class RunDirectory:
 
     def move_aside(self) -> Path:
         """Rename the directory to the next free `NAME.old-N`, so that a new directory can take its place."""
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
-            number += 1
-        os.rename(self.path, aside)
-        return aside
+        candidates = (self.path.with_name(f"{self.path.name}.old-{number}") for number in itertools.count(1))
+        return self.path.rename(next(path for path in candidates if not path.exists()))
 
 
 def _is_metrics(metrics: Any) -> bool:

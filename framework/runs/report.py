@@ -40,10 +40,7 @@ class ReportedRun:
     last: dict[str, float]
     best: dict[str, float]
     curves: dict[str, Curve]
-    step: float  # nan if it is not known, as in the next three
-    seconds: float
-    goodput: float
-    restarts: float
+    numbers: dict[str, float]  # step, wall_s, goodput, restarts; nan if it is not known
 
 
 def find_runs(root: Path) -> list[Path]:
@@ -102,10 +99,7 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
         last=last,
         best=best,
         curves=curves,
-        step=number(summary.get("step")),
-        seconds=number(summary.get("wall_s")),
-        goodput=number(summary.get("goodput")),
-        restarts=number(summary.get("restarts")),
+        numbers={name: number(summary.get(name)) for name in ("step", "wall_s", "goodput", "restarts")},
     )
 
 

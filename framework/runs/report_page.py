@@ -182,11 +182,11 @@ def _cells(runs: list[ReportedRun]) -> Iterator[tuple[str, list[Any], str]]:
     tests = {name for run in runs for name in run.curves if name.startswith("test/")}
     for name in [*sorted(tests, key=lambda name: (name != "test/loss", name)), *names]:
         yield name, [run.last.get(name, math.nan) for run in runs], "metric"
-    yield "step", [run.step for run in runs], "count"
-    yield "time", [run.seconds for run in runs], "duration"
+    yield "step", [run.numbers["step"] for run in runs], "count"
+    yield "time", [run.numbers["wall_s"] for run in runs], "duration"
     yield "samples/s", [run.last.get("train/samples_per_s", math.nan) for run in runs], "count"
-    yield "goodput", [run.goodput for run in runs], "share"
-    yield "restarts", [run.restarts for run in runs], "count"
+    yield "goodput", [run.numbers["goodput"] for run in runs], "share"
+    yield "restarts", [run.numbers["restarts"] for run in runs], "count"
 
 
 def _as_number(value: Any) -> float | None:

@@ -29,19 +29,21 @@ def queued_jobs(directories: Iterable[RunDirectory]) -> dict[Path, QueuedJob]:
 
 def states_of(directories: Iterable[RunDirectory]) -> dict[Path, str]:
     """Return each run's state, one word. Where Slurm does not answer, the state that its directory gives."""
-    directories = list(directories)
-    in_queue, silence = _ask_slurm(directories)
+    states, _, silence = _ask_slurm(list(directories))
     if silence:
         LOGGER.warning("%s", silence)
-    return {directory.path: _state(directory, in_queue.get(directory.path), silence) for directory in directories}
+    return states
 
 
-def _ask_slurm(directories: Iterable[RunDirectory]) -> tuple[dict[Path, QueuedJob], str]:
-    """Return the queued jobs of runs, or why Slurm does not answer."""
+def _ask_slurm(directories: Sequence[RunDirectory]) -> tuple[dict[Path, str], dict[Path, QueuedJob], str]:
+    """Return the states of runs, and their queued jobs or why Slurm does not answer."""
+    in_queue, silence = {}, ""
     try:
-        return queued_jobs(directories), ""
+        in_queue = queued_jobs(directories)
     except SlurmFailed as error:
-        return {}, f"Slurm does not answer: {error}"
+        silence = f"Slurm does not answer: {error}"
+    states = {directory.path: _state(directory, in_queue.get(directory.path), silence) for directory in directories}
+    return states, in_queue, silence
 
 
 def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
@@ -63,8 +65,7 @@ def print_table(directories: Sequence[RunDirectory], labels: Sequence[str]) -> N
 
     odd = {directory.path: files for directory in directories if (files := directory.odd_files())}
     readable = [directory for directory in directories if directory.path not in odd]
-    in_queue, silence = _ask_slurm(readable)
-    states = {directory.path: _state(directory, in_queue.get(directory.path), silence) for directory in readable}
+    states, in_queue, silence = _ask_slurm(readable)
     lost = [directory.job_id for directory in readable if directory.job_id and states[directory.path] == "killed"]
     ends = slurm.ends(lost) if lost and not silence else {}
     rows = []

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -107,16 +107,6 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
-def set_variable(name: str, value: str) -> None:
-    """Set an environment variable, for this process and the processes that it starts."""
-    os.environ[name] = value
-
-
-def variable(name: str) -> str | None:
-    """Return the environment variable, or None."""
-    return os.environ.get(name)
-
-
-def variables() -> Mapping[str, str]:
-    """Return all environment variables, with their present values."""
+def variables() -> MutableMapping[str, str]:
+    """Return the environment variables, of this process and the processes that it starts."""
     return os.environ

@@ -1,14 +1,18 @@
-"""Logging, to the console and to the run's `train.log`, without secrets."""
+"""Logging, to the console and to the run's `train.log`, without secrets; and the standard streams as a shell opens them."""
 
+import errno
+import io
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from framework.runtime.environment import variable
-from framework.runtime.secrets import Redacting
+from framework.runtime.environment import variables
+from framework.runtime.exits import Exit
+from framework.runtime.secrets import Redacting, WrappedStream
 
 LOGGER = logging.getLogger("steadfast")
 
@@ -18,7 +22,7 @@ def start_console(*, rank: int) -> None:
     if not isinstance(sys.stderr, Redacting):  # not only for the log: also for a library's warnings and a last traceback
         sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # a text stream in all but its class
     handler = logging.StreamHandler()
-    level = logging.DEBUG if variable("STEADFAST_VERBOSE") else logging.INFO
+    level = logging.DEBUG if variables().get("STEADFAST_VERBOSE") else logging.INFO
     handler.setLevel(level if rank == 0 else logging.WARNING)
     handler.setFormatter(_Console(f"[rank {rank}] %(levelname)s: %(message)s"))
     LOGGER.handlers.clear()
@@ -66,3 +70,56 @@ class _Console(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record) if record.levelno >= logging.WARNING else record.message
+
+
+def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Run a command line, whatever its streams are, and return its exit code. Failing to print causes no traceback."""
+    _open_all()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: the encoding may lack letters of a name
+    sys.stdout = _Output(sys.stdout)  # type: ignore[assignment]  # a text stream in all but its class
+    try:
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
+    except _Unprinted as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try again as it ends
+        if error.errno == errno.EPIPE:  # `| head` has read enough
+            return Exit.FINISHED
+        print(f"standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return Exit.DISK
+
+
+class _Unprinted(OSError):
+    """Standard output, not a file of the run, could not be written."""
+
+
+class _Output(WrappedStream):
+    """Standard output, whose errors differ from errors of files."""
+
+    def write(self, text: str) -> int:
+        with _marked():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _marked():
+            self._stream.flush()
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _Unprinted(error.errno, error.strerror) from error
+
+
+def _open_all() -> None:
+    """Open a null device for a closed stream (`>&-`): otherwise output would go into the next opened file."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it takes the lowest free number, which is this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")

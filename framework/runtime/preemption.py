@@ -1,5 +1,6 @@
-"""Preemption: a signal handler only sets a flag. The loop reads it at its step boundaries."""
+"""Preemption: a signal handler only sets a flag, which the loop reads at its step boundaries; and the parent's death."""
 
+import ctypes
 import math
 import multiprocessing
 import os
@@ -93,3 +94,17 @@ class Preemption:
 
 
 PREEMPTION = Preemption()
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent dies, however it dies (Linux; elsewhere nothing happens)."""
+    parent = os.getppid()
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except AttributeError:
+        return
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -89,11 +89,18 @@ def _fault_of(text: str) -> str | None:
     return None
 
 
-class Redacting:
-    """A text stream that removes secrets from everything written to it; in all else it is the stream it wraps."""
+class WrappedStream:
+    """A text stream that changes how something is written; in all else it is the stream it wraps."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Redacting(WrappedStream):
+    """A text stream that removes secrets from everything written to it."""
 
     def write(self, text: str) -> int:
         self._stream.write(redact(text))
@@ -102,6 +109,3 @@ class Redacting:
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -2,10 +2,9 @@
 
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 
 from framework.runtime.environment import outside_of_jobs
 
@@ -44,11 +43,10 @@ def queue(job_ids: Iterable[str]) -> dict[str, QueuedJob]:
     return {job.job_id: job for job in jobs}
 
 
-def _lists(job_ids: Iterable[str]) -> Iterator[str]:
-    """Yield the ids in lists that fit into a command line."""
-    left = iter(job_ids)
-    while some := list(islice(left, _MOST_IDS)):
-        yield ",".join(some)
+def _lists(job_ids: Iterable[str]) -> list[str]:
+    """Return the ids in lists that fit into a command line."""
+    ids = list(job_ids)
+    return [",".join(ids[first : first + _MOST_IDS]) for first in range(0, len(ids), _MOST_IDS)]
 
 
 def ends(job_ids: Iterable[str]) -> dict[str, str]:
@@ -66,7 +64,7 @@ def job_facts(job_id: str) -> dict[str, str]:
 
 
 def requeue(job_id: str) -> None:
-    """Put a running job back into the queue; Slurm then ends its processes, of which this may be one."""
+    """Put a running job back into the queue; Slurm then ends its processes, maybe including this one."""
     ask("scontrol", "requeue", job_id)
 
 

@@ -23,8 +23,7 @@ from framework.runs.table import TableRow
 from framework.runtime import slurm
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
-from framework.runtime.parent_death import die_with_parent
-from framework.runtime.preemption import PREEMPTION, SIGNALS
+from framework.runtime.preemption import PREEMPTION, SIGNALS, die_with_parent
 from framework.runtime.problem import Problem
 from framework.runtime.slurm import SlurmFailed
 from framework.sweep.line import Values

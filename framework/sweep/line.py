@@ -14,8 +14,7 @@ from framework.config.overrides import is_hydras, parse
 from framework.config.schema import AboveZero, Count, Positive, Section
 from framework.config.spelling import did_you_mean
 from framework.config.validation import settings_problems
-from framework.runtime.extras import missing_extra
-from framework.runtime.problem import Problem, shown
+from framework.runtime.problem import Problem, missing_extra, shown
 
 Values = dict[str, str]  # one job's values of the swept keys, as a command line writes them
 

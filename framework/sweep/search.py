@@ -142,13 +142,14 @@ class _Watched:
         self.trial = trial
         self.step = 0  # of the last evaluation
         self._split, _, self._metric = monitor.partition("/")
-        self._rows = _Tail(job.directory.metrics)
+        self._path = job.directory.metrics
+        self._inode = self._offset = 0  # of the file, and in it: rows before it have been read
         self._reported = max(trial.storage.get_trial(trial._trial_id).intermediate_values, default=0)  # before a kill
         self._is_hopeless = False
 
     def is_hopeless(self) -> bool:
         """Return whether the pruner has given the trial up, now or before."""
-        for row in self._rows.new() if not self._is_hopeless else []:
+        for row in self._new_rows() if not self._is_hopeless else []:
             is_evaluation = row["split"] == self._split and self._metric in row
             # steps that a run repeats, after a rollback or when it is continued, have counted already
             if not is_evaluation or row["step"] <= self.step or row["step"] < self._reported:
@@ -161,15 +162,7 @@ class _Watched:
                 break
         return self._is_hopeless
 
-
-class _Tail:
-    """The rows of a metrics.jsonl that are new since the last call."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = self._offset = 0
-
-    def new(self) -> list[Row]:
+    def _new_rows(self) -> list[Row]:
         try:
             with open(self._path, "rb") as file:
                 status = os.fstat(file.fileno())

@@ -22,21 +22,56 @@ class PendingOperation(dist.Work):
 
     _unfinished: set["PendingOperation"] = set()  # MPI uses their memory, even if nobody waits for them
 
-    def __init__(self, what: str, *, timeout: timedelta, result: list[Tensor]) -> None:
+    def __init__(self, what: str, *, size: int, timeout: timedelta, result: list[Tensor]) -> None:
         super().__init__()
-        self._what, self._timeout, self._result = what, timeout, result
+        self._what, self._size, self._timeout, self._result = f"{what} among {size} ranks", size, timeout, result
         self._requests: list[Any] = []
-        self._used: list[Tensor | None] = []
+        self._used: list[Tensor] = []
         self._last: list[Callable[[], object]] = []
         self._unfinished.add(self)
 
-    def add(self, request: Any, *used: Tensor | None) -> None:
-        """Add an operation that uses the memory of these tensors."""
+    def add(self, request: Any) -> "PendingOperation":
         self._requests.append(request)
-        self._used.extend(used)
+        return self
 
     def at_end(self, act: Callable[[], object]) -> None:
         self._last.append(act)
+
+    # --- MPI's buffers; their memory is kept until the operation has ended
+
+    def sent(self, tensor: Tensor, splits: Sequence[int] | None = None) -> list[Any]:
+        """Return a buffer with the elements of `tensor`; `splits`: the rows for each rank, as of `all_to_all_single`."""
+        return self._buffer(tensor.detach().contiguous(), splits)
+
+    def sent_parts(self, parts: Sequence[Tensor]) -> list[Any] | None:
+        """Return a buffer with the elements of all parts, a part for each rank; None without parts."""
+        return carried(self.keep(joined(parts)), sizes(parts)) if parts else None
+
+    def received(self, tensor: Tensor, splits: Sequence[int] | None = None, *, filled: bool = False) -> list[Any]:
+        """Return a buffer for what `tensor` will hold at the end: its own memory where that is contiguous."""
+        whole = tensor.detach()
+        if not whole.is_contiguous():
+            whole = whole.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.at_end(lambda: tensor.detach().copy_(whole))
+        return self._buffer(whole, splits)
+
+    def received_parts(self, parts: Sequence[Tensor]) -> list[Any] | None:
+        """Return a buffer for what all parts will hold at the end, a part from each rank; None without parts."""
+        if not parts:
+            return None
+        whole = self.keep(parts[0].new_empty(sum(sizes(parts))))
+        pieces = whole.split(sizes(parts))
+        self.at_end(lambda: [part.detach().copy_(piece.view(part.shape)) for part, piece in zip(parts, pieces)])
+        return carried(whole, sizes(parts))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self._used.append(tensor)
+        return tensor
+
+    def _buffer(self, whole: Tensor, splits: Sequence[int] | None) -> list[Any]:
+        return carried(self.keep(whole), None if splits is None else counts_of(whole, splits, size=self._size))
+
+    # --- the end
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if self in self._unfinished:
@@ -108,15 +143,20 @@ class MPIGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # torch's own name
         return _NAME
 
+    def _begin(self, what: str, result: Sequence[Tensor]) -> PendingOperation:
+        for tensor in result:
+            if tensor.device.type != "cpu":
+                raise ValueError(f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU")
+        return PendingOperation(what, size=self.size(), timeout=self._timeout, result=list(result))
+
     # --- reductions
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         work = self._begin("all-reduce", tensors)
         for tensor in tensors:
             reduction = Reduction(opts.reduceOp, dtype=tensor.dtype, size=self.size())
-            whole = reduction.staged(tensor.detach())
-            request = self._communicator.Iallreduce(mpi.library().IN_PLACE, reduction.buffer(whole), op=reduction.operation)
-            work.add(request, whole)
+            whole = work.keep(reduction.staged(tensor.detach()))
+            work.add(self._communicator.Iallreduce(mpi.library().IN_PLACE, reduction.buffer(whole), op=reduction.operation))
             work.at_end(partial(reduction.put, whole, into=tensor.detach()))
         return work
 
@@ -127,50 +167,50 @@ class MPIGroup(dist.ProcessGroup):
         work = self._begin("reduce", tensors)
         (tensor,), root = tensors, opts.rootRank
         reduction = Reduction(opts.reduceOp, dtype=tensor.dtype, size=self.size())
-        whole = reduction.staged(tensor.detach())
-        buffers = (mpi.library().IN_PLACE, reduction.buffer(whole)) if self.rank() == root else (reduction.buffer(whole), None)
-        work.add(self._communicator.Ireduce(*buffers, op=reduction.operation, root=root), whole)
+        whole = work.keep(reduction.staged(tensor.detach()))
+        buffers: tuple[Any, Any] = reduction.buffer(whole), None
         if self.rank() == root:
+            buffers = mpi.library().IN_PLACE, reduction.buffer(whole)
             work.at_end(partial(reduction.put, whole, into=tensor.detach()))
-        return work
+        return work.add(self._communicator.Ireduce(*buffers, op=reduction.operation, root=root))
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        work = self._begin("reduce-scatter", outputs)
-        for output, parts in zip(outputs, inputs):
-            self._reduce_scatter(work, output, joined(parts), sizes(parts), opts.reduceOp)
-        return work
+        sources = [joined(parts) for parts in inputs]
+        return self._reduce_scatter(outputs, sources, [sizes(parts) for parts in inputs], opts)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any) -> dist.Work:
-        work = self._begin("reduce-scatter", outputs)
-        for output, source in zip(outputs, sources):
-            self._reduce_scatter(work, output, source.detach(), [output.numel()] * self.size(), opts.reduceOp)
-        return work
+        return self._reduce_scatter(outputs, sources, [[output.numel()] * self.size() for output in outputs], opts)
 
-    def _reduce_scatter(self, work: PendingOperation, output: Tensor, source: Tensor, counts: list[int], kind: Any) -> None:
-        check_count(source, sum(counts))
-        reduction = Reduction(kind, dtype=output.dtype, size=self.size())
-        sent = reduction.staged(source)
-        mine = sent.new_empty(output.numel())
-        buffers = reduction.buffer(sent), reduction.buffer(mine)
-        work.add(self._communicator.Ireduce_scatter(*buffers, recvcounts=counts, op=reduction.operation), sent, mine)
-        work.at_end(partial(reduction.put, mine, into=output.detach()))
+    def _reduce_scatter(
+        self, outputs: list[Tensor], sources: list[Tensor], counts: list[list[int]], opts: Any
+    ) -> PendingOperation:
+        work = self._begin("reduce-scatter", outputs)
+        for output, source, counted in zip(outputs, sources, counts):
+            check_count(source, sum(counted))
+            reduction = Reduction(opts.reduceOp, dtype=output.dtype, size=self.size())
+            sent = work.keep(reduction.staged(source.detach()))
+            mine = work.keep(sent.new_empty(output.numel()))
+            buffers = reduction.buffer(sent), reduction.buffer(mine)
+            work.add(self._communicator.Ireduce_scatter(*buffers, recvcounts=counted, op=reduction.operation))
+            work.at_end(partial(reduction.put, mine, into=output.detach()))
+        return work
 
     # --- moves
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         work = self._begin("broadcast", tensors)
         for tensor in tensors:
-            whole = self._received(work, tensor, filled=True)
-            work.add(self._communicator.Ibcast(carried(whole), root=opts.rootRank), whole)
+            work.add(self._communicator.Ibcast(work.received(tensor, filled=True), root=opts.rootRank))
         return work
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         work = self._begin("all-gather", [tensor for parts in outputs for tensor in parts])
         for parts, tensor in zip(outputs, inputs):
-            self._all_gather(work, self._received_parts(work, parts), tensor, sizes(parts))
+            check_count(tensor, parts[self.rank()].numel())
+            work.add(self._communicator.Iallgatherv(work.sent(tensor), work.received_parts(parts)))
         return work
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -184,85 +224,40 @@ class MPIGroup(dist.ProcessGroup):
         work = self._begin("all-gather", outputs)
         for output, tensor in zip(outputs, inputs):
             check_count(output, tensor.numel() * self.size())
-            self._all_gather(work, self._received(work, output), tensor, [tensor.numel()] * self.size())
+            work.add(self._communicator.Iallgather(work.sent(tensor), work.received(output)))
         return work
-
-    def _all_gather(self, work: PendingOperation, received: Tensor, tensor: Tensor, counts: list[int]) -> None:
-        sent = tensor.detach().contiguous()
-        check_count(sent, counts[self.rank()])
-        work.add(self._communicator.Iallgatherv(carried(sent), carried(received, counts)), sent, received)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         parts = outputs[0] if self.rank() == opts.rootRank else []
-        work, sent = self._begin("gather", parts), inputs[0].detach().contiguous()
-        received = self._received_parts(work, parts) if parts else None
-        into = None if received is None else carried(received, sizes(parts))
-        work.add(self._communicator.Igatherv(carried(sent), into, root=opts.rootRank), sent, received)
-        return work
+        work = self._begin("gather", parts)
+        return work.add(self._communicator.Igatherv(work.sent(inputs[0]), work.received_parts(parts), root=opts.rootRank))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         work = self._begin("scatter", outputs)
-        received = self._received(work, outputs[0])
         parts = inputs[0] if self.rank() == opts.rootRank else []
-        sent = joined(parts) if parts else None
-        source = None if sent is None else carried(sent, sizes(parts))
-        work.add(self._communicator.Iscatterv(source, carried(received), root=opts.rootRank), received, sent)
-        return work
+        return work.add(self._communicator.Iscatterv(work.sent_parts(parts), work.received(outputs[0]), root=opts.rootRank))
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         work = self._begin("all-to-all", [output])
-        received, sent = self._received(work, output), source.detach().contiguous()
-        pairs = (sent, input_splits), (received, output_splits)
-        buffers = [carried(whole, counts_of(whole, splits, size=self.size())) for whole, splits in pairs]
-        work.add(self._communicator.Ialltoallv(*buffers), sent, received)
-        return work
+        return work.add(self._communicator.Ialltoallv(work.sent(source, input_splits), work.received(output, output_splits)))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         work = self._begin("all-to-all", outputs)
-        received, sent = self._received_parts(work, outputs), joined(inputs)
-        buffers = carried(sent, sizes(inputs)), carried(received, sizes(outputs))
-        work.add(self._communicator.Ialltoallv(*buffers), sent, received)
-        return work
+        return work.add(self._communicator.Ialltoallv(work.sent_parts(inputs), work.received_parts(outputs)))
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         work = self._begin("send", tensors)
         for tensor in tensors:
-            sent = tensor.detach().contiguous()
-            work.add(self._communicator.Isend(carried(sent), dest=to, tag=tag), sent)
+            work.add(self._communicator.Isend(work.sent(tensor), dest=to, tag=tag))
         return work
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         work = self._begin("receive", tensors)
         for tensor in tensors:
-            received = self._received(work, tensor)
-            work.add(self._communicator.Irecv(carried(received), source=source, tag=tag), received)
+            work.add(self._communicator.Irecv(work.received(tensor), source=source, tag=tag))
         return work
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        work = self._begin("barrier", [])
-        work.add(self._communicator.Ibarrier())
-        return work
-
-    # --- memory
-
-    def _begin(self, what: str, result: Sequence[Tensor]) -> PendingOperation:
-        for tensor in result:
-            if tensor.device.type != "cpu":
-                raise ValueError(f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU")
-        return PendingOperation(f"{what} among {self.size()} ranks", timeout=self._timeout, result=list(result))
-
-    def _received(self, work: PendingOperation, tensor: Tensor, *, filled: bool = False) -> Tensor:
-        """Return contiguous memory for what `tensor` will hold at the end: its own memory where that is contiguous."""
-        whole = tensor.detach()
-        if not whole.is_contiguous():
-            whole = whole.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
-            work.at_end(lambda: tensor.detach().copy_(whole))
-        return whole
-
-    def _received_parts(self, work: PendingOperation, parts: Sequence[Tensor]) -> Tensor:
-        whole = parts[0].new_empty(sum(sizes(parts)))
-        pieces = whole.split(sizes(parts))
-        work.at_end(lambda: [part.detach().copy_(piece.view(part.shape)) for part, piece in zip(parts, pieces)])
-        return whole
+        return self._begin("barrier", []).add(self._communicator.Ibarrier())

@@ -1,5 +1,6 @@
 """Elastic runs: the same command on every node; nodes come and go, and the run goes on with those that are there."""
 
+import copy
 import signal
 import sys
 import time
@@ -11,13 +12,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from framework.config.frozen_file import FrozenConfig
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
-from framework.launch.agent import Agent, prepare
 from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
-from framework.launch.elastic.membership import Membership
-from framework.launch.elastic.shared_record import Meeting, Superseded
+from framework.launch.elastic.membership import Meeting, Membership, Superseded
 from framework.launch.failures import cause, record_failure, recorded_failures, report
 from framework.launch.scratch import new_folder, remove_leftovers
-from framework.launch.worker import work
+from framework.launch.worker import Agent, prepare, work
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
@@ -146,8 +145,8 @@ class _Agent(Agent):
                 possible = now
             if not seen.running if seen.code is not None else self._meeting.number in seen.running:
                 return seen
-            before, times = seen.text(), {"waited_s": now - since, "idle_s": now - possible}
-            if self._advance(seen, **times).text() == before:
+            times = {"waited_s": now - since, "idle_s": now - possible}
+            if self._advance(copy.deepcopy(seen), **times) == seen:
                 time.sleep(_POLL_S)
                 continue
             with self._meeting.change() as membership:
