@@ -20,7 +20,7 @@ from framework.distributed.hang.board import Board
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.mpi import start as mpi
 from framework.distributed.mpi.group import backend_name as mpi_backend
-from framework.runtime.environment import Environment, NodePlace, set_default
+from framework.runtime.environment import Environment, set_default
 from framework.runtime.torch_internals import num_operations, set_group_timeout
 
 
@@ -67,7 +67,7 @@ class World:
         """
         rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)
         uses_mpi = backend == "mpi" and world_size > 1  # one process starts no MPI, which leaves files without mpirun
-        place = mpi.place_on_node() if environment.uses_mpi else NodePlace.of(environment)
+        place = mpi.placed(environment) if environment.uses_mpi else environment
         devices = _devices(backend, place.local_rank, num_devices)
         control_backend = default_backend = mpi_backend() if uses_mpi else "gloo"
         if devices[0].type == "cuda":
@@ -87,7 +87,9 @@ class World:
         return cls(
             rank=rank,
             world_size=world_size,
-            **dataclasses.asdict(place),  # local_rank, local_world_size, first_on_node
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            first_on_node=place.first_on_node,
             devices=devices,
             timeout=timeout,
             backend=default_backend,

@@ -160,7 +160,7 @@ class Agent(ElasticAgent):
         scratch: Path,
         directory: RunDirectory,
     ) -> None:
-        self.place = StaticRendezvous(run_id)
+        self.place = StaticRendezvous("127.0.0.1", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
         spec = WorkerSpec(
             role="worker",
             local_world_size=launch.num_processes,
@@ -207,9 +207,6 @@ class StaticRendezvous(StaticTCPRendezvous):
     """The rendezvous of nodes that know their places: nothing to agree on, and so no port to listen on."""
 
     use_agent_store = False  # the workers have a store of their own
-
-    def __init__(self, run_id: str) -> None:
-        super().__init__("127.0.0.1", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
         address = RendezvousStoreInfo(master_addr=self.master_addr, master_port=self.master_port)

@@ -15,6 +15,7 @@ class Environment:
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    first_on_node: int = 0  # the rank whose local_rank is 0 on this node
     attempt: int = 0  # how often the worker group has been restarted
     is_launched: bool = False  # torchrun (or any launcher that sets its variables) or mpirun started this process
     uses_mpi: bool = False  # mpirun started this process, as one of several
@@ -34,6 +35,7 @@ class Environment:
             local_rank=int(env.get(local_rank, "0")),
             world_size=int(env.get(world_size, "1")),
             local_world_size=int(env.get(local_world_size, "1")),
+            first_on_node=int(env.get(rank, "0")) - int(env.get(local_rank, "0")),  # if a node's ranks follow each other
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
             is_launched=uses_mpi or (is_torchruns and "MASTER_PORT" in env),
             uses_mpi=uses_mpi,
@@ -48,21 +50,6 @@ _MPIRUNS = [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH's, and those made from it
 ]
-
-
-@dataclass(frozen=True)
-class NodePlace:
-    """The process's place on its node."""
-
-    local_rank: int
-    local_world_size: int
-    first_on_node: int  # the rank whose local_rank is 0
-
-    @classmethod
-    def of(cls, environment: Environment) -> "NodePlace":
-        """Return the place if the launcher numbers the processes of a node without a gap."""
-        first = environment.rank - environment.local_rank
-        return cls(environment.local_rank, environment.local_world_size, first)
 
 
 @dataclass(frozen=True)

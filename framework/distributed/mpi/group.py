@@ -22,9 +22,9 @@ class PendingOperation(dist.Work):
 
     _unfinished: set["PendingOperation"] = set()  # MPI uses their memory, even if nobody waits for them
 
-    def __init__(self, what: str, *, size: int, timeout: timedelta, result: list[Tensor]) -> None:
+    def __init__(self, what: str, *, timeout: timedelta, result: list[Tensor]) -> None:
         super().__init__()
-        self._what, self._size, self._timeout, self._result = f"{what} among {size} ranks", size, timeout, result
+        self._what, self._timeout, self._result = what, timeout, result
         self._requests: list[Any] = []
         self._used: list[Tensor] = []
         self._last: list[Callable[[], object]] = []
@@ -39,21 +39,21 @@ class PendingOperation(dist.Work):
 
     # --- MPI's buffers; their memory is kept until the operation has ended
 
-    def sent(self, tensor: Tensor, splits: Sequence[int] | None = None) -> list[Any]:
-        """Return a buffer with the elements of `tensor`; `splits`: the rows for each rank, as of `all_to_all_single`."""
-        return self._buffer(tensor.detach().contiguous(), splits)
+    def sent(self, tensor: Tensor, counts: list[int] | None = None) -> list[Any]:
+        """Return a buffer with the elements of `tensor`; `counts`: elements for each rank."""
+        return carried(self.keep(tensor.detach().contiguous()), counts)
 
     def sent_parts(self, parts: Sequence[Tensor]) -> list[Any] | None:
         """Return a buffer with the elements of all parts, a part for each rank; None without parts."""
         return carried(self.keep(joined(parts)), sizes(parts)) if parts else None
 
-    def received(self, tensor: Tensor, splits: Sequence[int] | None = None, *, filled: bool = False) -> list[Any]:
+    def received(self, tensor: Tensor, counts: list[int] | None = None, *, filled: bool = False) -> list[Any]:
         """Return a buffer for what `tensor` will hold at the end: its own memory where that is contiguous."""
         whole = tensor.detach()
         if not whole.is_contiguous():
             whole = whole.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
             self.at_end(lambda: tensor.detach().copy_(whole))
-        return self._buffer(whole, splits)
+        return carried(self.keep(whole), counts)
 
     def received_parts(self, parts: Sequence[Tensor]) -> list[Any] | None:
         """Return a buffer for what all parts will hold at the end, a part from each rank; None without parts."""
@@ -67,9 +67,6 @@ class PendingOperation(dist.Work):
     def keep(self, tensor: Tensor) -> Tensor:
         self._used.append(tensor)
         return tensor
-
-    def _buffer(self, whole: Tensor, splits: Sequence[int] | None) -> list[Any]:
-        return carried(self.keep(whole), None if splits is None else counts_of(whole, splits, size=self._size))
 
     # --- the end
 
@@ -147,7 +144,7 @@ class MPIGroup(dist.ProcessGroup):
         for tensor in result:
             if tensor.device.type != "cpu":
                 raise ValueError(f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU")
-        return PendingOperation(what, size=self.size(), timeout=self._timeout, result=list(result))
+        return PendingOperation(f"{what} among {self.size()} ranks", timeout=self._timeout, result=list(result))
 
     # --- reductions
 
@@ -224,7 +221,8 @@ class MPIGroup(dist.ProcessGroup):
         work = self._begin("all-gather", outputs)
         for output, tensor in zip(outputs, inputs):
             check_count(output, tensor.numel() * self.size())
-            work.add(self._communicator.Iallgather(work.sent(tensor), work.received(output)))
+            counts = [tensor.numel()] * self.size()
+            work.add(self._communicator.Iallgatherv(work.sent(tensor), work.received(output, counts)))
         return work
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
@@ -241,7 +239,9 @@ class MPIGroup(dist.ProcessGroup):
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         work = self._begin("all-to-all", [output])
-        return work.add(self._communicator.Ialltoallv(work.sent(source, input_splits), work.received(output, output_splits)))
+        sent = work.sent(source, counts_of(source, input_splits, size=self.size()))
+        received = work.received(output, counts_of(output, output_splits, size=self.size()))
+        return work.add(self._communicator.Ialltoallv(sent, received))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         work = self._begin("all-to-all", outputs)

@@ -4,10 +4,11 @@ import functools
 import importlib.util
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from framework.runtime.environment import Environment, NodePlace, set_default
+from framework.runtime.environment import Environment, set_default
 from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
@@ -67,15 +68,16 @@ def problem(environment: Environment) -> Problem | None:
 
 
 @functools.cache
-def place_on_node() -> NodePlace:
-    """Return this process's place among those that share its node's memory. Collective.
+def placed(environment: Environment) -> Environment:
+    """Return the environment with this process's place among the processes that share its node's memory. Collective.
 
-    Neither need mpirun number a node's processes in the order of their ranks, nor their ranks follow each other.
+    mpirun need not number a node's processes in the order of their ranks, and their ranks need not follow each other.
     """
     MPI = library()
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    return NodePlace(node.rank, node.size, node.bcast(world.rank, root=0))
+    first = node.bcast(world.rank, root=0)
+    return replace(environment, local_rank=node.rank, local_world_size=node.size, first_on_node=first)
 
 
 def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
@@ -109,7 +111,7 @@ def store(*, timeout: timedelta) -> "Store":
     from torch.distributed import TCPStore
 
     world = library().COMM_WORLD
-    one_machine = place_on_node().local_world_size == world.size
+    one_machine = placed(Environment.read()).local_world_size == world.size
     listener, address = None, None
     if world.rank == 0:
         # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
