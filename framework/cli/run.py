@@ -175,7 +175,7 @@ def _checkpoint_problems(directory: RunDirectory, which: str | int) -> list[Prob
     if not isinstance(which, (str, int)):
         return []  # the schema reports it
     found = candidates(directory.checkpoints)
-    path = directory.checkpoint(which)
+    path = directory.checkpoint_path(which)
     if odd := directory.odd_files():
         return [_no_run(f"{directory.path / odd[0]} is not a plain file")]
     if found if path is None else path.exists():

@@ -31,7 +31,7 @@ def load_run(build: Builder) -> LoadedModel:
     directory, world = build.directory, build.world
     module = build.model()
     switch_off_dropout(module)
-    path = directory.checkpoint(build.config.run.checkpoint)
+    path = directory.checkpoint_path(build.config.run.checkpoint)
     if path is not None and step_of(path) is None:
         fault = _load_weights(path, module)
         step = directory.read_summary().get("step") if path == directory.weights else None

@@ -62,7 +62,7 @@ class RunDirectory:
             del summary["metrics"]
         return summary
 
-    def checkpoint(self, which: str | int) -> Path | None:
+    def checkpoint_path(self, which: str | int) -> Path | None:
         """Return the path of the checkpoint or file of weights that `run.checkpoint` names; None for `last` and `best`."""
         if which in ("last", "best"):
             return None

@@ -20,7 +20,7 @@ LOGGER = logging.getLogger("steadfast")
 def start_console(*, rank: int) -> None:
     """Log to stderr, without secrets: rank 0 everything, the others warnings. Can be called again in a forked worker."""
     if not isinstance(sys.stderr, Redacting):  # not only for the log: also for a library's warnings and a last traceback
-        sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # a text stream in all but its class
+        sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # all but by class
     handler = logging.StreamHandler()
     level = logging.DEBUG if variables().get("STEADFAST_VERBOSE") else logging.INFO
     handler.setLevel(level if rank == 0 else logging.WARNING)
@@ -77,7 +77,7 @@ def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
     _open_all()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: the encoding may lack letters of a name
-    sys.stdout = _Output(sys.stdout)  # type: ignore[assignment]  # a text stream in all but its class
+    sys.stdout = _Output(sys.stdout)  # type: ignore[assignment]  # all but by class
     try:
         code = run(arguments)
         sys.stdout.flush()
