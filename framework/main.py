@@ -11,11 +11,11 @@ from framework.config.folders import config_name, folders
 from framework.config.help import help_text, version_text
 from framework.config.overrides import parse
 from framework.launch.claim import print_problems
-from framework.runtime.environment import Environment, set_variable
+from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit
+from framework.runtime.log import speak
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-from framework.runtime.stdio import speak
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
         print(help_text(overrides) if "--help" in flags else version_text())
         return Exit.FINISHED
     if any(override.key_or_group == "hydra.verbose" and override.value() for override in map(parse, overrides) if override):
-        set_variable("STEADFAST_VERBOSE", "1")
+        variables()["STEADFAST_VERBOSE"] = "1"
     if flags.keys() == {"--multirun"}:
         from framework.sweep.sweep import sweep  # not spent by a single run
 
@@ -58,10 +58,10 @@ def _choose_folders(flags: dict[str, str]) -> list[Problem]:
     if folder is not None:
         if not Path(folder).is_dir():
             return [Problem("--config-dir", f"{folder} is not a directory", "a folder that holds groups, as conf/ does")]
-        set_variable("STEADFAST_CONF", str(Path(folder).resolve()))
+        variables()["STEADFAST_CONF"] = str(Path(folder).resolve())
     name = flags.pop("--config-name", None)
     if name is not None:
-        set_variable("STEADFAST_CONFIG", name.removesuffix(".yaml"))
+        variables()["STEADFAST_CONFIG"] = name.removesuffix(".yaml")
         if not any((conf / f"{config_name()}.yaml").is_file() for conf in folders()):
             places = " or ".join(map(str, folders()))
             return [

@@ -18,7 +18,7 @@ import torch
 from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
 from framework.distributed.hang.board import Board, request_stacks
-from framework.distributed.hang.judge import frames
+from framework.distributed.hang.diagnose import frames
 from framework.engine.data_parallel import DataParallelEngine
 from framework.launch import worker
 from framework.runtime.environment import Environment

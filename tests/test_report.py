@@ -297,7 +297,7 @@ def test_damaged_runs_are_listed_or_left_out_with_a_word(tmp_path: Path) -> None
     }  # fmt: skip
     assert len(left_out) == 1
     whole = next(run for run in runs if run.label == "whole")
-    assert (whole.last["val/loss"], whole.step, whole.state) == (1.0, 20, "preempted")
+    assert (whole.last["val/loss"], whole.numbers["step"], whole.state) == (1.0, 20, "preempted")
     assert next(run for run in runs if run.label == "torn metrics").curves == whole.curves
 
 

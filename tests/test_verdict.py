@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from framework.distributed.hang.board import Beat, Board, RankSlot, State
-from framework.distributed.hang.judge import RankReport, frames, judge, own_frame
+from framework.distributed.hang.diagnose import RankReport, frames, judge, own_frame
 
 USUAL = {"training": (4, 1), "logging": (0, 1)}  # collectives of a step's parts, on both groups
 
@@ -65,10 +65,10 @@ def test_a_board_tells_the_latest_beats_of_the_others(tmp_path: Path) -> None:
     mine, others = (Board(tmp_path / "board", rank=4 + n, local_rank=n, num_local=3) for n in range(2))
     for step in range(200):
         others.beat("training", step=step, collectives=(2 * step, step))
-    place = mine.place(1)
+    place = mine.slot(1)
     assert (place.rank, place.state, place.collectives) == (5, State.RUNNING, (398, 199))
     assert [beat.step for beat in place.beats] == list(range(136, 200))
-    assert (mine.place(2).rank, mine.place(2).state) == (6, State.ABSENT)
+    assert (mine.slot(2).rank, mine.slot(2).state) == (6, State.ABSENT)
     assert mine.try_lead() and not others.try_lead()
     mine.post("rank 5")
     assert others.verdict == "rank 5"

@@ -84,7 +84,7 @@ class Builder:
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)
         if config.trainer.sync_batchnorm and built.dp_size > 1:
             assert built.dp_size == self.world.world_size  # the preflight has refused strategies in which it is not
-            synchronise(module, group=self.world.groups.new_group(), forward=forward)
+            synchronise(module, group=self.world.new_group(), forward=forward)
         return built
 
     def _transform_blocks(self, module: nn.Module, settings: TrainerSection) -> None:

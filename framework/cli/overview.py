@@ -1,4 +1,4 @@
-"""The modes that show how runs stand: plan, status and report. They start nothing and change no run."""
+"""The modes that show the state of runs: plan, status and report. They start nothing and change no run."""
 
 import csv
 from pathlib import Path
@@ -8,20 +8,19 @@ from framework.config.compose import Composed
 from framework.config.modes import Command, Mode
 from framework.config.validation import validate
 from framework.launch.claim import print_problems
-from framework.runs import status
 from framework.runs.directory import RunDirectory
-from framework.runs.report import find_runs, printable, read_runs, told
+from framework.runs.report import count_states, find_runs, printable, read_runs
+from framework.runs.status import print_table
 from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
-from framework.runtime.extras import missing_extra
 from framework.runtime.log import LOGGER
-from framework.runtime.problem import Problem
+from framework.runtime.problem import Problem, missing_extra
 
 _USED = ("mode", "run.root")
 
 
 def over_root(composed: Composed, mode: Mode) -> int:
-    """Carry out a mode that is about all runs below run.root. Returns the exit code."""
+    """Run a mode that is about all runs below run.root. Returns the exit code."""
     valid, problems = validate(composed.config, known=composed.known)
     problems = composed.problems + problems
     problems = problems or [Problem(key, f"does nothing with mode={valid['mode']}", "run.root alone")
@@ -31,7 +30,7 @@ def over_root(composed: Composed, mode: Mode) -> int:
 
 
 def print_plan(command: Command) -> Exit:
-    """Print how one run stands."""
+    """Print the state of one run."""
     values = dict(override.partition("=")[::2] for override in command.line)
     row = TableRow.read(command.config.run, command.config.checkpoint.monitor, values)
     print(listing([row]), end="")
@@ -53,32 +52,25 @@ def make_report(root: Path) -> Exit:
     except OSError as error:
         LOGGER.error("%s could not be written: %s", target, error.strerror)
         return Exit.DISK
-    LOGGER.info("%s: %s", told([run.state for run in runs]), target)
+    LOGGER.info("%s: %s", count_states([run.state for run in runs]), target)
     return Exit.FINISHED
 
 
 def print_status(root: Path) -> Exit:
-    """Print a table, a run a line."""
+    """Print a table, a line for each run."""
     try:
         found = _of_sweep(root / "sweep.csv") or {path: str(path.relative_to(root)) for path in find_runs(root)}
     except (OSError, ValueError, csv.Error) as error:
-        return print_problems(
-            [
-                Problem(
-                    "run.root",
-                    f"{printable(str(root))}/sweep.csv cannot be read ({error})",
-                    "the sweep's command writes it anew",
-                )
-            ]
-        )
+        what = f"{printable(str(root))}/sweep.csv cannot be read ({error})"
+        return print_problems([Problem("run.root", what, "the sweep's command writes it anew")])
     if not found:
         return _no_run(root)
-    status.print_table(status.read_all([RunDirectory(path) for path in found]), list(found.values()))
+    print_table([RunDirectory(path) for path in found], list(found.values()))
     return Exit.FINISHED
 
 
 def _of_sweep(table: Path) -> dict[Path, str]:
-    """Return the runs of a sweep, each with its values of what is swept. ValueError if its table is damaged."""
+    """Return the runs of a sweep, each with its values of the swept keys. ValueError if the table is damaged."""
     if not table.exists():
         return {}
     if not table.is_file():

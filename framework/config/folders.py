@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from framework.runtime.environment import variable
+from framework.runtime.environment import variables
 from framework.runtime.torchvision_fix import watch_for_torchvision
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or of the installation
@@ -17,14 +17,14 @@ CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
 
 def own_folder() -> Path | None:
     """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `conf` in the working directory, unless that is ours."""
-    named = variable("STEADFAST_CONF")
+    named = variables().get("STEADFAST_CONF")
     folder = Path(named or "conf").resolve()
     return folder if folder.is_dir() and folder != CONF.resolve() else None
 
 
 def config_name() -> str:
     """Return the name of the primary configuration: `--config-name`, else `config`."""
-    return variable("STEADFAST_CONFIG") or "config"
+    return variables().get("STEADFAST_CONFIG") or "config"
 
 
 def folders() -> list[Path]:
@@ -73,7 +73,7 @@ def project_folders() -> list[Path]:
 
     In a Slurm job with a snapshot of the code it is the snapshot.
     """
-    if (snapshot := variable("STEADFAST_SNAPSHOT")) is not None:
+    if (snapshot := variables().get("STEADFAST_SNAPSHOT")) is not None:
         return [Path(snapshot)]
     own = own_folder()
     return list(dict.fromkeys([Path.cwd(), *([] if own is None else [own.parent])]))

@@ -17,8 +17,7 @@ from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.nested import Tree, map_tensors
 from framework.randomness import keys
-from framework.runtime.parent_death import die_with_parent
-from framework.runtime.preemption import SIGNALS
+from framework.runtime.preemption import SIGNALS, die_with_parent
 from framework.runtime.torch_internals import shut_down_loader
 
 

@@ -1,8 +1,7 @@
 """What the ranks agree on among themselves: stop flags, checkpoint plans, sums of metrics."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,31 +11,21 @@ from torch import Tensor
 from framework.runtime.exits import DiskFailed
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Agreement:
     """Collectives over a process group of their own, so that they never pair with a gradient's.
 
-    That is a gloo group; over MPI where the training is, since a cluster may let nothing else through. In a world of one
-    process there is no group, and each call returns at once.
+    The group is a gloo group; if training uses MPI, it is an MPI group, since a cluster may let nothing else through. In a
+    world of one process there is no group, and each call returns at once.
     """
 
     group: dist.ProcessGroup | None
-    rank: int
-    world_size: int
-    backend: str
-    timeout: timedelta
-    _flags: list[tuple[dist.Work, Tensor]] = field(default_factory=list, init=False)
-
-    def beside(self) -> "Agreement":
-        """Return the same over another group, so that a thread's collectives pair with no others'. Collective."""
-        if self.group is None:
-            return self
-        return replace(self, group=dist.new_group(backend=self.backend, timeout=self.timeout))
+    _flags: tuple[dist.Work, Tensor] | None = field(default=None, init=False)
 
     @property
     def allows_threads(self) -> bool:
         """Return whether a thread may run collectives while others do: an MPI need not allow that."""
-        return self.backend == "gloo"
+        return self.group is None or dist.get_backend(self.group) == "gloo"
 
     def among(self) -> dict[str, Any]:
         """Return the arguments by which torch.distributed.checkpoint works among these ranks, or in one process alone."""
@@ -61,7 +50,7 @@ class Agreement:
         """Return every rank's `value`, in rank order, on every rank. Collective."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        values: list[Any] = [None] * self.group.size()
         dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -75,7 +64,7 @@ class Agreement:
         DiskFailed on every rank, saying `what` could not be done, where an OSError hits one of them.
         """
         result, fault = None, None
-        if not rank_0_only or self.rank == 0:
+        if not rank_0_only or self.group is None or self.group.rank() == 0:
             try:
                 result = action()
             except OSError as error:
@@ -98,17 +87,15 @@ class Agreement:
         """
         if self.group is None:
             return list(flags)
-        before = [False] * len(flags)
-        if self._flags:
-            work, seen = self._flags.pop()
-            work.wait()
-            before = [bool(count) for count in seen.tolist()]
+        before = self.finish() or [False] * len(flags)
         mine = torch.tensor(flags, dtype=torch.int64)
-        self._flags.append((dist.all_reduce(mine, group=self.group, async_op=True), mine))
+        self._flags = dist.all_reduce(mine, group=self.group, async_op=True), mine
         return before
 
-    def finish(self) -> None:
-        """Wait for what is still under way."""
-        for work, _ in self._flags:
-            work.wait()
-        self._flags.clear()
+    def finish(self) -> list[bool]:
+        """Wait for the flags of the latest call of `any_flags`, and return which are raised; none if it has not been called."""
+        if self._flags is None:
+            return []
+        (work, counts), self._flags = self._flags, None
+        work.wait()
+        return [bool(count) for count in counts.tolist()]

@@ -1,6 +1,5 @@
-"""Claiming a run's directory for this launch, and saying so where there is nothing left to do."""
+"""Claiming a run's directory for this launch, and reporting that a run is finished."""
 
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig, RunSection
 from framework.launch.scratch import remove_leftovers
-from framework.runs.directory import RunDirectory
-from framework.runs.lock import Lock, RunLocked
+from framework.runs.directory import Lock, RunDirectory, RunLocked
 from framework.runs.metrics_file import MACHINE, read_rows
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
@@ -23,7 +21,7 @@ from framework.runtime.problem import Problem
 
 @dataclass(frozen=True)
 class ClaimedRun:
-    """A run that can start: its directory is ours, its configuration frozen."""
+    """A run that can start: this launch has its lock, and its configuration is frozen."""
 
     config: RunConfig
     frozen: FrozenConfig
@@ -35,7 +33,15 @@ def is_finished(run: RunSection) -> bool:
     directory = RunDirectory(Path(run.dir))
     if not directory.is_finished or run.resume == "never":
         return False
-    _print_result(directory)
+    summary = directory.read_summary()
+    rows = read_rows(directory.metrics) if directory.metrics.exists() else []
+    if all(row["step"] != summary.get("step") for row in rows):
+        LOGGER.warning("%s has lost its last rows", directory.metrics)
+    LOGGER.info("finished already, at step %s: %s", summary.get("step"), directory.path)
+    for split, metrics in summary.get("metrics", {}).items():
+        shown = {name: value for name, value in metrics["last"].items() if name not in ("lr", "grad_norm", *MACHINE)}
+        numbers = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if isinstance(value, float))
+        LOGGER.info("%s", f"  {split:5}  {numbers}")
     if run.resume not in ("auto", "must"):
         LOGGER.info("run.resume=%s is not used", run.resume)
     return True
@@ -44,7 +50,7 @@ def is_finished(run: RunSection) -> bool:
 def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
     """Take the run's directory and freeze the configuration there. An exit code if another party has it (see Lock)."""
     directory = RunDirectory(Path(config.run.dir))
-    # what evaluates or exports a run has a lock and a log of its own: the run itself may be in progress
+    # evaluation and export of a run have a lock and a log of their own: the run itself may be in progress
     is_beside = MODES[config.mode].about == "existing run"
     folder = directory.path / f".{config.mode}" if is_beside else directory.path
     if is_beside:
@@ -69,37 +75,23 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
 
 
 def as_text(decision: FrozenConfig | int) -> str:
-    """Return rank 0's decision as it is handed over to the other ranks."""
-    if isinstance(decision, FrozenConfig):
-        return json.dumps({"path": str(decision.path.absolute()), "digest": decision.digest})
-    return json.dumps({"code": int(decision)})
+    """Return rank 0's decision as text for the other ranks: `DIGEST PATH`, or an exit code."""
+    return f"{decision.digest} {decision.path.absolute()}" if isinstance(decision, FrozenConfig) else str(int(decision))
 
 
 def from_text(text: str) -> FrozenConfig | int:
-    """Return the decision that rank 0 has handed over."""
-    taken = json.loads(text)
-    return taken["code"] if "code" in taken else FrozenConfig(path=Path(taken["path"]), digest=taken["digest"])
+    """Return the decision that rank 0 has sent as text."""
+    first, _, path = text.partition(" ")
+    return FrozenConfig(Path(path), digest=first) if path else int(first)
 
 
 def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
-    """Print the problems, a line each; under a launcher rank 0 does, or `each_rank` after it. Returns the exit code."""
+    """Print the problems, a line each. Under a launcher rank 0 prints, then `each_rank` if asked. Returns the exit code."""
     code = next((problem.code for problem in problems if problem.code == Exit.CONFIGURATION), problems[0].code)
     if Environment.read().rank != 0:
-        time.sleep(5)  # a launcher ends all when one ends: not before rank 0 has spoken
+        time.sleep(5)  # a launcher ends all ranks when one ends: not before rank 0 has printed
         if not each_rank:
             return code
     for problem in problems:
         print(problem, file=sys.stderr)
     return code
-
-
-def _print_result(directory: RunDirectory) -> None:
-    summary = directory.read_summary()
-    rows = read_rows(directory.metrics) if directory.metrics.exists() else []
-    if all(row["step"] != summary.get("step") for row in rows):
-        LOGGER.warning("%s has lost its last rows", directory.metrics)
-    LOGGER.info("finished already, at step %s: %s", summary.get("step"), directory.path)
-    for split, rows in summary.get("metrics", {}).items():
-        row = {name: value for name, value in rows["last"].items() if name not in ("lr", "grad_norm", *MACHINE)}
-        numbers = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if isinstance(value, float))
-        LOGGER.info("%s", f"  {split:5}  {numbers}")

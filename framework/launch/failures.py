@@ -1,4 +1,4 @@
-"""Why workers end: what each puts on record, which of them is the cause, and what the run's record says."""
+"""Why workers end: what each records, which of them is the cause, and what the run's record says."""
 
 import dataclasses
 import json
@@ -20,12 +20,12 @@ from framework.runtime.log import LOGGER
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker ended: the headline."""
+    """Why a worker ended."""
 
     rank: int
     error: str
     where: str
-    lost_peer: bool = False  # the error only says that another rank is gone
+    lost_peer: bool = False  # the error only says that another rank has ended
     time: float = 0.0  # seconds since the epoch
 
     @classmethod
@@ -37,25 +37,24 @@ class Failure:
 
 
 def record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:
-    """Keep the whole story in train.log, and the headline where the parent finds it."""
+    """Write the traceback to train.log, and the headline where the parent finds it."""
     log.to_files(traceback.format_exc())
     if scratch is not None:
-        failure = Failure.of(error, rank=environment.rank)
-        text = json.dumps(dataclasses.asdict(failure))
+        text = json.dumps(dataclasses.asdict(Failure.of(error, rank=environment.rank)))
         write_atomically(scratch / f"failure_{environment.attempt}_{environment.rank}.json", text)
 
 
 def recorded_failures(scratch: Path, *, attempt: int) -> list[Failure]:
-    """Return what the workers of an attempt have recorded of their ends, the first first; those who lost a peer last."""
+    """Return the failures that the workers of an attempt have recorded, the first first; those that lost a peer last."""
     found = [Failure(**json.loads(path.read_text())) for path in scratch.glob(f"failure_{attempt}_*.json")]
     return sorted(found, key=lambda failure: (failure.lost_peer, failure.time))
 
 
 def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: Iterable[int]) -> Failure:
-    """Return the failure that caused the others: a worker that was killed leaves peers that merely miss it.
+    """Return the failure that caused the others: the peers of a worker that was killed only lose their connection to it.
 
-    `recorded` are those that the workers have written down; `ended` are the processes that the agent has seen end. A lost
-    peer is the answer where all of these `ranks` have lost one.
+    `recorded` are the failures that the workers have written; `ended` are the processes that the agent has seen end. A lost
+    peer is the answer where all of these `ranks` have lost a peer.
     """
     if recorded and not recorded[0].lost_peer:
         return recorded[0]
@@ -63,21 +62,20 @@ def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: I
     for rank in silent:
         if rank in ended and ended[rank].exitcode < 0:
             name = ended[rank].signal_name()
-            # from outside, it may not come again; a library that aborts will do it in the same way
+            # a kill from outside may not come again; a library that aborts does it again in the same way
             where = f"process {ended[rank].pid}" if name == "SIGKILL" else "no place in Python: a library's own code"
             return Failure(rank, f"killed by {name}", where)
-    if silent:  # the agent has looked at one process only, and that was a peer
+    if silent:  # the agent has looked at one process only, and it was a peer
         return Failure(silent[0], "killed, without a word", "no place in the code")
     return recorded[0]
 
 
 def report(how: Failure | str, directory: RunDirectory) -> Exit:
-    """Put on record that a worker failed, or the verdict on a hang. Returns the exit code."""
-    if isinstance(how, str):
-        error, more, code = how, "the stacks of all ranks are", Exit.HANG
-    else:
+    """Record and log that a worker failed, or the verdict on a hang. Returns the exit code."""
+    error, more, code = str(how), "the stacks of all ranks are", Exit.HANG
+    if isinstance(how, Failure):
         error, more, code = f"rank {how.rank}: {how.error}", f"at {how.where}\n  the whole story is", Exit.FAILED
     directory.record_end(status="failed", error=error)
-    with log.launcher_file(directory.log):
+    with log.log_file(directory.log):
         LOGGER.error("%s\n  %s in %s", how, more, directory.log)
     return code

@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what launches of the run in `directory` have left that were killed, but not what is locked.
+    """Remove the folders that killed launches of the run in `directory` have left, except locked folders.
 
-    Of other launchers' folders (`common_folder`) none is in use while this process holds the run's lock.
+    The folders of other launchers (`common_folder`) are not in use while this process holds the run's lock.
     """
     for leftover in Path(tempfile.gettempdir()).glob(_prefix(directory) + "*"):
         with suppress(OSError), _locked(leftover):
@@ -25,7 +25,7 @@ def new_folder(directory: Path) -> Iterator[Path]:
     """Yield a new folder, which the caller hands to the workers that it starts; torch leaves its files there too."""
     new = Path(tempfile.mkdtemp(prefix="steadfast_new_"))
     with _locked(new):
-        folder = new.rename(new.with_name(_prefix(directory) + new.name.rpartition("_")[2]))  # not before it is locked
+        folder = new.rename(new.with_name(_prefix(directory) + new.name.rpartition("_")[2]))  # only when it is locked
         tempfile.tempdir = str(folder)
         try:
             yield folder
@@ -36,7 +36,7 @@ def new_folder(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, as long as this process lives. BlockingIOError where another does."""
+    """Hold the folder's lock, at most while this process lives. BlockingIOError where another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,7 +47,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def common_folder(directory: Path, *, attempt: int) -> Iterator[Path]:
-    """Yield one folder to all workers that one launcher, not ours, has started here. The first to leave removes it."""
+    """Yield one folder to all workers that another launcher has started here. The first worker to leave removes it."""
     folder = Path(tempfile.gettempdir(), f"{_prefix(directory)}{os.getppid()}_{attempt}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""Runs as Slurm jobs: submitted through submitit, then one task a node, each of them a node of an elastic run."""
+"""Runs as Slurm jobs: submitted through submitit, then one task a node, and each task is a node of an elastic run."""
 
 import os
 import shlex
@@ -25,7 +25,7 @@ from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.slurm import SlurmFailed
 
 ROOT = Path(__file__).resolve().parents[2]
-# Python, with signals that wait until take_node listens: one may come while the interpreter starts, and would end it
+# Python, with signals blocked until take_node handles them: a signal would end an interpreter that is starting
 PATIENT = (
     f"import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {[int(signum) for signum in SIGNALS]}); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -35,10 +35,10 @@ NODE = "import sys; sys.path[0] = sys.argv[1]; from framework.launch.slurm impor
 
 
 def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -> list[int]:
-    """Submit runs that ask for the same as one job, an array if they are several, but those with a job in the queue already.
+    """Submit runs that ask for the same as one job, an array if they are several, skipping runs with a job in the queue.
 
-    Returns each one's exit code at once, as a job may wait for days. `folder` is to be theirs alone: the job's output, and the
-    code with launch.slurm.snapshot, go there. `name` is the job's; null = the run's.
+    Returns each run's exit code at once, since a job may wait for days. `folder` must be theirs alone: the job's output, and
+    the code with launch.slurm.snapshot, go there. `name` is the job's; None = the run's.
     """
     codes = {config.run.dir: int(Exit.FINISHED) for config in configs}
     claimed: list[ClaimedRun] = []
@@ -50,7 +50,7 @@ def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -
                 claimed.append(found)
             elif found is not None:
                 codes[config.run.dir] = found
-        # until we had its lock, another may have submitted it; the job, which needs seconds to start, finds the lock free
+        # before we had its lock, another process may have submitted it; the job needs seconds to start, and finds the lock free
         queued = _queued([run.config.run.dir for run in claimed])
         left = [run for run in claimed if run.config.run.dir not in queued]
         if left:
@@ -68,10 +68,10 @@ def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Have Ctrl-C, or the end of the terminal, wait: what Slurm has is to be on record."""
-    came: list[int] = []
+    """Delay Ctrl-C, and the end of the terminal: the job that Slurm has taken must be recorded."""
+    received: list[int] = []
     signals = {*SIGNALS, signal.SIGHUP}
-    before = {signum: signal.signal(signum, lambda signum, _: came.append(signum)) for signum in signals}
+    before = {signum: signal.signal(signum, lambda signum, _: received.append(signum)) for signum in signals}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for sbatch, which inherits it
     try:
         yield
@@ -79,12 +79,12 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for signum, handler in before.items():
             signal.signal(signum, handler)
-        for number in came:
+        for number in received:
             signal.raise_signal(number)
 
 
 def _queued(paths: list[str]) -> list[str]:
-    """Return those of the runs' paths that have a job in the queue, which is logged."""
+    """Return which of the runs' paths have a job in the queue, and log these jobs."""
     jobs = queued_jobs(RunDirectory(Path(path)) for path in paths)
     for path, job in jobs.items():
         LOGGER.info("job %s is %s already: %s", job.job_id, job.state, path)
@@ -92,7 +92,7 @@ def _queued(paths: list[str]) -> list[str]:
 
 
 def _submit(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> None:
-    """Freeze the configurations for the job, copy the code if asked to, submit, and put the job's ids on record."""
+    """Freeze the configurations for the job, copy the code if asked to, submit, and record the job's ids."""
     import submitit
     from submitit.core.utils import FailedJobError
 
@@ -102,21 +102,27 @@ def _submit(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> None:
     make_directory(folder)
     executor = submitit.SlurmExecutor(folder, python=shlex.join([sys.executable, "-I", "-S", "-c", PATIENT]))
     executor.update_parameters(
-        **dict.fromkeys(("time", "wckey")),  # none of submitit's own
-        setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *asked.setup],  # do we see it?
+        **dict.fromkeys(("time", "wckey")),  # not submitit's defaults
+        setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *asked.setup],  # does the node see it?
         stderr_to_stdout=True,
         array_parallelism=asked.array_parallelism or len(runs),
         additional_parameters=others | ({"job_name": name} if name else {}),
-        # of what a site, or the caller's environment, may have set otherwise
+        # a site, or the caller's environment, may have set these otherwise
         srun_args=["--mpi=none", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0",
                    f"--cpus-per-task={options['cpus-per-task']}", *(["--no-kill"] if "no-kill" in options else [])],
     )  # fmt: skip
     code = _snapshot(folder) if asked.snapshot else ROOT
-    jobs = []
+    frozen_configs, jobs = [], []
+    for run in runs:
+        own = Path(run.config.run.dir).absolute() / "slurm"
+        make_directory(own)
+        # an earlier run has been moved aside; what the job finds after a requeue is its own
+        plain = run.config.begun().in_directory(str(own.parent)).plain()
+        frozen_configs.append(freeze(plain, own, name="frozen.yaml"))
     try:
         with executor.batch():
-            for frozen in [_freeze(run) for run in runs]:
-                # submitit starts the tasks and is then out of the way: its handlers would save on one rank alone, in a signal's
+            for frozen in frozen_configs:
+                # submitit only starts the tasks: its signal handlers would save on one rank alone
                 python = [sys.executable, "-u", "-c", NODE, str(code), str(frozen.path), frozen.digest]
                 command = ["/usr/bin/env", *([f"STEADFAST_SNAPSHOT={code}"] if asked.snapshot else []), *python]
                 jobs.append(executor.submit(os.execv, command[0], command))
@@ -126,13 +132,6 @@ def _submit(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> None:
         directory = RunDirectory(Path(run.config.run.dir))
         directory.update_summary(status="queued", job_id=str(job.job_id), error=None)
         LOGGER.info("job %s is submitted: %s", job.job_id, directory.path)
-
-
-def _freeze(run: ClaimedRun) -> FrozenConfig:
-    folder = Path(run.config.run.dir).absolute() / "slurm"
-    make_directory(folder)
-    # an earlier run has been moved aside; what the job finds after a requeue is its own
-    return freeze(run.config.begun().in_directory(str(folder.parent)).plain(), folder, name="frozen.yaml")
 
 
 def _snapshot(folder: Path) -> Path:
@@ -166,8 +165,8 @@ def _not_code(folder: str, names: list[str]) -> list[str]:
 
 
 def take_node(path: str, digest: str) -> int:
-    """Be one node of the job, as its task there, by the configuration frozen at `path`. Returns the exit code."""
-    from framework.launch.elastic.agent import take_part  # torch, which a submission has no use for
+    """Be one node of the job, with the configuration frozen at `path`: the job's task. Returns the exit code."""
+    from framework.launch.elastic.agent import take_part  # torch, which a submission does not need
 
     task = SlurmTask.read()
     log.start_console(rank=task.node)
@@ -181,7 +180,7 @@ def take_node(path: str, digest: str) -> int:
 
 
 def _requeue(job: str, directory: RunDirectory) -> None:
-    """Requeue the job where it was Slurm who stopped it and would have let it end; all nodes have left the run by now."""
+    """Requeue the job if Slurm has stopped it and would let it end; all nodes have left the run by now."""
     PREEMPTION.ignore()
     try:
         facts = slurm.job_facts(job)

@@ -1,52 +1,60 @@
-"""Workers: how they are started on this machine; and what each does, however started: reads the frozen file, joins, runs."""
+"""Workers: how torch elastic's agent starts them, and what each does: reads the frozen configuration, joins, runs."""
 
+import logging
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.agent.server.api import RunResult
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from framework.build.training import Builder
 from framework.config.components import locate
 from framework.config.frozen_file import FrozenConfig, thaw
 from framework.config.modes import MODES
+from framework.config.schema import LaunchSection
 from framework.distributed.hang import diagnose as hang
-from framework.distributed.hang.board import Board
+from framework.distributed.hang.board import Board, posted_verdict
 from framework.distributed.world import World
-from framework.launch.agent import Agent, board_in, prepare
 from framework.launch.claim import ClaimedRun
 from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report
 from framework.launch.scratch import common_folder, new_folder
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
-from framework.runtime.environment import Environment
+from framework.runtime.environment import Environment, set_default
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.log import LOGGER
-from framework.runtime.parent_death import die_with_parent
-from framework.runtime.preemption import PREEMPTION
+from framework.runtime.preemption import PREEMPTION, die_with_parent
+from framework.runtime.torch_internals import ElasticAgent
+
+
+def board_in(folder: Path, *, attempt: int) -> Path:
+    return folder / f"board_{attempt}"
 
 
 def work(frozen: FrozenConfig, scratch: Path | None, *, node_scratch: Path | None = None) -> int:
     """Run this process's part of the run. Returns the exit code that all ranks agree on; raises what goes wrong.
 
-    `scratch` is a folder that all ranks share, `node_scratch` one that this node's do, if that is another. None: the
+    `scratch` is a folder that all ranks share, `node_scratch` a folder of this node's ranks, if that is another. None: the
     launcher is not ours.
     """
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    log.start_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}")
-    try:
-        return _work(frozen, environment=environment, scratch=scratch, node_scratch=node_scratch or scratch)
-    except Exception as error:
-        record_failure(error, environment=environment, scratch=scratch)
-        raise
-    finally:
-        log.stop_file()
+    with log.log_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}"):
+        try:
+            return _work(frozen, environment=environment, scratch=scratch, node_scratch=node_scratch or scratch)
+        except Exception as error:
+            record_failure(error, environment=environment, scratch=scratch)
+            raise
 
 
 def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | None, node_scratch: Path | None) -> int:
@@ -64,14 +72,17 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             board=board,
         )
         at_end.callback(world.stop)
-        _check_configuration(world, frozen)
+        digests = world.agreement.gather(frozen.digest)
+        if len(set(digests)) > 1:
+            odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
         try:
             code: Exit = locate(MODES[config.mode].worker)(Builder(config, world=world))
         except RunEnded as end:
             if world.rank == 0:
                 LOGGER.error("%s", end)
             code = end.code
-        world.groups.leave()
+        world.leave()
         return code
 
 
@@ -81,7 +92,7 @@ def _watched(
 ) -> Iterator[Board | None]:
     """Yield the board of this node's ranks. If an error inside is part of a hang, end this process.
 
-    At once, as nothing after it could: the destructors of gloo's groups wait for whatever is still under way.
+    At once, since nothing later could end it: the destructors of gloo's groups wait for whatever is still under way.
     """
     if environment.world_size == 1:
         yield None
@@ -107,72 +118,121 @@ def _watched(
             if board.leads and not environment.uses_mpi:  # mpirun kills what is left, and keeps the code of the first end
                 hang.kill_silent(board)
     if verdict:
-        is_told = scratch is not None  # by our own launcher
-        if not is_told and environment.rank == environment.local_rank:  # the first node, whose rank 0 keeps the record
-            directory.record_end(status="failed", error=verdict)
-        if not is_told and board.leads:
-            LOGGER.error("%s\n  the stacks of all ranks are in %s", verdict, directory.log)
+        if scratch is None:  # the launcher is not ours, and does not report it
+            if environment.rank == environment.local_rank:  # the first node, whose rank 0 keeps the record
+                directory.record_end(status="failed", error=verdict)
+            if board.leads:
+                LOGGER.error("%s\n  the stacks of all ranks are in %s", verdict, directory.log)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(Exit.HANG)
 
 
-def work_in_child(frozen: FrozenConfig, scratch: Path | None) -> int:
-    """`work`, in a process of its own that does not outlive the one that started it."""
-    begin_child()
-    return work(frozen, scratch)
+# --- in the process that starts them
 
 
-def begin_child() -> None:
-    """Make this process a worker, which ends with the one that started it and leaves the talking to that."""
+def prepare(*targets: str) -> None:
+    """Prepare this process for forking workers from it: import what they need, and silence what we report ourselves.
+
+    `targets` are dotted paths of what the workers will import.
+    """
+    for target in targets:
+        locate(target)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we report, in three lines
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", message=".*fork.*multi-threaded", category=DeprecationWarning)
+    # the other signals are ours: workers stop at a step boundary (framework.runtime.preemption)
+    set_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
+
+
+class Agent(ElasticAgent):
+    """Torch elastic's agent; it ends the workers when they have found that one of them hangs.
+
+    Each worker calls `work` with `arguments`. `scratch` is this node's folder, `directory` the run's.
+    """
+
+    def __init__(
+        self,
+        launch: LaunchSection,
+        run_id: str,
+        work: Callable[..., int],
+        *arguments: Any,
+        scratch: Path,
+        directory: RunDirectory,
+    ) -> None:
+        self.place = StaticRendezvous("127.0.0.1", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=launch.num_processes,
+            entrypoint=_work_in_child,
+            args=(work, *arguments),
+            rdzv_handler=self.place,
+            max_restarts=launch.max_restarts,
+        )
+        # a forked child cannot use CUDA if its parent has used it; a CPU worker inherits the imported modules
+        super().__init__(spec, folder=str(scratch), start_method="spawn" if torch.cuda.is_available() else "fork")
+        self.verdict = ""  # on a hang
+        self.failures: list[Failure] = []
+        self._scratch, self._directory = scratch, directory
+
+    @property
+    def attempt(self) -> int:
+        """Return how often workers have been started before the present ones."""
+        return self.workers.spec.max_restarts - self.restarts_left
+
+    def watch_workers(self) -> RunResult:
+        result = super().watch_workers() if not self._has_hung() else None
+        if result is None or self._has_hung():
+            # workers that have found it are about to end; a worker that has not ended after a second is killed
+            self.end_workers(signal.SIGCONT, timeout_s=1)
+            return RunResult(state=WorkerState.FAILED)
+        return result
+
+    def _has_hung(self) -> bool:
+        board = board_in(self._scratch, attempt=self.attempt)
+        self.verdict = posted_verdict(board, num_local=len(self.workers.workers))
+        return bool(self.verdict)
+
+
+def _work_in_child(work: Callable[..., int], *arguments: Any) -> int:
+    """Be a worker: end with the process that has started this one, and leave messages to the user to that process."""
     die_with_parent()
     tempfile.tempdir = None  # not the launcher's
-    PREEMPTION.watch()  # a spawned one has not inherited it
+    PREEMPTION.watch()  # a spawned process has not inherited it
     PREEMPTION.speaks = False
+    return work(*arguments)
 
 
-def _check_configuration(world: World, frozen: FrozenConfig) -> None:
-    digests = world.agreement.gather(frozen.digest)
-    if len(set(digests)) > 1:
-        odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
+class StaticRendezvous(StaticTCPRendezvous):
+    """The rendezvous of nodes that know their places: nothing to agree on, and so no port to listen on."""
 
+    use_agent_store = False  # the workers have a store of their own
 
-# --- in the process that starts them
+    def next_rendezvous(self) -> RendezvousInfo:
+        address = RendezvousStoreInfo(master_addr=self.master_addr, master_port=self.master_port)
+        return RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)  # a store for this call alone
 
 
 def start_workers(run: ClaimedRun) -> int:
     """Run the workers to their end. Returns the exit code. No process is left behind."""
-    if run.config.launch.num_processes > 1:
-        return _start_group(run)
-    try:
-        with PREEMPTION.heard_at_once():
-            return work(run.frozen, None)  # one process needs no group of them: this one will do
-    except Exception as error:
-        return report(Failure.of(error, rank=0), RunDirectory(run.frozen.path.parent))
-
-
-def _start_group(run: ClaimedRun) -> int:
     config, directory = run.config, RunDirectory(run.frozen.path.parent)
+    if config.launch.num_processes == 1:
+        try:
+            with PREEMPTION.heard_at_once():
+                return work(run.frozen, None)  # in this process
+        except Exception as error:
+            return report(Failure.of(error, rank=0), directory)
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     with new_folder(directory.path) as scratch:
-        agent = _LocalAgent(
-            config.launch, config.run.id, work_in_child, run.frozen, scratch, scratch=scratch, directory=directory
-        )
+        agent = _LocalAgent(config.launch, config.run.id, work, run.frozen, scratch, scratch=scratch, directory=directory)
         result = agent.run()
     if agent.verdict:
         return report(agent.verdict, directory)
-    if agent.failure is not None and result.is_failed():
-        return report(agent.failure, directory)
-    return max(result.return_values.values())
+    return report(agent.failures[-1], directory) if result.is_failed() else max(result.return_values.values())
 
 
 class _LocalAgent(Agent):
-    """Tells why it restarts the workers, and does not repeat what hangs, or fails in the same way."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._seen: set[tuple[str, str]] = set()  # errors and their places, of all attempts
+    """Logs why it restarts the workers, and does not repeat a run that hangs, or that fails in the same way again."""
 
     def watch_workers(self) -> RunResult:
         result = super().watch_workers()
@@ -181,11 +241,11 @@ class _LocalAgent(Agent):
         elif result.is_failed():
             number = self.attempt + 1
             recorded = recorded_failures(self._scratch, attempt=self.attempt)
-            self.failure = cause(recorded, result.failures, ranks=range(len(self.workers.workers)))
-            if (self.failure.error, self.failure.where) in self._seen:
+            failure = cause(recorded, result.failures, ranks=range(len(self.workers.workers)))
+            if any((before.error, before.where) == (failure.error, failure.where) for before in self.failures):
                 self.restarts_left = 0
-            self._seen.add((self.failure.error, self.failure.where))
+            self.failures.append(failure)
             if self.restarts_left > 0:
-                with log.launcher_file(self._directory.log):
-                    LOGGER.warning("%s; restart %d of %d", self.failure, number, self.workers.spec.max_restarts)
+                with log.log_file(self._directory.log):
+                    LOGGER.warning("%s; restart %d of %d", failure, number, self.workers.spec.max_restarts)
         return result

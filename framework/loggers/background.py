@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 from framework.loggers.sink import RunInfo, Samples, Sink
 from framework.runtime.log import LOGGER
-from framework.runtime.parent_death import die_with_parent
-from framework.runtime.preemption import PREEMPTION
+from framework.runtime.preemption import PREEMPTION, die_with_parent
 
 TIMEOUT_S = 10.0  # that a sink has to end, where its YAML has no timeout_s
 _MARGIN_S = 10.0  # besides, to say that a server did not answer within it, and to do without

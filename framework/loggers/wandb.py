@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from framework.checkpoint.manifest import candidates, step_of
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import Row, read_rows, scalars
-from framework.runtime.environment import set_default, variable
+from framework.runtime.environment import set_default, variables
 from framework.runtime.log import LOGGER
 
 
@@ -31,7 +31,7 @@ class Wandb:
         set_default("WANDB_ERROR_REPORTING", "false")  # it would send errors, and what they hold, to its makers
         import wandb
 
-        mode = _MODES.get(variable("WANDB_MODE") if self.mode == "auto" else self.mode)
+        mode = _MODES.get(variables().get("WANDB_MODE") if self.mode == "auto" else self.mode)
         mode = mode or ("online" if _has_api_key() else "offline")
         if mode == "online" and not _has_api_key():
             LOGGER.warning("wandb has no API key (WANDB_API_KEY, or `wandb login`), so this run is recorded offline")
@@ -110,9 +110,9 @@ _MODES: dict[str | None, Literal["online", "offline", "disabled"]] = {
 
 
 def _has_api_key() -> bool:
-    if variable("WANDB_API_KEY") is not None:
+    if variables().get("WANDB_API_KEY") is not None:
         return True
-    host = urlsplit(variable("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    host = urlsplit(variables().get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:  # where `wandb login` leaves the key
         return netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

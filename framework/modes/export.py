@@ -2,9 +2,10 @@
 
 import io
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,16 @@ from framework.data.source import Dataset
 from framework.modes.load_run import LoadedModel, load_run
 from framework.modules.nested import Tree, call, map_tensors
 from framework.runtime.exits import Exit, Interrupted, Unfit
-from framework.runtime.extras import install_command, missing
 from framework.runtime.files import flush_directory, make_directory, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
+from framework.runtime.problem import install_command, missing
 
 _NUM_SAMPLES = 8
 _TOLERANCES = {torch.float64: 1e-10}  # relative to the largest output
 _TOLERANCE = 1e-4
+
+Run: TypeAlias = Callable[[Tree], list[Tensor]]  # an exported program: its outputs on inputs
 
 
 def export(build: Builder) -> Exit:
@@ -46,7 +49,7 @@ def export(build: Builder) -> Exit:
 
 
 def _possible() -> list[str]:
-    """Return the formats whose packages are here, saying what those of the others are."""
+    """Return the formats whose packages are installed, and log which packages the others need."""
     if names := missing("export"):
         LOGGER.info("no ONNX: that needs %s (%s)", " and ".join(names), install_command("export"))
     return ["safetensors", "pt2", *(["onnx"] if not names else [])]
@@ -79,19 +82,20 @@ def _samples(dataset: Dataset, *, dtype: torch.dtype) -> Tree:
 
 
 def _made(name: str, model: LoadedModel, *, samples: Tree, build: Builder) -> tuple[bytes, str]:
-    """Return the file's content, and what to say of its outputs. Unfit if the model cannot be exported exactly."""
+    """Return the file's content, and a text about its outputs. Unfit if the model cannot be exported exactly."""
     if name == "safetensors":
         return _safetensors(model, build), ""
     try:
-        made = {"pt2": _pt2, "onnx": _onnx}[name](model.module, samples)
-    except Exception as error:  # the model is anybody's: anything can come out of tracing it
+        content, run = {"pt2": _pt2, "onnx": _onnx}[name](model.module, samples)
+        difference, allowed = _compare(run, model.module, samples)
+    except Exception as error:  # the model is anybody's: tracing it can raise any error
         text = " ".join(str(error).split())[:300]
         raise Unfit(f"export.formats: {name}: {type(model.module).__name__} cannot be exported "
                     f"({type(error).__name__}: {text})") from error  # fmt: skip
-    if not made.difference <= made.allowed:  # also if it is not a number
-        raise Unfit(f"export.formats: {name}: the outputs differ from the model's by {made.difference:.2g}, which is more "
-                    f"than {made.allowed:.2g}; nothing is written")  # fmt: skip
-    return made.content, f", outputs within {made.difference:.2g} of the model's"
+    if not difference <= allowed:  # also if it is not a number
+        raise Unfit(f"export.formats: {name}: the outputs differ from the model's by {difference:.2g}, which is more "
+                    f"than {allowed:.2g}; nothing is written")  # fmt: skip
+    return content, f", outputs within {difference:.2g} of the model's"
 
 
 def _safetensors(model: LoadedModel, build: Builder) -> bytes:
@@ -101,24 +105,18 @@ def _safetensors(model: LoadedModel, build: Builder) -> bytes:
     return save(full_weights(model.module, world=build.world), metadata={"format": "pt"} | facts)
 
 
-class _Program(NamedTuple):
-    content: bytes
-    difference: float  # the largest of its outputs to the model's
-    allowed: float
-
-
-def _pt2(module: nn.Module, samples: Tree) -> _Program:
+def _pt2(module: nn.Module, samples: Tree) -> tuple[bytes, Run]:
     program = _traced(module, samples)
     program.example_inputs = None  # they would be pickled
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     buffer.seek(0)
-    # of memory, not of a file: nobody else can have written it
+    # from memory, not from a file that somebody else may have written
     again = torch.export.load(buffer).module()
-    return _compared(buffer.getvalue(), module, samples, lambda inputs: _tensors(call(again, inputs)))
+    return buffer.getvalue(), lambda inputs: _tensors(call(again, inputs))
 
 
-def _onnx(module: nn.Module, samples: Tree) -> _Program:
+def _onnx(module: nn.Module, samples: Tree) -> tuple[bytes, Run]:
     import onnxruntime
 
     with warnings.catch_warnings():
@@ -133,7 +131,7 @@ def _onnx(module: nn.Module, samples: Tree) -> _Program:
         given = dict(zip(names, (tensor.numpy() for tensor in _tensors(inputs)), strict=True))
         return [torch.from_numpy(output) for output in session.run(None, given)]
 
-    return _compared(content, module, samples, run)
+    return content, run
 
 
 def _traced(module: nn.Module, samples: Tree) -> torch.export.ExportedProgram:
@@ -145,8 +143,8 @@ def _traced(module: nn.Module, samples: Tree) -> torch.export.ExportedProgram:
     return torch.export.export(module, arguments, samples if is_named else None, dynamic_shapes=shapes)
 
 
-def _compared(content: bytes, module: nn.Module, samples: Tree, run: Any) -> _Program:
-    """Compare a program with the model, on all samples and on the first alone: batches of two sizes."""
+def _compare(run: Run, module: nn.Module, samples: Tree) -> tuple[float, float]:
+    """Return a program's largest difference from the model's outputs, and the allowed one: over batches of two sizes."""
     differences, largest, dtype = [], 1.0, torch.float32
     for inputs in (samples, map_tensors(lambda tensor: tensor[:1], samples)):
         with torch.no_grad():
@@ -154,7 +152,7 @@ def _compared(content: bytes, module: nn.Module, samples: Tree, run: Any) -> _Pr
         for ours, theirs in zip(expected, actual, strict=True):
             differences.append((theirs - ours).abs().max())
             largest, dtype = max(largest, float(ours.abs().max())), ours.dtype
-    return _Program(content, float(torch.stack(differences).max()), largest * _TOLERANCES.get(dtype, _TOLERANCE))
+    return float(torch.stack(differences).max()), largest * _TOLERANCES.get(dtype, _TOLERANCE)
 
 
 def _tensors(tree: Tree) -> list[Tensor]:

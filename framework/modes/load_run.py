@@ -1,4 +1,4 @@
-"""A run's model with the weights of one of its checkpoints: whole, before any strategy takes it apart."""
+"""A run's model with the weights of one of its checkpoints: complete, before any strategy splits it."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,31 +10,30 @@ from framework.checkpoint.canonical import load_evaluated
 from framework.checkpoint.manifest import step_of
 from framework.checkpoint.plain import Invalid
 from framework.checkpoint.weights import load_file
-from framework.modes.checkpoint_choice import place_of
 from framework.modules.structure import switch_off_dropout
 from framework.runtime.exits import NoValidCheckpoint
 from framework.runtime.log import LOGGER
 
 
 class LoadedModel(NamedTuple):
-    """A model as training evaluates it (with the average of the weights, if the run has one), and what it came from."""
+    """A model as training evaluates it (with the average of the weights, if the run has it), and its checkpoint."""
 
     module: nn.Module
     path: Path
-    step: int | None  # None: the file does not say
+    step: int | None  # None: the file does not give it
 
 
 def load_run(build: Builder) -> LoadedModel:
     """Build the run's model and load what `run.checkpoint` names. Collective: the ranks share the work of verifying it.
 
-    NoValidCheckpoint if it is damaged, or not of this model.
+    NoValidCheckpoint if it is damaged, or of another model.
     """
     directory, world = build.directory, build.world
     module = build.model()
     switch_off_dropout(module)
-    path = place_of(build.config.run.checkpoint, directory=directory)
+    path = directory.checkpoint_path(build.config.run.checkpoint)
     if path is not None and step_of(path) is None:
-        fault = _load_final(path, module)
+        fault = _load_weights(path, module)
         step = directory.read_summary().get("step") if path == directory.weights else None
     else:
         path = _verified(path, build)
@@ -45,7 +44,7 @@ def load_run(build: Builder) -> LoadedModel:
 
 
 def _verified(path: Path | None, build: Builder) -> Path:
-    """Return the checkpoint that was asked for, having verified it. Collective."""
+    """Verify the requested checkpoint and return its path. Collective."""
     store = build.store()
     if path is None and build.config.run.checkpoint == "best":
         path, monitor = store.best(), build.config.checkpoint.monitor
@@ -58,8 +57,7 @@ def _verified(path: Path | None, build: Builder) -> Path:
                            "keeps it): this is the best of those there are", monitor, step)  # fmt: skip
     if path is not None:
         return store.named(path)[0]
-    found = store.newest_valid()
-    if found is None:
+    if (found := store.newest_valid()) is None:
         raise NoValidCheckpoint(f"{store.directory} has no checkpoint")
     return found[0]
 
@@ -79,7 +77,7 @@ def _load(path: Path, module: nn.Module) -> str:
     return ""
 
 
-def _load_final(path: Path, module: nn.Module) -> str:
+def _load_weights(path: Path, module: nn.Module) -> str:
     try:
         fit = load_file(path, module)
     except Invalid as error:

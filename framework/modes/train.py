@@ -1,11 +1,10 @@
-"""One run in one worker: build, continue from where it stands, train, leave the results."""
+"""One run in one worker: build, continue from its newest checkpoint, train, write the results."""
 
 import gc
 import math
 import os
 import socket
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,9 @@ from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.training.progress import Progress
-from framework.training.tracking import Tracker
 from framework.training.trainer import Trainer
 
-_NUM_SAMPLES = 8  # that loggers show
+_NUM_SAMPLES = 8  # training samples for the loggers
 
 
 def train(build: Builder) -> Exit:
@@ -59,7 +57,7 @@ def train(build: Builder) -> Exit:
         return end.code
     except Exception as error:
         world.report_error(error)
-        # not the counters, which may be collective: the sinks (and a terminal's cursor) must not be left as they are
+        # without the counters, which may be collective: but the sinks (and a terminal's cursor) must be closed
         trainer.recorder.close(status="failed", error=headline(error))
         raise
     finally:
@@ -73,7 +71,7 @@ def train(build: Builder) -> Exit:
 
 
 def _continue(trainer: Trainer, build: Builder) -> None:
-    """Load the newest valid checkpoint of this run; failing that, the one that `run.resume` names. Collective."""
+    """Load the newest valid checkpoint of this run; if there is none, the checkpoint that `run.resume` names. Collective."""
     directory, world, update = build.directory, build.world, trainer.update
     found = trainer.saver.store.newest_valid()
     resume = build.config.run.resume
@@ -99,54 +97,44 @@ def _continue(trainer: Trainer, build: Builder) -> None:
         if trainer.is_over:
             raise NoValidCheckpoint(f"{path} leaves nothing to train: it has taken {trainer.progress.step} steps, and this run "
                                     f"ends after {trainer.plan.total_steps}, or when early stopping says so")  # fmt: skip
-        take_over = partial(_take_over_rows, RunDirectory(path.parent.parent).metrics, directory.metrics)
-        world.agreement.together(take_over, what=f"the rows of {path} not taken over", rank_0_only=True)
+        theirs = RunDirectory(path.parent.parent).metrics
+
+        def take_over_rows() -> None:
+            if theirs.exists():
+                write_rows(directory.metrics, [row for row in read_rows(theirs) if row["split"] != "test"])
+
+        world.agreement.together(take_over_rows, what=f"the rows of {path} not taken over", rank_0_only=True)
     if world.rank == 0:
         LOGGER.info("continuing from %s", path)
 
 
 def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
-    """Find the valid checkpoint that `path`, a run or a checkpoint, names, as this run begins with it. Collective."""
+    """Return the valid checkpoint that `path`, a run or a checkpoint, names, changed as this run starts from it. Collective."""
     world = build.world
     store = CheckpointStore(checkpoints_of(path), world=world, keep_last=1, keep_best=0, mode="min")
     found = store.named(path) if step_of(path) is not None else store.newest_valid()
     if found is None:
         raise NoValidCheckpoint(f"{path} has no checkpoint")
     rows = RunDirectory(store.directory.parent).metrics
-    if fault := world.agreement.from_rank_0(_fault(rows)):
-        raise NoValidCheckpoint(f"{path}: {fault}")
-    # what the other run has made of its rows follows from its own settings, and its clock and its end are its own
-    step = found[1]["progress"]["step"]
-    judged = _judged(rows, build.tracker(), step=step) if world.rank == 0 else None
-    metrics, patience = world.agreement.from_rank_0(judged)
-    began = {"wall_s": 0.0, "train_s": 0.0, "began": Progress().began}
-    found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
-    return found
-
-
-def _judged(path: Path, tracker: Tracker, *, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state of this run's tracker and its patience once they have seen another's rows of the same metric."""
-    for row in read_rows(path, until=step) if path.exists() else []:
-        if row["split"] != "test":
-            for judge in (tracker, tracker.patience):
-                with suppress(Unfit, TypeError):  # not measured there, or null
-                    judge.note(row)
-    return tracker.splits, tracker.patience.state_dict()
-
-
-def _fault(rows: Path) -> str | None:
-    """Return why another run's metrics.jsonl is not to be read; None also if there is none."""
+    fault = None
     try:
         with suppress(FileNotFoundError):
             require_file(rows)
     except (Invalid, OSError) as error:
-        return str(error)
-    return None
-
-
-def _take_over_rows(theirs: Path, ours: Path) -> None:
-    if theirs.exists():
-        write_rows(ours, [row for row in read_rows(theirs) if row["split"] != "test"])
+        fault = str(error)
+    if fault := world.agreement.from_rank_0(fault):
+        raise NoValidCheckpoint(f"{path}: {fault}")
+    # the other run's tracker follows from its own settings, and its clock and its end are its own
+    step = found[1]["progress"]["step"]
+    tracker = build.tracker()
+    for row in read_rows(rows, until=step) if world.rank == 0 and rows.exists() else []:
+        for part in (tracker, tracker.patience) if row["split"] != "test" else ():
+            with suppress(Unfit, TypeError):  # not measured there, or null
+                part.note(row)
+    metrics, patience = world.agreement.from_rank_0((tracker.splits, tracker.patience.state_dict()))
+    began = {"wall_s": 0.0, "train_s": 0.0, "began": Progress().began}
+    found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
+    return found
 
 
 def _open_record(trainer: Trainer, build: Builder) -> None:
@@ -162,11 +150,11 @@ def _open_record(trainer: Trainer, build: Builder) -> None:
         samples=_samples(trainer) if world.rank == 0 and config.logger else None,
     )
     before = directory.read_summary().get("began")
-    if isinstance(before, (int, float)):  # a run that was killed before its first checkpoint
+    if isinstance(before, (int, float)):  # the run was killed before its first checkpoint
         trainer.progress.began = min(trainer.progress.began, before)
     sizes: dict[str, tuple[int, bool]] = {}
     own = {name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}
-    for part in world.agreement.gather(own):  # a stage of a pipeline has a part of them
+    for part in world.agreement.gather(own):  # a stage of a pipeline has a part of the parameters
         sizes |= part
     num_parameters = sum(size for size, _ in sizes.values())
     num_trained = sum(size for size, is_trained in sizes.values() if is_trained)
@@ -195,7 +183,7 @@ def _open_record(trainer: Trainer, build: Builder) -> None:
 
 
 def _samples(trainer: Trainer) -> Samples:
-    """Return the first training samples, as far as they can be shown. Not collective."""
+    """Return the first training samples, if loggers can show them. Not collective."""
     loader = trainer.splits.loader("train")
     inputs, _ = loader.source.gather(np.arange(min(_NUM_SAMPLES, len(loader.source))))
     if np.issubdtype(inputs.dtype, np.integer) and inputs.ndim == 2:
@@ -206,7 +194,7 @@ def _samples(trainer: Trainer) -> Samples:
 
 
 def _warn_of_low_rate(trainer: Trainer) -> None:
-    """Say so if the schedule never lets the learning rate near its peak: a warm-up longer than the run."""
+    """Warn if the schedule never brings the learning rate near its peak: a warm-up longer than the run."""
     total = trainer.plan.total_steps
     highest = max(trainer.update.schedule(step) for step in {0, total - 1, *range(0, total, max(1, total // 1000))})
     if highest < 0.5:
@@ -219,14 +207,14 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
     run, saving, directory, average = build.config.run, build.config.checkpoint, build.directory, trainer.update.average
     trainer.world.at("the results", step=trainer.progress.step)
     if average is not None:
-        average.swap()  # what was evaluated is what is kept
+        average.swap()  # the evaluated weights are the final weights
     weights = full_weights(trainer.engine.module, world=trainer.world)
 
     def write() -> None:
         _write_weights(weights, directory)
-        restarts = directory.read_summary().get("continued_at", [])
-        draw = partial(draw_curves, title=f"{build.config.name}/{run.id}", restarts=restarts)
-        draw(directory.metrics, directory.curves, monitor=saving.monitor, mode=saving.mode)
+        restarts, title = directory.read_summary().get("continued_at", []), f"{build.config.name}/{run.id}"
+        paths = directory.metrics, directory.curves
+        draw_curves(*paths, title=title, restarts=restarts, monitor=saving.monitor, mode=saving.mode)
 
     trainer.world.agreement.together(write, what="the results not written", rank_0_only=True)
 
@@ -238,7 +226,7 @@ def _write_weights(weights: dict[str, Tensor], directory: RunDirectory) -> None:
     with replacing(directory.weights) as beside:
         try:
             save_file(weights, beside, metadata={"format": "pt"})  # one key: with more, their order varies
-        except SafetensorError as error:  # how it tells that the disk is full
+        except SafetensorError as error:  # safetensors raises it when the disk is full
             raise OSError(str(error)) from error
         beside.chmod(0o644)  # safetensors writes for the owner alone
     flush_directory(directory.path)

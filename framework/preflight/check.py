@@ -15,8 +15,7 @@ from framework.preflight.place import place_problems, writing_problems
 from framework.preflight.processes import backend_problems, with_processes
 from framework.preflight.rules import broken_rules, monitor_problems
 from framework.runs.directory import RunDirectory
-from framework.runtime.extras import missing_extra
-from framework.runtime.problem import Problem, shown
+from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 
 

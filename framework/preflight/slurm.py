@@ -14,8 +14,7 @@ from framework.config.spelling import did_you_mean
 from framework.runs.directory import RunDirectory
 from framework.runs.status import queued_jobs
 from framework.runtime import slurm
-from framework.runtime.extras import missing_extra
-from framework.runtime.problem import Problem
+from framework.runtime.problem import Problem, missing_extra
 from framework.runtime.slurm import SlurmFailed
 
 

@@ -9,14 +9,14 @@ from framework.runs.metrics_file import MACHINE, Row, is_maximised, read_rows
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
 NOT_CURVES = ("step", "split", "epoch", "lr", "grad_norm", *MACHINE)
-_ACROSS = 3  # panels beside each other
+_ACROSS = 3  # panels in a row
 
 
 def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int], monitor: str, mode: str) -> None:
-    """Draw one panel for each metric, all splits in it. No row, no file.
+    """Draw one panel for each metric, with all splits. Without rows no file is written.
 
     The best validation value is marked, and `restarts`: the steps from which the run was continued. `monitor` and `mode`
-    are those of `checkpoint`.
+    are `checkpoint.monitor` and `checkpoint.mode`.
     """
     from matplotlib.figure import Figure  # half a second: only at the end of a run
 
@@ -27,18 +27,17 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
     across, down = min(_ACROSS, len(names)), math.ceil(len(names) / _ACROSS)
     figure = Figure(figsize=(5 * across, 3.6 * down), layout="constrained")
     figure.suptitle(title, fontsize=10)
-    for axes, name in zip(figure.subplots(down, across, squeeze=False).flat, names):
+    for number, name in enumerate(names, 1):
+        axes = figure.add_subplot(down, across, number)
         for split, color in _SPLITS.items():
             shown = [row for row in rows if row["split"] == split and row.get(name) is not None]
             pick_best = max if is_maximised(f"{split}/{name}", monitor=monitor, mode=mode) else min
             _draw_split(axes, shown, name, split, color, pick_best)
-        for number, step in enumerate(restarts):
-            axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1, label="restart" if number == 0 else None)
+        for index, step in enumerate(restarts):
+            axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1, label="restart" if index == 0 else None)
         axes.set(xlabel="step", title=name)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    for axes in figure.axes[len(names) :]:
-        axes.set_visible(False)
     figure.savefig(target, dpi=120)
 
 

@@ -1,14 +1,19 @@
-"""A run's directory: where its files are, and its summary."""
+"""A run's directory: where its files are, its summary, and its lock."""
 
+import fcntl
+import itertools
 import json
 import os
 import re
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
+from framework.checkpoint.manifest import directory_name
 from framework.config.frozen_file import frozen_run_id
-from framework.runs.lock import Lock
-from framework.runtime.files import write_atomically
+from framework.runtime.exits import RunEnded
+from framework.runtime.files import lock_file, make_directory, write_atomically
 from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
 
@@ -33,18 +38,18 @@ class RunDirectory:
         self.profile = path / "profile"
 
     def strangers(self) -> list[str]:
-        """Return the names in the directory that are no run's, if it is none: it has no frozen configuration."""
+        """Return the names in the directory that are not a run's files, if it has no frozen configuration."""
         if frozen_run_id(self.path) is not None or not self.path.is_dir():
             return []
         return sorted({name for name in os.listdir(self.path) if not name.startswith(".")}.difference(_FILES, _FOLDERS))
 
     def odd_files(self) -> list[str]:
-        """Return which of a run's files are none: a link, through which a run would write elsewhere, or a pipe."""
+        """Return which of a run's files are not plain files: a link, through which a run would write elsewhere, or a pipe."""
         paths = [self.path / name for name in _FILES]
         return [path.name for path in paths if path.is_symlink() or (path.exists() and not path.is_file())]
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the summary, or an empty one if there is none yet. What is not of its kind is left out."""
+        """Return the summary, or an empty dict if there is none yet. Values of a wrong type are left out."""
         try:
             summary = json.loads(self.summary.read_text())
         except (OSError, ValueError, RecursionError):
@@ -57,9 +62,17 @@ class RunDirectory:
             del summary["metrics"]
         return summary
 
+    def checkpoint_path(self, which: str | int) -> Path | None:
+        """Return the path of the checkpoint or file of weights that `run.checkpoint` names; None for `last` and `best`."""
+        if which in ("last", "best"):
+            return None
+        if which == "final":
+            return self.weights
+        return self.checkpoints / directory_name(which) if isinstance(which, int) else Path(which)
+
     @property
     def job_id(self) -> str | None:
-        """The Slurm job that it was submitted as, by its latest submission; of one in an array, 12_3."""
+        """The Slurm job of its latest submission; 12_3 for a job of an array."""
         job_id = self.read_summary().get("job_id")
         return job_id if isinstance(job_id, str) and re.fullmatch(r"\d+(_\d+)?", job_id) else None
 
@@ -74,7 +87,7 @@ class RunDirectory:
         write_atomically(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n")
 
     def record_end(self, **values: Any) -> None:
-        """Write into the summary how the run ended. A disk that refuses is a warning: the exit code says the same."""
+        """Write into the summary how the run ended. An error of the disk is a warning: the exit code says the same."""
         try:
             self.update_summary(**values)
         except OSError as error:
@@ -82,7 +95,7 @@ class RunDirectory:
 
     @property
     def state(self) -> str:
-        """`missing`, `running`, `killed` (without a last word), `preempted`, `failed` or `finished`."""
+        """`missing`, `running`, `killed` (it could not record its end), `preempted`, `failed` or `finished`."""
         if Lock(self.path).is_held:
             return "running"
         status = self.read_summary().get("status", "missing")
@@ -103,15 +116,87 @@ class RunDirectory:
             return False
 
     def move_aside(self) -> Path:
-        """Rename the whole directory to the next free `NAME.old-N`, so that a fresh one can take its place."""
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
-            number += 1
-        os.rename(self.path, aside)
-        return aside
+        """Rename the directory to the next free `NAME.old-N`, so that a new directory can take its place."""
+        candidates = (self.path.with_name(f"{self.path.name}.old-{number}") for number in itertools.count(1))
+        return self.path.rename(next(path for path in candidates if not path.exists()))
 
 
 def _is_metrics(metrics: Any) -> bool:
-    """Return whether it is a row (of numbers by names) for each `last` and `best` of each split."""
+    """Return whether each split has a row (a dict) for each of its names, `last` and `best`."""
     splits = metrics.values() if isinstance(metrics, dict) else [None]
     return all(isinstance(split, dict) and all(isinstance(row, dict) for row in split.values()) for split in splits)
+
+
+class RunLocked(RunEnded):
+    """Another process works in this directory."""
+
+
+class Lock:
+    """The right to write in a run's directory, held by the process that launched it and by its forked workers.
+
+    A lock of the kernel (flock): it ends with the last of these processes, however they die, so a stale lock cannot block
+    a launch. The file says who holds it. A `party` agrees by other means on which of its processes may write; only the
+    lock of a lost machine, which a file server may keep for minutes, can block it, and is passed by.
+    """
+
+    def __init__(self, directory: Path, *, party: str | None = None) -> None:
+        self.path = directory / "lock"
+        self._party = party
+        self._descriptor: int | None = None
+
+    def take(self, *, patience_s: float = 10.0, party_patience_s: float = 3.0) -> None:
+        """Take the lock, making the directory. RunLocked, at once, if a living process holds it.
+
+        If the holder itself is dead and its workers are about to end, waits `patience_s` for them; for a process of the same
+        party `party_patience_s`, and then goes on without its lock.
+        """
+        make_directory(self.path.parent)
+        began = time.monotonic()
+        while (descriptor := lock_file(self.path, waits=False)) is None:
+            waited, holder = time.monotonic() - began, self.holder()
+            if self._party is not None and holder.get("party") == self._party:
+                if waited > party_patience_s:
+                    self.path.unlink(missing_ok=True)  # the lock is on the file, not on the name
+            elif waited > (0.0 if _is_alive(holder) else patience_s):
+                raise RunLocked(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
+                           f"{holder.get('host', 'an unknown host')}; wait for it, or stop it")  # fmt: skip
+            time.sleep(0.05)
+        os.ftruncate(descriptor, 0)
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "party": self._party}
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        self._descriptor = descriptor
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether a process, this one included, holds the lock now."""
+        try:
+            with open(self.path) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def holder(self) -> dict[str, Any]:
+        """Return what the file says about the process that took the lock last."""
+        try:
+            holder = json.loads(self.path.read_text())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return holder if isinstance(holder, dict) else {}
+
+
+def _is_alive(holder: dict[str, Any]) -> bool:
+    if holder.get("host") != socket.gethostname():
+        return bool(holder)  # on another host: believe the lock
+    try:
+        os.kill(holder["pid"], 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's process
+    return True

@@ -12,19 +12,16 @@ from framework.runtime.log import LOGGER
 
 Row = dict[str, Any]
 
-
-# What a clock or the machine has measured: it differs from one time to the next, and between ways to execute a run.
+# Values that a clock or the machine has measured: they differ each time, and between ways to execute a run.
 MACHINE = (
     "samples_per_s", "tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "checkpoint_s",
     "mfu", "memory_gib", "goodput",
 )  # fmt: skip
-
-
-MAXIMISED = ("accuracy", "top5")  # of the metrics that we know, those of which more is better
+MAXIMISED = ("accuracy", "top5")  # known metrics of which more is better
 
 
 def is_maximised(name: str, *, monitor: str, mode: str) -> bool:
-    """Return whether more of SPLIT/METRIC is better: of the monitored one the configuration says so."""
+    """Return whether more of SPLIT/METRIC is better: for the monitored metric the configuration says so."""
     return mode == "max" if name == monitor else name.partition("/")[2] in MAXIMISED
 
 
@@ -32,7 +29,7 @@ class MetricsFile:
     """`metrics.jsonl`: one row a line, each step once. Rank 0 only."""
 
     def __init__(self, path: Path, *, step: int) -> None:
-        """Open for appending, having cut back what was written after `step`, where the run continues."""
+        """Open for appending; rows after `step`, where the run continues, are removed first."""
         if path.exists():
             write_rows(path, read_rows(path, until=step))
         elif step:
@@ -42,7 +39,7 @@ class MetricsFile:
         self._unwritten = bytearray()
 
     def log(self, row: Row) -> None:
-        """Write a row. What a full disk does not take is kept, and tried again with the next row."""
+        """Write a row. A row that a full disk does not take is kept, and written with the next row."""
         self._unwritten += (json.dumps(row) + "\n").encode()
         with contextlib.suppress(OSError):  # `flush` raises it
             self._write()
@@ -52,7 +49,7 @@ class MetricsFile:
             del self._unwritten[: self._file.write(self._unwritten)]
 
     def flush(self) -> None:
-        """Put the rows on the disk: before a checkpoint that counts on them is committed. OSError if it refuses."""
+        """Flush the rows to the disk: before a checkpoint that counts on them is committed. OSError if that fails."""
         self._write()
         os.fsync(self._file.fileno())
 
@@ -61,12 +58,12 @@ class MetricsFile:
 
 
 def read_rows(path: Path, *, until: float = math.inf) -> list[Row]:
-    """Return a `metrics.jsonl`'s rows until a step, in order; what is no row (a line that a crash cut short) is left out."""
+    """Return a `metrics.jsonl`'s rows until a step, in order, without damaged rows (a line that a crash cut short)."""
     return [row for row in rows_in(path.read_bytes()) if row["step"] <= until]
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Return what a row measures, as SPLIT/METRIC, as far as it is known."""
+    """Return the known values of a row, by SPLIT/METRIC."""
     known = {name: value for name, value in row.items() if name not in ("step", "split") and value is not None}
     return {f"{row['split']}/{name}": value for name, value in known.items()}
 

@@ -1,4 +1,4 @@
-"""What a report tells of the runs below a root, read from their files: these may be damaged, or anybody's."""
+"""What a report shows of the runs below a root, read from their files, which may be damaged, or anybody's."""
 
 import math
 import os
@@ -22,8 +22,7 @@ _MOST_POINTS = 300  # of a training curve: a screen shows no more
 _MOST_KEYS = 2000  # of a configuration
 _TRAIN = b'"split": "train"'
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
-_NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # of a configuration: where a run lives, which its label says
-
+_NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # of a configuration: the place of a run, which its label says
 _NOT_READ = {*NOT_CURVES} - {"samples_per_s"}  # of a row
 
 Curve = tuple[list[float], list[float]]  # steps, values
@@ -31,35 +30,32 @@ Curve = tuple[list[float], list[float]]  # steps, values
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What the report shows of one run. `last` and `best` are by SPLIT/METRIC, and so are the curves."""
+    """What the report shows of one run. The keys of `last`, `best` and `curves` are SPLIT/METRIC."""
 
-    label: str  # its place below the root
+    label: str  # its path below the root
     state: str
-    note: str  # why it failed, or what of it could not be read
+    note: str  # why it failed, or which files could not be read
     config: dict[str, str]  # the keys with dots, the values as YAML writes them
     monitor: str
     last: dict[str, float]
     best: dict[str, float]
     curves: dict[str, Curve]
-    step: float  # nan where it is not known, as in the others
-    seconds: float
-    goodput: float
-    restarts: float
+    numbers: dict[str, float]  # step, wall_s, goodput, restarts; nan if it is not known
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Return the directories of the runs below `root`, but not of those that were moved aside."""
+    """Return the directories of the runs below `root`, except runs that were moved aside."""
     found = []
     for path, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not _MOVED_ASIDE.search(name) and not name.startswith(".")]
-        if len({*files, *folders}.intersection(RECORD)) >= 2:  # two of them make a run
+        if len({*files, *folders}.intersection(RECORD)) >= 2:  # a run has two of them at least
             found.append(Path(path))
             folders.clear()
     return sorted(found)
 
 
 def read_runs(root: Path) -> tuple[list[ReportedRun], list[str]]:
-    """Return the runs below `root`, and a line on each that had to be left out."""
+    """Return the runs below `root`, and a line about each run that had to be left out."""
     runs, left_out = [], []
     for path in find_runs(root):
         label = printable(str(path.relative_to(root)))
@@ -73,7 +69,7 @@ def read_runs(root: Path) -> tuple[list[ReportedRun], list[str]]:
 
 
 def differing(runs: list[ReportedRun]) -> list[str]:
-    """Return the keys of the configurations whose values differ between those runs that have them."""
+    """Return the keys of the configurations whose values differ between the runs that have them."""
     values: dict[str, set[str]] = {}
     for run in runs:
         for key, value in run.config.items():
@@ -103,10 +99,7 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
         last=last,
         best=best,
         curves=curves,
-        step=number(summary.get("step")),
-        seconds=number(summary.get("wall_s")),
-        goodput=number(summary.get("goodput")),
-        restarts=number(summary.get("restarts")),
+        numbers={name: number(summary.get(name)) for name in ("step", "wall_s", "goodput", "restarts")},
     )
 
 
@@ -137,7 +130,7 @@ def _written(value: Any) -> str:
 
 
 def _read_rows(path: Path) -> list[Row]:
-    """Return the rows, of the training rows only so many as a curve shows: the last and some before it."""
+    """Return the rows, but only as many training rows as a curve shows: the last and some before it."""
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines()
@@ -165,14 +158,14 @@ def _metrics(rows: list[Row], *, monitor: str, mode: str) -> tuple[dict[str, flo
 
 
 def number(value: Any) -> float:
-    """Return a file's value as a number; nan for what is none, or more than a float holds."""
+    """Return a file's value as a number; nan if it is not a number, or too large for a float."""
     try:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
         return math.nan
 
 
-def told(states: list[str]) -> str:
-    """Return how many runs there are, and in which states."""
+def count_states(states: list[str]) -> str:
+    """Return how many runs there are, and in which states, as text."""
     counts = ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
     return f"{len(states)} run{'s' * (len(states) != 1)}: {counts}"

@@ -1,6 +1,6 @@
 """`report.html`: all runs of a root on one page that needs nothing else, with a table that sorts and curves that follow it.
 
-A run is a row of one bokeh data source, which the table and every curve share: what is chosen in one is chosen in all.
+A run is a row of one bokeh data source, which the table and every curve share: a run chosen in one is chosen in all.
 """
 
 import colorsys
@@ -21,7 +21,7 @@ from bokeh.models.widgets import HTMLTemplateFormatter, TableColumn
 from bokeh.plotting import figure
 from bokeh.resources import INLINE
 
-from framework.runs.report import ReportedRun, differing, told
+from framework.runs.report import ReportedRun, count_states, differing
 from framework.runtime.files import write_atomically
 
 _FIRST_COLORS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f"]
@@ -52,7 +52,7 @@ h1 { font-size: 19px; margin: 0 0 2px; } p { margin: 0 0 10px; color: #607d8b; }
 {% endblock %}
 {% block contents %}
 <h1>{{ title|e }}</h1>
-<p>{{ told|e }}. Click a row or a curve to choose a run (with Ctrl several), the head of a column to sort by it.</p>
+<p>{{ counts|e }}. Click a row or a curve to choose a run (with Ctrl several), the head of a column to sort by it.</p>
 {{ super() }}
 {% if left_out %}<details open><summary>left out</summary>
 {% for line in left_out %}<div>{{ line|e }}</div>{% endfor %}
@@ -62,10 +62,10 @@ h1 { font-size: 19px; margin: 0 0 2px; } p { margin: 0 0 10px; color: #607d8b; }
 
 
 def write_page(runs: list[ReportedRun], left_out: list[str], target: Path, *, title: str) -> None:
-    """Write the page, whole or not at all."""
-    variables = {"told": f"{told([run.state for run in runs])}; {time.strftime('%Y-%m-%d %H:%M')}", "left_out": left_out}
-    text = file_html(_layout(runs), INLINE, title, template=_PAGE, template_variables=variables)
-    write_atomically(target, text)
+    """Write the page, complete or not at all."""
+    counts = f"{count_states([run.state for run in runs])}; {time.strftime('%Y-%m-%d %H:%M')}"
+    variables = {"counts": counts, "left_out": left_out}
+    write_atomically(target, file_html(_layout(runs), INLINE, title, template=_PAGE, template_variables=variables))
 
 
 def _layout(runs: list[ReportedRun]) -> Any:
@@ -98,9 +98,8 @@ view.filter = some"""
 
 def _panels(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView, scale: Literal["linear", "log"]) -> Any:
     """Return a panel for each metric, validation on the left and training on the right; both scales share the data."""
-    names = panel_names(runs)
     figures: list[Any] = []
-    for name in names:
+    for name in panel_names(runs):
         xs, ys = f"steps of {name}", f"values of {name}"
         if xs not in source.data:
             empty: tuple[list[float], list[float]] = ([], [])
@@ -131,7 +130,7 @@ def _panels(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView, sc
 
 
 def panel_names(runs: list[ReportedRun]) -> list[str]:
-    """Return the SPLIT/METRIC that have a panel: the loss first, of a test, which comes once, none."""
+    """Return the SPLIT/METRIC that have a panel: the loss first; a test, which has one value, has no panel."""
     found = list(dict.fromkeys(name for run in runs for name in sorted(run.curves) if not name.startswith("test/")))
     metrics = dict.fromkeys(["loss", *(name.partition("/")[2] for name in found)])
     ordered = [f"{split}/{metric}" for metric in metrics for split in ("val", "train")]
@@ -139,7 +138,7 @@ def panel_names(runs: list[ReportedRun]) -> list[str]:
 
 
 def colors(count: int) -> list[str]:
-    """Return a color for each run: ten that are known to be told apart, then as many as it takes around the circle."""
+    """Return a color for each run: ten colors that are easy to distinguish, then more from around the color circle."""
     chosen = _FIRST_COLORS[:count]
     for number in range(len(chosen), count):
         red, green, blue = colorsys.hls_to_rgb(number * 0.618 % 1, (0.38, 0.5, 0.62)[number % 3], 0.65)
@@ -172,8 +171,8 @@ def _table(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView) -> 
 
 
 def _cells(runs: list[ReportedRun]) -> Iterator[tuple[str, list[Any], str]]:
-    """Yield the columns between a run's state and its note, with what kind of number they hold: what differs between the
-    configurations, best and final metrics, how far a run is, how long it took."""
+    """Yield the columns between a run's state and its note, with the kind of their numbers: values that differ between the
+    configurations, best and final metrics, progress, and time."""
     for key in differing(runs):
         yield key, [run.config.get(key, "") for run in runs], "setting"
     names = panel_names(runs)
@@ -183,11 +182,11 @@ def _cells(runs: list[ReportedRun]) -> Iterator[tuple[str, list[Any], str]]:
     tests = {name for run in runs for name in run.curves if name.startswith("test/")}
     for name in [*sorted(tests, key=lambda name: (name != "test/loss", name)), *names]:
         yield name, [run.last.get(name, math.nan) for run in runs], "metric"
-    yield "step", [run.step for run in runs], "count"
-    yield "time", [run.seconds for run in runs], "duration"
+    yield "step", [run.numbers["step"] for run in runs], "count"
+    yield "time", [run.numbers["wall_s"] for run in runs], "duration"
     yield "samples/s", [run.last.get("train/samples_per_s", math.nan) for run in runs], "count"
-    yield "goodput", [run.goodput for run in runs], "share"
-    yield "restarts", [run.restarts for run in runs], "count"
+    yield "goodput", [run.numbers["goodput"] for run in runs], "share"
+    yield "restarts", [run.numbers["restarts"] for run in runs], "count"
 
 
 def _as_number(value: Any) -> float | None:

@@ -1,36 +1,23 @@
-"""How runs stand, as mode=status tells it: from their directories, and from Slurm for those that it has."""
+"""The states of runs and the table of mode=status: from the runs' directories, and from Slurm for runs in its queue."""
 
 import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, rows_in
-from framework.runs.report import number, printable, told
+from framework.runs.report import count_states, number, printable
 from framework.runtime import slurm
 from framework.runtime.log import LOGGER
 from framework.runtime.slurm import QueuedJob, SlurmFailed
 
 _TAIL_BYTES = 65536  # of metrics.jsonl: some hundred rows
-
-
-@dataclass(frozen=True)
-class Status:
-    """How one run stands."""
-
-    directory: RunDirectory
-    state: str  # as RunDirectory's, or `unreadable`
-    step: float = math.nan  # where it is not known, as in the other numbers
-    total_steps: float = math.nan
-    eta_s: float = math.nan  # of one that runs, at the speed of its last row
-    metric: str = ""  # the last checkpoint.monitor, or training loss
-    job_id: str = ""
-    node: str = ""
-    why: str = ""  # it failed, was killed, or waits
+_LONGEST_S = 1e9
+_WIDE = 1000  # columns, of a file: it folds no line
+_STYLES = {"finished": "green", "failed": "red", "killed": "red", "running": "cyan", "queued": "yellow", "preempted": "yellow"}
 
 
 def queued_jobs(directories: Iterable[RunDirectory]) -> dict[Path, QueuedJob]:
@@ -41,48 +28,26 @@ def queued_jobs(directories: Iterable[RunDirectory]) -> dict[Path, QueuedJob]:
 
 
 def states_of(directories: Iterable[RunDirectory]) -> dict[Path, str]:
-    """Return how runs stand, a word each. Where Slurm does not answer, what their directories tell."""
-    directories = list(directories)
-    in_queue, silence = _asked(directories)
+    """Return each run's state, one word. Where Slurm does not answer, the state that its directory gives."""
+    states, _, silence = _ask_slurm(list(directories))
     if silence:
         LOGGER.warning("%s", silence)
-    return {directory.path: _state(directory, in_queue.get(directory.path), silence) for directory in directories}
+    return states
 
 
-def _asked(directories: Iterable[RunDirectory]) -> tuple[dict[Path, QueuedJob], str]:
-    """Return the queued jobs of runs, or why Slurm does not tell."""
+def _ask_slurm(directories: Sequence[RunDirectory]) -> tuple[dict[Path, str], dict[Path, QueuedJob], str]:
+    """Return the states of runs, and their queued jobs or why Slurm does not answer."""
+    in_queue, silence = {}, ""
     try:
-        return queued_jobs(directories), ""
+        in_queue = queued_jobs(directories)
     except SlurmFailed as error:
-        return {}, f"Slurm does not answer: {error}"
-
-
-def read_all(directories: Sequence[RunDirectory]) -> list[Status]:
-    """Return how runs stand. Where Slurm does not answer, what their directories tell."""
-    odd = {directory.path: directory.odd_files() for directory in directories}
-    in_queue, silence = _asked(directory for directory in directories if not odd[directory.path])
-    found = [
-        Status(directory, "unreadable", why=f"{odd[directory.path][0]} is not a plain file")
-        if odd[directory.path]
-        else _read(directory, in_queue.get(directory.path), silence)
-        for directory in directories
-    ]
-    lost = [status.job_id for status in found if status.state == "killed" and status.job_id]
-    ends = slurm.ends(lost) if lost and not silence else {}
-    return [_explained(status, ends) for status in found]
-
-
-def _explained(status: Status, ends: dict[str, str]) -> Status:
-    """Return how a run stands with Slurm's word on its job's end, where the run has left none itself."""
-    if status.why or status.state != "killed" or not status.job_id:
-        return status
-    # of one in an array that was cancelled while it waited, Slurm keeps no record
-    never_began = "it left the queue before it began" if status.directory.state == "queued" else ""
-    return replace(status, why=ends.get(status.job_id, never_began))
+        silence = f"Slurm does not answer: {error}"
+    states = {directory.path: _state(directory, in_queue.get(directory.path), silence) for directory in directories}
+    return states, in_queue, silence
 
 
 def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
-    """Return the run's own word, but where Slurm knows better: it waits, it has started, it was cancelled while it waited."""
+    """Return the run's own word, unless Slurm knows better: it waits, it has started, it was cancelled while it waited."""
     own = directory.state
     if silence:
         return own
@@ -91,26 +56,54 @@ def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
     return "killed" if own == "queued" else own
 
 
-def _read(directory: RunDirectory, job: QueuedJob | None, silence: str) -> Status:
-    summary = directory.read_summary()
-    state = _state(directory, job, silence)
-    rows = _last_rows(directory.metrics)
+def print_table(directories: Sequence[RunDirectory], labels: Sequence[str]) -> None:
+    """Print a table, a line for each run. `labels` say how the runs differ."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    odd = {directory.path: files for directory in directories if (files := directory.odd_files())}
+    readable = [directory for directory in directories if directory.path not in odd]
+    states, in_queue, silence = _ask_slurm(readable)
+    lost = [directory.job_id for directory in readable if directory.job_id and states[directory.path] == "killed"]
+    ends = slurm.ends(lost) if lost and not silence else {}
+    rows = []
+    for directory, label in zip(directories, labels):
+        if path_odd := odd.get(directory.path):
+            cells = {"state": "unreadable", "why": f"{path_odd[0]} is not a plain file"}
+        else:
+            cells = _cells(directory, states[directory.path], in_queue.get(directory.path), silence, ends)
+        rows.append({name: printable(text) for name, text in {"run": label, **cells}.items()})
+    columns = ("run", "state", "step", "ETA", "metric", "job", "node", "why")
+    shown = [name for name in columns if any(row.get(name) for row in rows)]
+    table = Table(*shown, box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        styles = {"state": _STYLES.get(row["state"], "")}
+        table.add_row(*(Text(row.get(name, ""), style=styles.get(name, "")) for name in shown))
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    console.print(table)
+    console.print(count_states([row["state"] for row in rows]))
+
+
+def _cells(directory: RunDirectory, state: str, job: QueuedJob | None, silence: str, ends: dict[str, str]) -> dict[str, str]:
+    """Return what the table shows of a run, by column. `ends`: how Slurm says that jobs ended, by job id."""
+    summary, rows, job_id = directory.read_summary(), _last_rows(directory.metrics), directory.job_id or ""
     step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
     total_steps = number(summary.get("total_steps"))
     pace = next((number(row.get("step_s")) for row in reversed(rows) if row["split"] == "train"), math.nan)
-    reasons = {"failed": summary.get("error"), "killed": summary.get("error"), "queued": job.reason if job else silence}
-    is_there = state == "running"
-    return Status(
-        directory=directory,
-        state=state,
-        step=step,
-        total_steps=total_steps,
-        eta_s=(total_steps - step) * pace if is_there else math.nan,
-        metric=_last_metric(rows, str(summary.get("monitor"))),
-        job_id=directory.job_id or "",
-        node=(job.nodes if job else directory.host) if is_there else "",
-        why=" ".join(str(reasons.get(state) or "").split()),
-    )
+    cells = {"state": state, "metric": _last_metric(rows, str(summary.get("monitor"))), "job": job_id}
+    if math.isfinite(step):
+        cells["step"] = f"{step:.0f}" + (f"/{total_steps:.0f}" if math.isfinite(total_steps) else "")
+    if state == "running":
+        cells["node"] = job.nodes if job else directory.host
+        if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # not if it is nan
+            cells["ETA"] = str(timedelta(seconds=math.ceil(eta_s)))
+    # Slurm keeps no record of a job of an array that was cancelled while it waited
+    never_began = "it left the queue before it began" if directory.state == "queued" else ""
+    killed = summary.get("error") or (job_id and ends.get(job_id, never_began))
+    why = {"failed": summary.get("error"), "killed": killed, "queued": job.reason if job else silence}.get(state)
+    return cells | {"why": " ".join(str(why or "").split())}
 
 
 def _last_rows(path: Path) -> list[Row]:
@@ -123,44 +116,10 @@ def _last_rows(path: Path) -> list[Row]:
 
 
 def _last_metric(rows: list[Row], monitor: str) -> str:
-    """Return the last value of checkpoint.monitor; before the first evaluation, that of the training loss."""
+    """Return the last value of checkpoint.monitor; before the first evaluation, the training loss."""
     for name in (monitor, "train/loss"):
         split, _, metric = name.partition("/")
         for row in reversed(rows):
             if row["split"] == split and isinstance(row.get(metric), (int, float)):
                 return f"{name} {row[metric]:.4g}"
     return ""
-
-
-# --- printing it
-
-
-def print_table(statuses: list[Status], labels: list[str]) -> None:
-    """Print a table, a run a line. `labels` say what sets each apart."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = [_cells(status, label) for status, label in zip(statuses, labels)]
-    shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
-    table = Table(*shown, box=SIMPLE_HEAD, pad_edge=False)
-    for status, row in zip(statuses, rows):
-        table.add_row(*(Text(row[name], style=_STYLES.get(status.state, "") if name == "state" else "") for name in shown))
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDE, highlight=False)
-    console.print(table)
-    console.print(told([status.state for status in statuses]))
-
-
-_LONGEST_S = 1e9
-_WIDE = 1000  # columns, of a file: it folds no line
-_STYLES = {"finished": "green", "failed": "red", "killed": "red", "running": "cyan", "queued": "yellow", "preempted": "yellow"}
-
-
-def _cells(status: Status, label: str) -> dict[str, str]:
-    step = f"{status.step:.0f}" if math.isfinite(status.step) else ""
-    if step and math.isfinite(status.total_steps):
-        step += f"/{status.total_steps:.0f}"
-    eta = str(timedelta(seconds=math.ceil(status.eta_s))) if abs(status.eta_s) < _LONGEST_S else ""
-    cells = {"run": label, "state": status.state, "step": step, "ETA": eta, "metric": status.metric, "job": status.job_id}
-    return {name: printable(text) for name, text in (cells | {"node": status.node, "why": status.why}).items()}

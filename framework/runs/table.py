@@ -1,4 +1,4 @@
-"""How runs stand, a row each: what mode=plan lists and a sweep's table holds."""
+"""The state of runs, a row each: what mode=plan lists and a sweep's table holds."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from framework.runtime.files import write_atomically
 
 @dataclass(frozen=True)
 class TableRow:
-    """How one job stands."""
+    """The state of one job."""
 
     run_id: str
     directory: RunDirectory
@@ -29,9 +29,9 @@ class TableRow:
     def read(
         cls, run: RunSection, monitor: str, values: dict[str, str], *, state: str | None = None, code: int | None = None
     ) -> "TableRow":
-        """Read from the job's directory how it stands.
+        """Read the state of the job from its directory.
 
-        `state` is what a search knows better; `code` the exit code, of one that has just ended.
+        `state` is the state that a search knows better; `code` is the exit code of a job that has just ended.
         """
         directory = RunDirectory(Path(run.dir))
         summary = directory.read_summary()
@@ -45,24 +45,23 @@ class TableRow:
     def assignment(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
-    def as_dict(self) -> dict[str, Any]:
-        summary = self.directory.read_summary()
-        last = {f"{split}/{name}": value for split, rows in summary.get("metrics", {}).items()
-                for name, value in rows.get("last", {}).items() if name not in NOT_CURVES}  # fmt: skip
-        return {"id": self.run_id, "directory": self.directory.path, "state": self.state, **self.values,
-                "objective": self.objective, **last, "step": summary.get("step"), "seconds": summary.get("wall_s"),
-                "error": " ".join(self.error.split())}  # fmt: skip
-
 
 def listing(rows: list[TableRow]) -> str:
-    """Return what mode=plan prints: a line a job, with its id, its state and its own overrides."""
+    """Return what mode=plan prints: a line for each job, with its id, its state and its own overrides."""
     return "".join(f"{row.run_id}  {row.state:<9}  {row.assignment}{f'  ({row.error})' if row.error else ''}".rstrip() + "\n"
                    for row in rows)  # fmt: skip
 
 
 def write_csv(rows: list[TableRow], target: Path) -> None:
-    """Write the table, whole or not at all."""
-    dicts = [row.as_dict() for row in rows]
+    """Write the table, complete or not at all."""
+    dicts: list[dict[str, Any]] = []
+    for row in rows:
+        summary = row.directory.read_summary()
+        last = {f"{split}/{name}": value for split, metrics in summary.get("metrics", {}).items()
+                for name, value in metrics.get("last", {}).items() if name not in NOT_CURVES}  # fmt: skip
+        dicts.append({"id": row.run_id, "directory": row.directory.path, "state": row.state, **row.values,
+                      "objective": row.objective, **last, "step": summary.get("step"), "seconds": summary.get("wall_s"),
+                      "error": " ".join(row.error.split())})  # fmt: skip
     ends = ("step", "seconds", "error")
     columns = dict.fromkeys(name for row in dicts for name in row if name not in ends)
     text = io.StringIO()

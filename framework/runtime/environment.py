@@ -1,23 +1,24 @@
-"""What the launcher tells a process through environment variables: this module alone reads `os.environ`."""
+"""The environment variables of the launcher: only this module reads `os.environ`."""
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The process's place in the run, in torchrun's variables or those of an mpirun; alone it has neither, but the defaults."""
+    """The process's place in the run, from the variables of torchrun or mpirun; the defaults are for a single process."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    first_on_node: int = 0  # the rank whose local_rank is 0 on this node
     attempt: int = 0  # how often the worker group has been restarted
-    is_launched: bool = False  # torchrun (or any launcher that speaks its variables) or mpirun started this process
-    uses_mpi: bool = False  # mpirun did, as one of several
+    is_launched: bool = False  # torchrun (or any launcher that sets its variables) or mpirun started this process
+    uses_mpi: bool = False  # mpirun started this process, as one of several
     uses_agent_store: bool = False
     master_addr: str = "127.0.0.1"
     master_port: int = 0
@@ -26,15 +27,15 @@ class Environment:
     def read(cls) -> "Environment":
         env = os.environ
         is_torchruns = "RANK" in env and "WORLD_SIZE" in env
-        told = [names for names in _MPIRUNS if names[0] in env and int(env.get(names[2], "1")) > 1]  # as one of several
-        names = told[0] if told and not is_torchruns else _TORCHRUN
-        rank, local_rank, world_size, local_world_size = names
-        uses_mpi = names is not _TORCHRUN
+        by_mpirun = [names for names in _MPIRUNS if names[0] in env and int(env.get(names[2], "1")) > 1]  # as one of several
+        uses_mpi = bool(by_mpirun) and not is_torchruns
+        rank, local_rank, world_size, local_world_size = by_mpirun[0] if uses_mpi else _TORCHRUN
         return cls(
             rank=int(env.get(rank, "0")),
             local_rank=int(env.get(local_rank, "0")),
             world_size=int(env.get(world_size, "1")),
             local_world_size=int(env.get(local_world_size, "1")),
+            first_on_node=int(env.get(rank, "0")) - int(env.get(local_rank, "0")),  # if a node's ranks follow each other
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
             is_launched=uses_mpi or (is_torchruns and "MASTER_PORT" in env),
             uses_mpi=uses_mpi,
@@ -52,26 +53,11 @@ _MPIRUNS = [
 
 
 @dataclass(frozen=True)
-class NodePlace:
-    """The process's place on its node."""
-
-    local_rank: int
-    local_world_size: int
-    first_on_node: int  # the rank whose local_rank is 0
-
-    @classmethod
-    def of(cls, environment: Environment) -> "NodePlace":
-        """Return the place that a launcher gives which numbers the processes of a node in one row."""
-        first = environment.rank - environment.local_rank
-        return cls(environment.local_rank, environment.local_world_size, first)
-
-
-@dataclass(frozen=True)
 class SlurmTask:
     """The process's place in a Slurm job."""
 
-    job_id: int  # of its own, also as one of an array
-    name: str  # by which Slurm's commands know it; of one in an array, 12_3
+    job_id: int  # its own id, even in an array
+    name: str  # the name for Slurm's commands; 12_3 in an array
     restarts: int  # how often the job has been requeued
     node: int  # 0 for the job's first
 
@@ -85,7 +71,7 @@ class SlurmTask:
 
 @contextmanager
 def outside_of_jobs() -> Iterator[None]:
-    """Hide what changes what Slurm's commands do: the job that this process is in, and the user's defaults for listings."""
+    """Hide the variables that change Slurm's commands: the job of this process, and the user's defaults for listings."""
     hidden = {name for name in os.environ if name.startswith(_CHANGE_SLURM) or name == "SBATCH_WAIT"} - {*_LEAD_TO_SLURM}
     before = {name: os.environ.pop(name) for name in hidden}
     try:
@@ -99,7 +85,7 @@ _LEAD_TO_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 def node_name() -> str:
-    """Return the name under which this node is known: several of Slurm's may share a machine."""
+    """Return the name of this node: several nodes of Slurm may share a machine."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -108,16 +94,6 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
-def set_variable(name: str, value: str) -> None:
-    """Set an environment variable, for this process and those that it starts."""
-    os.environ[name] = value
-
-
-def variable(name: str) -> str | None:
-    """Return the environment variable, or None."""
-    return os.environ.get(name)
-
-
-def variables() -> Mapping[str, str]:
-    """Return all environment variables, as they are now."""
+def variables() -> MutableMapping[str, str]:
+    """Return the environment variables, of this process and the processes that it starts."""
     return os.environ

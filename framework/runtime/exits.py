@@ -1,4 +1,4 @@
-"""How a run can end: the exit codes (sysexits.h), the exceptions that carry them, and how to tell of an error."""
+"""How a run can end: the exit codes (sysexits.h), the exceptions that carry them, and how an error is reported."""
 
 import re
 import traceback
@@ -17,7 +17,7 @@ class Exit(IntEnum):
 
 
 class RunEnded(Exception):
-    """An end that every rank reaches together, and that starting the workers again would not change."""
+    """An end that all ranks reach together, and that a restart of the workers would not change."""
 
     code = Exit.FAILED
 
@@ -29,7 +29,7 @@ class NoValidCheckpoint(RunEnded):
 
 
 class Diverged(RunEnded):
-    """The loss or the gradient is not finite; `what` says where, without what to do about it."""
+    """The loss or the gradient is not finite; `what` says where, without the remedy."""
 
     code = Exit.DIVERGED
 
@@ -39,7 +39,7 @@ class Diverged(RunEnded):
 
 
 class Interrupted(RunEnded):
-    """A signal has ended what has nothing to continue from."""
+    """A signal has ended work that has no checkpoint to continue from."""
 
     code = Exit.PREEMPTED
 
@@ -51,19 +51,19 @@ class DiskFailed(RunEnded):
 
 
 class Unfit(RunEnded):
-    """The configuration does not fit the model, as only running it could show."""
+    """The configuration does not fit the model, which only running it could show."""
 
     code = Exit.CONFIGURATION
 
 
 def headline(error: Exception) -> str:
-    """Return an error's kind and first line; of one that quotes a loader process's traceback, that traceback's last."""
+    """Return an error's type and first line; if it quotes a loader process's traceback, the last line of that traceback."""
     lines = str(error).strip().splitlines() or [""]
     if _quotes_another(error):
         return lines[-1]
     if is_lost_peer(error):
         return "another process of the run has ended; if it left a word, that is in train.log"
-    if lines[0].endswith(":"):  # it only announces what follows
+    if lines[0].endswith(":"):  # it only announces the next lines
         lines = [" ".join(" ".join(lines).split())[:500]]
     return f"{type(error).__name__}: {lines[0]}"
 
@@ -77,23 +77,23 @@ def place_of(error: Exception) -> str:
 
 
 def _quotes_another(error: Exception) -> bool:
-    """Return whether torch has raised an error of a loader process again, with its traceback in the text."""
+    """Return whether torch has raised again an error of a loader process, with its traceback in the text."""
     return str(error).startswith("Caught ") and "Original Traceback" in str(error)
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Return whether an error only says that another rank is gone."""
+    """Return whether an error only says that another rank has ended."""
     return any(text in str(error) for text in _LOST_PEER)
 
 
 _LOST_PEER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo's words
-    "EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed",  # those of rpc's transport
+    "EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed",  # rpc's transport
 )  # fmt: skip
 
 
 def is_timeout(error: BaseException | None) -> bool:
-    """Return whether an error says, or follows from one that says, that another rank was waited for in vain."""
+    """Return whether an error says that another rank did not come in time, or follows from such an error."""
     while error is not None:
         if any(text in str(error) for text in _TIMEOUT):
             return True
@@ -102,8 +102,8 @@ def is_timeout(error: BaseException | None) -> bool:
 
 
 _TIMEOUT = (
-    "Timed out waiting", "Application timeout caused pair closure",  # gloo's words, the second those of what follows
-    "Timeout waiting for key", "Wait timeout", "wait timeout after",  # those of the stores
+    "Timed out waiting", "Application timeout caused pair closure",  # gloo; the second is its consequence
+    "Timeout waiting for key", "Wait timeout", "wait timeout after",  # the stores
     "RPC ran for more than set timeout",
-    "launch.timeout_s",  # our own
+    "launch.timeout_s",  # this framework's
 )  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write what is to become `path`: beside it, and renamed once it is on the disk. Gone on an error."""
+    """Yield a temporary path in the same folder; it is flushed and renamed to `path` at the end, and removed on an error."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield beside
@@ -41,19 +41,19 @@ def checksum(path: Path) -> tuple[int, str]:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it where they are missing, each to survive a power cut.
+    """Make a directory and its missing parents, each of which survives a power cut.
 
-    The name of one that is there is flushed too: who made it may have been killed before that.
+    The name of an existing directory is flushed too: the process that made it may have been killed before that.
     """
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
-    with suppress(PermissionError):  # somebody else's, who has made it long ago
+    with suppress(PermissionError):  # the directory of another user
         flush_directory(path.parent)
 
 
 def require_room(path: Path) -> None:
-    """Raise the OSError of a full disk if there is not even a megabyte for what is to be written below `path`."""
+    """Raise the OSError of a full disk if less than a megabyte is free for files below `path`."""
     while not path.exists():
         path = path.parent
     if shutil.disk_usage(path).free < 1 << 20:
@@ -61,9 +61,9 @@ def require_room(path: Path) -> None:
 
 
 def lock_file(path: Path, *, waits: bool) -> int | None:
-    """Take the kernel's lock (flock) of a file, which is made. Returns its descriptor: closing that gives the lock back.
+    """Take the kernel's lock (flock) of a file, which is created. Returns its descriptor: closing it releases the lock.
 
-    None where another has the lock and it is not waited for, or where the file that it is on was removed meanwhile.
+    None where another process has the lock and `waits` is false, or where the locked file was removed meanwhile.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with suppress(BlockingIOError, FileNotFoundError):

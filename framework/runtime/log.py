@@ -1,24 +1,28 @@
-"""Logging: with the rank in every line, to the console and to the run's `train.log`; no secret reaches either."""
+"""Logging, to the console and to the run's `train.log`, without secrets; and the standard streams as a shell opens them."""
 
+import errno
+import io
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from framework.runtime.environment import variable
-from framework.runtime.secrets import Redacting
+from framework.runtime.environment import variables
+from framework.runtime.exits import Exit
+from framework.runtime.secrets import Redacting, WrappedStream
 
 LOGGER = logging.getLogger("steadfast")
 
 
 def start_console(*, rank: int) -> None:
-    """Log to stderr, which is rid of secrets: rank 0 everything, the others warnings. Safe to call again in a forked worker."""
-    if not isinstance(sys.stderr, Redacting):  # not only the log: also a library's warnings and a last traceback
+    """Log to stderr, without secrets: rank 0 everything, the others warnings. Can be called again in a forked worker."""
+    if not isinstance(sys.stderr, Redacting):  # not only for the log: also for a library's warnings and a last traceback
         sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # all but by class
     handler = logging.StreamHandler()
-    level = logging.DEBUG if variable("STEADFAST_VERBOSE") else logging.INFO
+    level = logging.DEBUG if variables().get("STEADFAST_VERBOSE") else logging.INFO
     handler.setLevel(level if rank == 0 else logging.WARNING)
     handler.setFormatter(_Console(f"[rank {rank}] %(levelname)s: %(message)s"))
     LOGGER.handlers.clear()
@@ -27,39 +31,28 @@ def start_console(*, rank: int) -> None:
     LOGGER.propagate = False
 
 
-def start_file(path: Path, *, who: str) -> None:
+@contextmanager
+def log_file(path: Path, *, who: str = "launcher") -> Iterator[None]:
     """Log to `path` too. All ranks append to the one file: a line is one write, so lines never mix."""
     handler = _File(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname)s %(message)s"))
     LOGGER.addHandler(handler)
-
-
-@contextmanager
-def launcher_file(path: Path) -> Iterator[None]:
-    """Log to `path` too, for a moment: the launcher's part of a run's log."""
-    start_file(path, who="launcher")
     try:
         yield
     finally:
-        stop_file()
+        LOGGER.removeHandler(handler)
+        handler.close()
 
 
 def to_files(text: str) -> None:
-    """Log an error to the files only: a whole story, of which the console gets the headline."""
+    """Log an error to the files only: a traceback, of which the console gets the headline."""
     for handler in LOGGER.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(LOGGER.makeRecord(LOGGER.name, logging.ERROR, "", 0, "%s", (text,), None))
 
 
-def stop_file() -> None:
-    """Close the log files, so that a process that goes on (a sweep) does not write into a finished run."""
-    for handler in [h for h in LOGGER.handlers if isinstance(h, logging.FileHandler)]:
-        LOGGER.removeHandler(handler)
-        handler.close()
-
-
 class _File(logging.FileHandler):
-    """A file on a disk that may be full: that a line is lost is no reason for a traceback, or for the run to end."""
+    """A file on a disk that may be full: a lost line must not cause a traceback, or end the run."""
 
     def _open(self) -> Any:
         return Redacting(super()._open())
@@ -68,12 +61,65 @@ class _File(logging.FileHandler):
         pass
 
     def close(self) -> None:
-        with suppress(OSError):  # it writes what is left in its buffer
+        with suppress(OSError):  # it flushes its buffer
             super().close()
 
 
 class _Console(logging.Formatter):
-    """Rank and level are worth a word only where something is wrong."""
+    """Shows rank and level of warnings and errors only."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record) if record.levelno >= logging.WARNING else record.message
+
+
+def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Run a command line, whatever its streams are, and return its exit code. Failing to print causes no traceback."""
+    _open_all()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: the encoding may lack letters of a name
+    sys.stdout = _Output(sys.stdout)  # type: ignore[assignment]  # all but by class
+    try:
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
+    except _Unprinted as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try again as it ends
+        if error.errno == errno.EPIPE:  # `| head` has read enough
+            return Exit.FINISHED
+        print(f"standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return Exit.DISK
+
+
+class _Unprinted(OSError):
+    """Standard output, not a file of the run, could not be written."""
+
+
+class _Output(WrappedStream):
+    """Standard output, whose errors differ from errors of files."""
+
+    def write(self, text: str) -> int:
+        with _marked():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _marked():
+            self._stream.flush()
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _Unprinted(error.errno, error.strerror) from error
+
+
+def _open_all() -> None:
+    """Open a null device for a closed stream (`>&-`): otherwise output would go into the next opened file."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it takes the lowest free number, which is this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")

@@ -1,5 +1,6 @@
-"""Preemption: a signal sets a flag, and that is all that happens in a handler. The loop asks at its step boundaries."""
+"""Preemption: a signal handler only sets a flag, which the loop reads at its step boundaries; and the parent's death."""
 
+import ctypes
 import math
 import multiprocessing
 import os
@@ -15,13 +16,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Preemption:
-    """The flag. One a process; a forked worker inherits its parent's, with any signal that came before the fork."""
+    """The flag, one in each process; a forked worker inherits its parent's, with any signal that came before the fork."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self.speaks = True  # to the person who sent it: one process of a run does
+        self.speaks = True  # prints to the person who sent it: one process of a run does
         self.says = "stopping after this step"
-        self.last_words = b""  # what the terminal has to be told before this process ends at once
+        self.last_words = b""  # bytes for the terminal before this process ends at once
         self._times = 0
         self._since = 0.0  # on time.monotonic's clock
 
@@ -34,7 +35,7 @@ class Preemption:
         return grace_s - (time.monotonic() - self._since) if self.requested else math.inf
 
     def watch(self) -> None:
-        """Install the handlers, and let in what was blocked until now. Main thread only."""
+        """Install the handlers, and unblock the signals. Main thread only."""
         for signum in SIGNALS:
             signal.signal(signum, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -45,28 +46,28 @@ class Preemption:
 
         Main thread only.
         """
-        hears, tells = os.pipe()
-        os.set_blocking(tells, False)
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
         for signum in SIGNALS:
-            signal.signal(signum, lambda *_: None)  # there must be one, or the pipe is told nothing
-        signal.set_wakeup_fd(tells)
-        threading.Thread(target=self._listen, args=(hears,), daemon=True).start()
+            signal.signal(signum, lambda *_: None)  # without a handler nothing is written to the pipe
+        signal.set_wakeup_fd(write_fd)
+        threading.Thread(target=self._listen, args=(read_fd,), daemon=True).start()
         try:
             yield
         finally:
             signal.set_wakeup_fd(-1)
             self.watch()
-            os.write(tells, _END)
-            os.close(tells)
+            os.write(write_fd, _END)
+            os.close(write_fd)
 
-    def _listen(self, hears: int) -> None:
-        while (told := os.read(hears, 1)) != _END:
-            if told[0] in SIGNALS:
-                self._note(told[0], None)
-        os.close(hears)
+    def _listen(self, read_fd: int) -> None:
+        while (received := os.read(read_fd, 1)) != _END:
+            if received[0] in SIGNALS:
+                self._note(received[0], None)
+        os.close(read_fd)
 
     def ignore(self) -> None:
-        """Have the signals do nothing from now on."""
+        """Ignore the signals from now on."""
         for signum in SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
 
@@ -83,13 +84,27 @@ class Preemption:
             self.signum, self._since = signum, time.monotonic()
         self._times += signum == signal.SIGINT
         children = multiprocessing.active_children()
-        if self._times >= 2:  # the person at the terminal means it: as safe as kill -9, and as quick
+        if self._times >= 2:  # the second Ctrl-C: as safe as kill -9, and as quick
             for child in children:
                 child.kill()
             os.write(2, self.last_words)
             os._exit(128 + signal.SIGINT)
         for child in children:
-            child.terminate()  # TERM for whatever came: Ctrl-C has reached the children already
+            child.terminate()  # TERM for any signal: Ctrl-C has reached the children already
 
 
 PREEMPTION = Preemption()
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent dies, however it dies (Linux; elsewhere nothing happens)."""
+    parent = os.getppid()
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except AttributeError:
+        return
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Secrets: what counts as one, and how text is rid of them before it is written anywhere."""
+"""Secrets: which values are secrets, and how they are removed from text before it is written."""
 
 import json
 import re
@@ -11,9 +11,9 @@ from framework.runtime.environment import variables
 
 HIDDEN = "[secret]"
 REMEDY = "leave it out: the library reads it itself, from its environment variable or file"
-_SHORTEST = 8  # characters; a shorter value would hide ordinary words
+_SHORTEST = 8  # characters; a shorter secret would hide ordinary words
 
-# TOKENIZERS_PARALLELISM, SSH_KEY_PATH and the like hold none.
+# TOKENIZERS_PARALLELISM, SSH_KEY_PATH and similar variables hold no secret.
 _VARIABLE = re.compile(r"TOKEN(?!I)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|KEYS?(?:_ID)?$|(?:^|_)(?:KEYS?|PASS|PAT)(?:_|$)")
 _NOT_VARIABLE = re.compile(r"_(?:FILE|PATH|DIR|NAME|TYPE)$")
 _KEY = re.compile(r"(?:^|_)(?:passw(?:or)?d|passphrase|secret|credentials?|api_?key|(?:access|private|secret|auth)_key|"
@@ -40,7 +40,7 @@ def redact(text: str) -> str:
 
 
 def _from_environment() -> Iterator[tuple[str, str]]:
-    """Yield what must not be seen, with the name of the environment variable that holds it; the longest first."""
+    """Yield each secret with the name of the environment variable that holds it; the longest secret first."""
     found = {form: name for name, value in variables().items() if _is_secret_variable(name) for form in _forms(value)}
     for form in sorted(found, key=len, reverse=True):
         yield found[form], form
@@ -54,14 +54,14 @@ def _is_secret_variable(name: str) -> bool:
 
 @cache
 def _forms(value: str) -> frozenset[str]:
-    """Return a value, whole and by its lines, as it is and as errors and URLs write it."""
+    """Return a value, and each of its lines, unchanged and in the forms in which errors and URLs write it."""
     parts = {part.strip() for part in (value, *value.splitlines())}
     forms = {form for part in parts for form in (part, quote(part, safe=""), repr(part)[1:-1], json.dumps(part)[1:-1])}
     return frozenset(form for form in forms if len(form) >= _SHORTEST)
 
 
 def secrets_in(config: Any, key: str = "") -> dict[str, str]:
-    """Return {key: why it is a secret} for plain configuration. The secrets themselves are not in it."""
+    """Return {key: why it is a secret} for plain configuration. The result does not contain the secrets."""
     if isinstance(config, (dict, list)):
         found: dict[str, str] = {}
         for name, value in config.items() if isinstance(config, dict) else enumerate(config):
@@ -89,11 +89,18 @@ def _fault_of(text: str) -> str | None:
     return None
 
 
-class Redacting:
-    """A text stream whose every write is rid of secrets first; else it is the stream it wraps."""
+class WrappedStream:
+    """A text stream that changes how something is written; in all else it is the stream it wraps."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Redacting(WrappedStream):
+    """A text stream that removes secrets from everything written to it."""
 
     def write(self, text: str) -> int:
         self._stream.write(redact(text))
@@ -102,6 +109,3 @@ class Redacting:
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

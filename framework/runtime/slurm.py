@@ -1,27 +1,26 @@
-"""Slurm's own commands: how the jobs of runs stand, and a job's requeue."""
+"""Slurm's own commands: the states of jobs, and a job's requeue."""
 
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 
 from framework.runtime.environment import outside_of_jobs
 
 _PATIENCE_S = 60.0  # for a busy controller
-_MOST_IDS = 1000  # in one question
+_MOST_IDS = 1000  # in one command
 
 
 class SlurmFailed(Exception):
-    """One of Slurm's commands has failed; the message is its own."""
+    """One of Slurm's commands has failed; the message is the command's."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
     """A job that waits or runs."""
 
-    job_id: str  # of one in an array, 12_3
+    job_id: str  # 12_3 for a job of an array
     state: str  # in Slurm's words
     nodes: str
     reason: str  # why it waits
@@ -32,41 +31,40 @@ class QueuedJob:
 
 
 def queue(job_ids: Iterable[str]) -> dict[str, QueuedJob]:
-    """Return those of the jobs that wait or run, by their ids. SlurmFailed if that cannot be known."""
-    told = ""
+    """Return which of the jobs wait or run, by their ids. SlurmFailed if that cannot be known."""
+    output = ""
     for ids in _lists(job_ids):
         try:
-            told += ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%i|%T|%N|%r")
+            output += ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%i|%T|%N|%r")
         except SlurmFailed as error:
-            if "Invalid job id" not in str(error):  # the only one, and so long ago that the controller has forgotten it
+            if "Invalid job id" not in str(error):  # the only id, and so old that the controller has forgotten it
                 raise
-    jobs = [QueuedJob(*line.split("|", 3)) for line in told.splitlines()]
+    jobs = [QueuedJob(*line.split("|", 3)) for line in output.splitlines()]
     return {job.job_id: job for job in jobs}
 
 
-def _lists(job_ids: Iterable[str]) -> Iterator[str]:
-    """Yield the ids in lists that fit into a command line."""
-    left = iter(job_ids)
-    while some := list(islice(left, _MOST_IDS)):
-        yield ",".join(some)
+def _lists(job_ids: Iterable[str]) -> list[str]:
+    """Return the ids in lists that fit into a command line."""
+    ids = list(job_ids)
+    return [",".join(ids[first : first + _MOST_IDS]) for first in range(0, len(ids), _MOST_IDS)]
 
 
 def ends(job_ids: Iterable[str]) -> dict[str, str]:
     """Return Slurm's word on how jobs ended, by id; nothing where the site keeps no accounts."""
-    told = ""
+    output = ""
     with suppress(SlurmFailed):
         for ids in _lists(job_ids):
-            told += ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={ids}", "--format=JobID,State")
-    return dict(line.split("|", 1) for line in told.splitlines())  # type: ignore[misc]
+            output += ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={ids}", "--format=JobID,State")
+    return dict(line.split("|", 1) for line in output.splitlines())  # type: ignore[misc]
 
 
 def job_facts(job_id: str) -> dict[str, str]:
-    """Return what the controller knows of a job that it remembers, by scontrol's names."""
+    """Return the controller's facts about a job that it remembers, by scontrol's names."""
     return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "show", "job", "--oneliner", job_id)))
 
 
 def requeue(job_id: str) -> None:
-    """Put a running job back into the queue; Slurm then ends its processes, of which this may be one."""
+    """Put a running job back into the queue; Slurm then ends its processes, maybe including this one."""
     ask("scontrol", "requeue", job_id)
 
 

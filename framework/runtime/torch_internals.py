@@ -1,6 +1,6 @@
-"""The names of torch that are not public, or differ between its releases: all in this file, each tried by a test of its own.
+"""The names of torch that are not public, or differ between its releases: all in this file.
 
-`tests/test_torch_internals.py` has a canary for each, so that a release that takes one away is named by it.
+`tests/test_torch_internals.py` has a canary for each name, which fails with a release that removes the name.
 """
 
 import inspect
@@ -28,7 +28,7 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace a module's own parameters and buffers, not those of its children. (`to` takes all below.)"""
+    """Replace a module's own parameters and buffers, but not its children's. (`to` replaces these too.)"""
     module._apply(change, recurse=False)
 
 
@@ -36,12 +36,12 @@ def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Overwrite many tensors in one call. There must be one at least."""
+    """Overwrite many tensors, at least one, in one call."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def move_all_towards(targets: Sequence[Tensor], sources: Sequence[Tensor], *, share: float) -> None:
-    """Move many tensors by a share of the way to others, in place."""
+    """Move many tensors by a share of the way to other tensors, in place."""
     torch._foreach_lerp_(list(targets), list(sources), share)
 
 
@@ -58,7 +58,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def import_dynamo() -> None:
-    """Import what DDP's constructor would: before workers are forked, which then inherit it."""
+    """Import the module that DDP's constructor would import, so that forked workers inherit it."""
     import torch._dynamo  # noqa: F401
 
 
@@ -74,7 +74,7 @@ def has_compiler() -> bool:
 
 
 def compile_without_caches() -> None:
-    """Make torch.compile read nothing that an earlier process left: pickles, in a folder of a guessable name in /tmp."""
+    """Make torch.compile ignore the caches of earlier processes: pickles, in a folder of a guessable name in /tmp."""
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
@@ -89,7 +89,7 @@ def compile_without_caches() -> None:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Set the time-out of the groups of a mesh: torch gives them half an hour, and takes no other time for them."""
+    """Set the time-out of the groups of a mesh: torch gives them half an hour, and has no argument for it."""
     distributed_c10d.default_pg_timeout = timeout
 
 
@@ -98,7 +98,7 @@ def num_operations(group: dist.ProcessGroup) -> int:
     return group._get_sequence_number_for_group()  # type: ignore[attr-defined, no-any-return]
 
 
-# 2.13 has renamed it
+# torch 2.13 has renamed it
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -114,7 +114,7 @@ def set_gradient_sync(wrapper: DistributedDataParallel, is_on: bool) -> None:
 
 
 def rpc_options(*, init_method: str, timeout_s: float, num_threads: int) -> Any:
-    """Return RPC's options without its transports over shared memory: these poll, a third of a core of every process."""
+    """Return RPC's options without its transports over shared memory: these poll, and take a third of a core per process."""
     from torch.distributed import rpc
 
     return rpc.TensorPipeRpcBackendOptions(
@@ -126,8 +126,8 @@ def rpc_options(*, init_method: str, timeout_s: float, num_threads: int) -> Any:
 
 
 def shut_down_loader(steps: Iterator[Any]) -> None:
-    """End the processes of a DataLoader's iterator: what its own __del__ calls."""
-    steps._shutdown_workers()  # type: ignore[attr-defined]  # it is one of torch's
+    """End the processes of a DataLoader's iterator, as its own __del__ does."""
+    steps._shutdown_workers()  # type: ignore[attr-defined]  # an iterator of torch's
 
 
 # --- torch elastic's agent
@@ -155,14 +155,14 @@ class ElasticAgent(LocalElasticAgent):
         self._initialize_workers(self._worker_group)
 
     def watch_workers(self) -> RunResult:
-        """Return how the workers are. `run` calls this too, through the name below."""
+        """Return the state of the workers. `run` calls this too, through the name below."""
         return super()._monitor_workers(self._worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         return self.watch_workers()
 
     def end_workers(self, signum: signal.Signals, *, timeout_s: int = 30) -> None:
-        """Send the workers a signal, and kill those that are left after the time-out."""
+        """Send the workers a signal, and kill the workers that are left after the time-out."""
         self._shutdown(signum, timeout=timeout_s)
 
     def signal_workers(self, signum: signal.Signals) -> None:
@@ -173,14 +173,14 @@ class ElasticAgent(LocalElasticAgent):
 
 # --- stacks
 
-BACKWARD_FUNCTION = "_engine_run_backward"  # where a stack is while gradients are summed
+BACKWARD_FUNCTION = "_engine_run_backward"  # the innermost function while gradients are summed
 
 
 # --- pipelines
 
 
 def gpipe(stage: Any, num_micro_batches: int, **options: Any) -> Any:
-    """Return a GPipe schedule, also of fewer micro-batches than stages, which torch 2.10 refuses and can do."""
+    """Return a GPipe schedule, also with fewer micro-batches than stages, which torch 2.10 refuses but can run."""
     from torch.distributed.pipelining import ScheduleGPipe
 
     schedule = ScheduleGPipe(stage, max(num_micro_batches, stage.num_stages), **options)
@@ -196,7 +196,7 @@ def is_single_stage(schedule: Any) -> bool:
 
 
 def actions_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]]:
-    """Return each process's actions in a schedule of several stages: what is done, for which stage and micro-batch."""
+    """Return each process's actions in a schedule of several stages: the type of computation, stage and micro-batch."""
     return {
         rank: [(a.computation_type.name, a.stage_index, a.microbatch_index) for a in row if a is not None]
         for rank, row in schedule.pipeline_order.items()

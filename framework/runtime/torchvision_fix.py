@@ -1,6 +1,5 @@
-"""Make `import torchvision` work beside a torch of another build."""
+"""Make `import torchvision` work with a torch of another build."""
 
-import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -8,12 +7,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-
-# torchvision's own operators, and with them those that it gives fake kernels to while it is being imported.
+_LIBRARY: list[Any] = []  # torch's object: the declarations live as long as it does
+# torchvision's own operators, including those for which it registers fake kernels during its import.
 OPERATORS = (
     *("nms", "qnms", "roi_align", "qroi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"),
     *(f"_{name}_backward" for name in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")),
@@ -21,7 +18,7 @@ OPERATORS = (
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it only sees torchvision's import coming, whoever asks for it."""
+    """Finds nothing: it only notices the import of torchvision, from any package."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name == "torchvision":
@@ -30,7 +27,7 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
 
 
 def watch_for_torchvision() -> None:
-    """Make every later `import torchvision` in this process work, also in somebody else's package. Costs nothing until then."""
+    """Make every later `import torchvision` in this process work, also in other packages. Costs nothing until then."""
     if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorchvision())
 
@@ -56,14 +53,6 @@ def make_torchvision_importable() -> None:
         if extension is not None and extension.origin is not None:
             torch.ops.load_library(extension.origin)
             return
-    _declare_operators()
-
-
-@functools.cache  # the declarations live as long as the library object: the cache keeps it
-def _declare_operators() -> "torch.library.Library":
-    import torch
-
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    _LIBRARY.append(library := torch.library.Library("torchvision", "FRAGMENT"))
     for name in OPERATORS:
         library.define(f"{name}() -> ()")  # never called: torchvision checks for its extension first
-    return library

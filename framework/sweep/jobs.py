@@ -1,32 +1,42 @@
-"""The jobs of a sweep: what one is, and several at a time, each in a process forked from this one."""
+"""The jobs of a sweep: several at a time, each in a process forked from this one; or as Slurm jobs."""
 
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from framework.cli.run import start
+from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
+from framework.launch.slurm import submit
+from framework.preflight.slurm import job_options, job_problems, slurm_section
 from framework.runs.directory import RunDirectory
+from framework.runs.status import queued_jobs
 from framework.runs.table import TableRow
+from framework.runtime import slurm
 from framework.runtime.exits import Exit
-from framework.runtime.parent_death import die_with_parent
-from framework.runtime.preemption import PREEMPTION, SIGNALS
+from framework.runtime.log import LOGGER
+from framework.runtime.preemption import PREEMPTION, SIGNALS, die_with_parent
+from framework.runtime.problem import Problem
+from framework.runtime.slurm import SlurmFailed
 from framework.sweep.line import Values
 
 
 @dataclass(eq=False)
 class Job:
-    """One run of a sweep: its command line, what that composes to, and how it has ended."""
+    """One run of a sweep: its command line, its configuration, and how it has ended."""
 
     values: Values
     line: list[str]
     config: RunConfig
-    code: int | None = None  # None: it has not run, or has not ended
+    code: int | None = None  # None: it has not ended, or not run
 
     @property
     def directory(self) -> RunDirectory:
@@ -37,7 +47,7 @@ class Job:
         return self.directory.is_finished and self.config.run.resume != "never"
 
     def row(self, *, state: str | None = None) -> TableRow:
-        """Return how the job stands."""
+        """Return the job's state."""
         return TableRow.read(self.config.run, self.config.checkpoint.monitor, self.values, state=state, code=self.code)
 
     def __str__(self) -> str:
@@ -47,17 +57,16 @@ class Job:
 class Pool:
     """Runs jobs, at most `size` at a time. The PREEMPTION of this process passes a signal on to all of them.
 
-    What a job leaves in its process (memory, CUDA, threads of OpenMP) is gone with it; one that is killed takes no other
-    with it; and none outlives this process. Each is a part of `group`, unless its line names another. With more than one at
-    a time, each has its share of the CPUs, and its console goes into `logs`.
+    A job's memory, CUDA context and OpenMP threads end with its process; a job that is killed ends no other job; and no job
+    outlives this process. Each is a part of `group`, unless its line names another. With more than one job at a time, each
+    has its share of the CPUs, and its console goes into `logs`.
     """
 
     def __init__(self, *, size: int, logs: Path, group: str) -> None:
-        self.size = size
-        self._group = group
+        self.size, self._group = size, group
         self._logs = logs if size > 1 else None
         cpus = sorted(os.sched_getaffinity(0))
-        self._shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # of those who may start
+        self._shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # of the jobs that may start
         self._running: dict[BaseProcess, tuple[Job, set[int]]] = {}
 
     @property
@@ -78,7 +87,7 @@ class Pool:
         line = [*job.line, *([f"run.group={self._group}"] if job.config.run.group is None else [])]
         process = multiprocessing.get_context("fork").Process(target=_run, args=(line, share, log))
         sys.stdout.flush()
-        # until the child can note it, and this process pass it on, a signal waits
+        # a signal waits until the child can note it, and this process can pass it on
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             process.start()
@@ -87,11 +96,11 @@ class Pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def stop(self, job: Job) -> None:
-        """Have a job save a checkpoint and end."""
+        """Make a job save a checkpoint and end."""
         next(process for process, (other, _) in self._running.items() if other is job).terminate()
 
     def wait(self, *, timeout_s: float) -> list[Job]:
-        """Wait until a job ends, or for `timeout_s`. Returns those that have ended, with their exit codes."""
+        """Wait until a job ends, or for `timeout_s`. Returns the jobs that have ended, with their exit codes."""
         wait([process.sentinel for process in self._running], timeout_s)
         ended = []
         for process, (job, share) in list(self._running.items()):
@@ -106,7 +115,7 @@ class Pool:
 def _run(line: list[str], share: set[int], log: Path | None) -> None:
     die_with_parent()
     PREEMPTION.speaks = False
-    PREEMPTION.watch()  # a signal that came just before the fork is in it
+    PREEMPTION.watch()  # it has a signal that came just before the fork
     if log is not None:
         import torch
 
@@ -122,8 +131,121 @@ def _run(line: list[str], share: set[int], log: Path | None) -> None:
 
 
 def exit_code(codes: list[int]) -> int:
-    """Return a sweep's exit code: 75 if a job was preempted, else the failed jobs' if they have one in common, else 1."""
+    """Return a sweep's exit code: 75 if a job was preempted, else the failed jobs' code if it is the same for all, else 1."""
     failed = set(codes) - {Exit.FINISHED, Exit.PREEMPTED}
     if Exit.PREEMPTED in codes:
         return Exit.PREEMPTED
     return Exit.FINISHED if not failed else failed.pop() if len(failed) == 1 else Exit.FAILED
+
+
+# --- as Slurm jobs
+
+_LARGEST_ARRAY = 500  # Slurm's own limit is 1001 unless the site has changed it; and each job's lock is an open file
+
+
+def problems_of(jobs: list[Job]) -> list[Problem]:
+    """Return what keeps any of the unfinished jobs from running, according to torch or to Slurm."""
+    left = [job for job in jobs if not job.is_done]
+    from framework.preflight.dry_build import dry_build  # torch, which a finished sweep does not need
+
+    found = [problem for job in left for problem in dry_build(job.config)]
+    for config in [alike[0].config for alike in _alike(left)] if not found else []:
+        found += job_problems(config.run, config.launch, job_name=f"{config.name}/{config.run.id}")
+    return list(dict.fromkeys(found))
+
+
+def submit_all(jobs: list[Job], *, directory: Path, group: str) -> None:
+    """Submit the jobs that have not finished, and do not wait or run already. A job's code is then its submission's code.
+
+    Jobs that ask for the same are an array. `directory` is the sweep's.
+    """
+    for job in jobs:
+        if job.is_done:
+            job.code = Exit.FINISHED
+            LOGGER.info("finished already: %s, in %s", job, job.directory.path)
+    for alike in _alike([job for job in jobs if not job.is_done]):
+        for first in range(0, len(alike), _LARGEST_ARRAY):
+            part = alike[first : first + _LARGEST_ARRAY]
+            folder, name = part[0].directory.path / "slurm", None
+            if len(part) > 1:
+                folder = next(path for n in itertools.count(1) if not (path := directory / "slurm" / str(n)).exists())
+                name = f"{part[0].config.name}/{directory.name}"
+            _submit(part, group=group, folder=folder, name=name)
+
+
+def _submit(jobs: list[Job], *, group: str, folder: Path, name: str | None = None) -> None:
+    codes = submit([job.config.in_group(group) for job in jobs], folder=folder, name=name)
+    for job, code in zip(jobs, codes):
+        job.code = Exit.PREEMPTED if code == Exit.FAILED else code  # of the submission, which says nothing about the run
+
+
+def _alike(jobs: list[Job]) -> Iterator[list[Job]]:
+    """Yield the jobs in groups that ask for the same."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        asked = slurm_section(job.config.launch).model_dump()
+        groups.setdefault(digest_of([job_options(job.config.launch, job_name=""), asked]), []).append(job)
+    yield from groups.values()
+
+
+class SlurmPool:
+    """A `Pool` of Slurm jobs. They outlive this process; the same command finds them again."""
+
+    def __init__(self, *, size: int, group: str) -> None:
+        self.size, self._group = size, group
+        self._running: list[Job] = []
+        self._refused: list[Job] = []  # by Slurm: submitted again when another job has ended
+        self._looks_at = 0.0  # on time.monotonic's clock
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._running) < self.size and not self._refused
+
+    @property
+    def running(self) -> list[Job]:
+        return self._running + self._refused
+
+    def start(self, job: Job) -> None:
+        """Submit the job, unless it waits or runs already."""
+        _submit([job], group=self._group, folder=job.directory.path / "slurm")
+        (self._running if job.code == Exit.FINISHED else self._refused).append(job)
+
+    def stop(self, job: Job) -> None:
+        """Make a job save a checkpoint and end."""
+        try:
+            slurm.cancel(job.directory.job_id or "")
+        except SlurmFailed as error:
+            LOGGER.warning("%s: %s", job, error)
+
+    def wait(self, *, timeout_s: float) -> list[Job]:
+        """Wait until a job ends, or for `timeout_s`. Returns the jobs that have ended, with their exit codes.
+
+        When this process is asked to stop, it no longer waits for jobs.
+        """
+        if PREEMPTION.requested:
+            self._running, self._refused = [], []
+            return []
+        if time.monotonic() < self._looks_at:
+            time.sleep(timeout_s)
+            return []
+        self._looks_at = time.monotonic() + _PAUSE_S
+        try:
+            in_queue = queued_jobs(job.directory for job in self._running)
+        except SlurmFailed as error:
+            LOGGER.warning("Slurm does not answer: %s", error)
+            return []
+        ended = [job for job in self._running if job.directory.path not in in_queue]
+        self._running = [job for job in self._running if job not in ended]
+        for job in ended:
+            job.code = _CODES.get(job.directory.state, Exit.FAILED)
+        if ended or not self._running:
+            refused, self._refused = self._refused, []
+            for job in refused:
+                self.start(job)
+        if not self._running:  # and there is nothing to wait for
+            ended, self._refused = ended + self._refused, []
+        return ended
+
+
+_PAUSE_S = 2.0  # between two calls of the controller, which all users share
+_CODES = {"finished": Exit.FINISHED, "preempted": Exit.PREEMPTED, "queued": Exit.PREEMPTED}  # queued: cancelled before it began

@@ -1,17 +1,141 @@
-"""What a `-m` line asks for: its jobs, or a space to search, and how many jobs at a time."""
+"""What a `-m` line asks for: its jobs, or a space to search, and where and how many jobs run at a time."""
 
 import itertools
+import json
+import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from framework.config.compose import swept_in_files
-from framework.config.folders import options
+from framework.config.folders import option_node, options
 from framework.config.overrides import is_hydras, parse
-from framework.runtime.extras import missing_extra
-from framework.runtime.problem import Problem
-from framework.sweep.settings import Launcher, SubmititSlurm, Sweeper, read_settings
+from framework.config.schema import AboveZero, Count, Positive, Section
+from framework.config.spelling import did_you_mean
+from framework.config.validation import settings_problems
+from framework.runtime.problem import Problem, missing_extra, shown
 
 Values = dict[str, str]  # one job's values of the swept keys, as a command line writes them
+
+# --- `hydra.launcher` and `hydra.sweeper`
+
+
+class Launcher(Section):
+    """Jobs run here, one after another."""
+
+    @property
+    def num_at_a_time(self) -> int:
+        return 1
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides that the launcher adds to every job whose line does not have them."""
+        return []
+
+
+class Joblib(Launcher):
+    n_jobs: Annotated[int, Field(ge=-1)]
+
+    @property
+    def num_at_a_time(self) -> int:
+        return self.n_jobs if self.n_jobs > 0 else len(os.sched_getaffinity(0))
+
+
+class SubmititLocal(Launcher):
+    cpus_per_task: Positive
+    tasks_per_node: Positive
+
+    @property
+    def num_at_a_time(self) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // (self.cpus_per_task * self.tasks_per_node))
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"launch.nproc_per_node={self.tasks_per_node}"]
+
+
+class SubmititSlurm(Launcher):
+    partition: str | None
+    timeout_min: Positive | None
+    nodes: Positive
+    tasks_per_node: Positive | None
+    gpus_per_node: Positive | None
+    cpus_per_task: Positive | None
+    mem_gb: AboveZero | None
+    account: str | None
+    qos: str | None
+    constraint: str | None
+    exclude: str | None
+    setup: list[str]
+    signal_delay_s: Positive
+    array_parallelism: Positive | None
+
+    @property
+    def num_at_a_time(self) -> int:
+        return self.array_parallelism or _MANY
+
+    @property
+    def overrides(self) -> list[str]:
+        ours = {"nodes": "nnodes", "tasks_per_node": "nproc_per_node", "timeout_min": "slurm.time_min",
+                "signal_delay_s": "slurm.signal_s"}  # fmt: skip
+        values = self.model_dump(exclude={"array_parallelism"}, exclude_none=True)
+        given = [f"launch.{ours.get(name, f'slurm.{name}')}={json.dumps(value)}" for name, value in values.items()]
+        return ["launch=slurm", *given]
+
+
+class Sweeper(Section):
+    """How a search draws its trials."""
+
+    n_trials: Positive
+    seed: Count
+    sampler: Literal["tpe", "random"]
+    pruner: Literal["median", "none"]
+    params: dict[str, str] | None = None  # the sweep, where a file defines it
+
+
+_MANY = 1_000_000  # jobs that may wait in Slurm's queue
+_LAUNCHERS: dict[str, type[Launcher]] = {
+    "basic": Launcher, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm,
+}  # fmt: skip
+_OPTIONS: dict[str, dict[str, Any]] = {"launcher": _LAUNCHERS, "sweeper": {"basic": None, "optuna": Sweeper}}
+
+
+def read_settings(hydras: dict[str, Any]) -> tuple[Launcher, Sweeper | None, list[Problem]]:
+    """Read the overrides of Hydra's own keys: `hydra/sweeper=optuna`, `hydra.sweeper.n_trials=9`."""
+    problems = []
+    nodes: dict[str, dict[str, Any]] = {}
+    chosen: dict[str, str] = {}
+    for section, known in _OPTIONS.items():
+        name = chosen[section] = str(hydras.pop(f"hydra/{section}", "basic"))
+        if name not in known:
+            close = did_you_mean(name, list(known))
+            problems.append(Problem(f"hydra/{section}", f"no option {shown(name)}",
+                                    f"one of {', '.join(known)}" + (f"; {close}" if close else "")))  # fmt: skip
+        nodes[section] = option_node(f"hydra/{section}", name) if name in known and name != "basic" else {}
+    if problems:
+        return Launcher(), None, problems
+    for key, value in hydras.items():
+        section, _, name = key.removeprefix("hydra.").partition(".")
+        if section not in _OPTIONS or not name:
+            problems.append(Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go"))
+        elif chosen[section] == "basic":
+            others = [option for option in _OPTIONS[section] if option != "basic"]
+            problems.append(Problem(key, "unknown key", f"only with hydra/{section}={' or '.join(others)}"))
+        else:
+            nodes[section][name] = value
+    launcher, sweeper = _LAUNCHERS[chosen["launcher"]], Sweeper if chosen["sweeper"] == "optuna" else None
+    if (count := nodes["launcher"].get("n_jobs")) in (0, -2):
+        what = f"{count} is out of range"
+        problems.append(Problem("hydra.launcher.n_jobs", what, "at least 1, or -1 for one each CPU"))
+    problems += settings_problems(launcher, nodes["launcher"], prefix="hydra.launcher.")
+    problems += settings_problems(sweeper, nodes["sweeper"], prefix="hydra.sweeper.") if sweeper else []
+    if problems:
+        return Launcher(), None, problems
+    return launcher(**nodes["launcher"]), sweeper(**nodes["sweeper"]) if sweeper else None, []
+
+
+# --- the line
 
 
 @dataclass(frozen=True)
@@ -21,12 +145,12 @@ class Interval:
     low: int | float
     high: int | float
     step: int | float | None = None
-    log: bool = False  # as many draws from each decade
+    log: bool = False  # equally many draws from each decade
 
 
 @dataclass(frozen=True)
 class Multirun:
-    """A sweep's command line, taken apart."""
+    """A sweep's command line, parsed."""
 
     fixed: list[str]  # the overrides that all jobs share
     swept: dict[str, list[str] | Interval]
@@ -36,7 +160,7 @@ class Multirun:
     def line(self, values: Values) -> list[str]:
         """Return a job's command line.
 
-        The launcher gives what the line itself does not say; one process is what `single` asks for among other strategies.
+        The launcher adds overrides that the line does not have; among other strategies `single` gets one process.
         """
         given = [_key_of(text) for text in self.fixed] + list(self.swept)
         own = [text for text in self.launcher.overrides if _key_of(text) not in given]
@@ -47,18 +171,18 @@ class Multirun:
 
     @property
     def num_at_a_time(self) -> int:
-        """How many jobs run at a time. A search draws from results: it does not take all the room of a cluster unasked."""
+        """How many jobs run at a time. A search draws from results: by default it does not fill a cluster."""
         if self.sweeper is not None and isinstance(self.launcher, SubmititSlurm):
             return self.launcher.array_parallelism or _TRIALS_AT_A_TIME
         return self.launcher.num_at_a_time
 
     def combinations(self) -> list[Values]:
-        """Return every combination of the values that are listed, in Hydra's order."""
+        """Return every combination of the listed values, in Hydra's order."""
         listed = {key: space for key, space in self.swept.items() if not isinstance(space, Interval)}
         return [dict(zip(listed, values)) for values in itertools.product(*listed.values())]
 
     def samples(self) -> list[Values]:
-        """Return jobs that together hold every value, of an interval its ends: first of all, then one changed at a time."""
+        """Return jobs that together have every value (of an interval its ends): the first values, then one change at a time."""
         ends = {key: [str(space.low), str(space.high)] if isinstance(space, Interval) else space
                 for key, space in self.swept.items()}  # fmt: skip
         first = {key: values[0] for key, values in ends.items()}
@@ -74,7 +198,7 @@ def _key_of(text: str) -> str:
 
 
 def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
-    """Take a sweep's command line apart. Whether its single values are right is not asked here."""
+    """Parse a sweep's command line. Its single values are not checked here."""
     fixed: list[str] = []
     swept: dict[str, Any] = {}
     hydras: dict[str, Any] = {}
@@ -115,7 +239,7 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
 
 
 def _written_down(overrides: list[str]) -> dict[str, str]:
-    """Return the sweep that a file or `hydra.sweeper.params.KEY=VALUES` writes down, as Hydra's users do."""
+    """Return the sweep that a file or `hydra.sweeper.params.KEY=VALUES` defines, as Hydra's users do."""
     found = swept_in_files([text for text in overrides if not text.startswith("hydra")])
     for text in overrides:
         key, _, values = text.lstrip("+").partition("=")
@@ -129,7 +253,7 @@ _EXAMPLE = '"optimizer.lr=tag(log, interval(1e-4, 1e-1))"'
 
 
 def _listed(override: Any) -> list[str]:
-    """Return the values of a sweep that lists them. ValueError if it does not, or there is none."""
+    """Return the listed values of a sweep. ValueError if it does not list values, or none is left."""
     if override.is_interval_sweep():
         raise ValueError("an interval has no end of values: hydra/sweeper=optuna searches it")
     if hasattr(override.value(), "filter"):  # glob(...)
@@ -142,7 +266,7 @@ def _listed(override: Any) -> list[str]:
 
 
 def _interval(override: Any) -> Interval:
-    """Return what a search draws from. ValueError if nothing can be drawn."""
+    """Return the interval that a search draws from. ValueError if nothing can be drawn."""
     space, log = override.value(), "log" in override.value().tags
     if override.is_range_sweep():
         values = list(space.range())

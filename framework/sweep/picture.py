@@ -15,17 +15,17 @@ _FEW = 12  # values that are drawn with a line through their medians
 
 @dataclass(frozen=True)
 class Panel:
-    """The jobs along one parameter: numbers where they are, anything else at the place of its label."""
+    """The jobs along one parameter: a number at its value, anything else at the position of its label."""
 
     key: str
     scale: Literal["linear", "log", "category"]
     labels: list[str]  # of the categories, at 0, 1, ...
-    places: list[float]  # one a row
+    places: list[float]  # one for each row
     medians: list[tuple[float, float]]  # of the finished jobs' objectives, where several values are compared
 
 
 def panels(rows: list[TableRow]) -> list[Panel]:
-    """Return a panel for each parameter that varies. A seed, which only repeats the others, has one if it is alone."""
+    """Return a panel for each parameter that varies. A seed, which only repeats jobs, has a panel if it varies alone."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row.values)
             if len({row.values[key] for row in rows}) > 1]  # fmt: skip
     return [_panel(key, rows) for key in keys if key != "seed" or len(keys) == 1]
@@ -62,7 +62,7 @@ def _spans(numbers: list[float], factor: float) -> bool:
 
 
 def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None:
-    """Draw a panel for each parameter; the best job is marked, a failed one is a cross at the top. Nothing to show, no file."""
+    """Draw a panel for each parameter, with the best job marked, and failed jobs as crosses at the top. Empty: no file."""
     from matplotlib.figure import Figure  # half a second: only at the end of a sweep
 
     drawn = panels(rows)
@@ -72,14 +72,12 @@ def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None
     down = math.ceil(len(drawn) / across)
     figure = Figure(figsize=(1 + 4.5 * across, 0.6 + 3.4 * down), layout="constrained")
     best = best_of(rows, mode=mode)
-    told = f"; best {best.objective:.4g}: {best.assignment}" if best else ""
-    figure.suptitle(textwrap.fill(f"{monitor} ({mode}) of {len(rows)} jobs{told}", 75 * across), fontsize=10)
-    all_axes = figure.subplots(down, across, squeeze=False).flat
-    for axes, panel in zip(all_axes, drawn):
+    winner = f"; best {best.objective:.4g}: {best.assignment}" if best else ""
+    figure.suptitle(textwrap.fill(f"{monitor} ({mode}) of {len(rows)} jobs{winner}", 75 * across), fontsize=10)
+    for number, panel in enumerate(drawn, 1):
+        axes = figure.add_subplot(down, across, number)
         _draw_panel(axes, panel, rows, best)
         axes.set(xlabel=panel.key, ylabel=monitor)
-    for axes in list(figure.axes)[len(drawn) :]:
-        axes.set_visible(False)
     looks = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(looks.values(), looks.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     with replacing(target) as beside:
@@ -110,7 +108,7 @@ def _draw_panel(axes: Any, panel: Panel, rows: list[TableRow], best: TableRow | 
         chosen = [(place, row.objective) for place, row in zip(panel.places, rows)
                   if (row.state if row.state in _LOOKS else "not finished") == label]  # fmt: skip
         transform = axes.transData
-        if label == "failed":  # its last objective says nothing
+        if label == "failed":  # its last objective means nothing
             chosen, transform = [(place, 1.0) for place, _ in chosen], axes.get_xaxis_transform()
         if shown := [point for point in chosen if point[1] is not None]:
             axes.scatter(*zip(*shown), marker=marker, s=28, label=label, transform=transform, clip_on=False, zorder=3,

@@ -1,12 +1,12 @@
-"""A search: Optuna draws the parameters, in this process alone; a trial is a run, and its objective is checkpoint.monitor."""
+"""A search: Optuna draws the parameters in this process; a trial is a run, and its objective is checkpoint.monitor."""
 
 import os
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.exceptions import OptunaError
 from optuna.pruners import MedianPruner, NopPruner
+from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -20,20 +20,17 @@ from framework.runtime.exits import DiskFailed, Exit
 from framework.runtime.log import LOGGER
 from framework.sweep.jobs import Job, exit_code
 from framework.sweep.line import Interval, Multirun, Values
-from framework.sweep.settings import Sweeper
 
 
 class Search:
     """The trials, kept in `search.db` (SQLite), so that a search that was killed goes on.
 
-    A draw follows from the seed, the trial's number, the key, and the trials before it, whatever was killed in between.
+    A draw follows from the seed, the trial's number, the key, and the trials before it, even if the search was killed.
     """
 
     def __init__(self, multirun: Multirun, *, monitor: str, mode: str, directory: Path) -> None:
         assert multirun.sweeper is not None
-        self._multirun = multirun
-        self._sweeper = multirun.sweeper
-        self._monitor = monitor
+        self._multirun, self._sweeper, self._monitor = multirun, multirun.sweeper, monitor
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         database = directory / "search.db"
         try:
@@ -62,14 +59,14 @@ class Search:
         if self._held is None:
             self._held = self._drawn()
         if self._held is None or any(self._held[0].directory.path == job.directory.path for job in self._running):
-            return None  # of two trials that are the same run, the second takes the first one's result
+            return None  # of two trials that are the same run, the second takes the result of the first
         job, trial = self._held
         self._running[job] = _Watched(trial, job, monitor=self._monitor)
         self._held = None
         return job
 
     def _drawn(self) -> tuple[Job, Trial] | None:
-        """Return a trial that was interrupted, to be continued, or else a new one."""
+        """Return an interrupted trial, to be continued, or a new trial."""
         while self._interrupted or len(self._study.trials) < self._sweeper.n_trials:
             # Optuna's own name for a trial in the storage, which no public call gives
             trial = Trial(self._study, self._interrupted.pop(0)._trial_id) if self._interrupted else self._study.ask()
@@ -77,16 +74,19 @@ class Search:
             checked = self._check(trial.number, values)
             if checked.config is not None:
                 return Job(values, line=self._multirun.line(values), config=checked.config), trial
-            for problem in checked.problems:  # of this combination: its single values were checked
+            for problem in checked.problems:  # of this combination: its single values are valid
                 LOGGER.error("trial %d: %s", trial.number, problem)
             self._study.tell(trial, state=TrialState.FAIL)
             self._codes.append(Exit.CONFIGURATION)
         return None
 
     def _draw(self, trial: Trial, key: str) -> str:
-        """Draw a value, or return the one that was drawn before the trial was interrupted."""
+        """Draw a value, or return the value that was drawn before the trial was interrupted."""
         space = self._multirun.swept[key]
-        self._study.sampler = _sampler(self._sweeper, draw=[trial.number, key])
+        # a sampler for this draw: a search that was killed between two draws goes on with the second
+        seed = int(digest_of([self._sweeper.seed, trial.number, key])[:8], 16)
+        is_random = self._sweeper.sampler == "random"
+        self._study.sampler = RandomSampler(seed) if is_random else TPESampler(seed=seed)
         if not isinstance(space, Interval):
             return str(trial.suggest_categorical(key, space))
         if isinstance(space.low, int) and isinstance(space.high, int):
@@ -97,12 +97,12 @@ class Search:
         return self._running[job].is_hopeless()
 
     def note(self, job: Job) -> None:
-        """Tell Optuna how a trial has ended; of one that was interrupted, nothing, so that it is continued."""
+        """Report to Optuna how a trial has ended, except an interrupted trial, so that it is continued."""
         watched = self._running.pop(job)
         self._codes.append(job.code if job.code is not None else Exit.FAILED)
         objective = job.row().objective
-        if watched.is_hopeless():  # also one that had ended before it could be stopped: what is drawn next is to follow
-            self._study.tell(watched.trial, state=TrialState.PRUNED)  # from the results, and not from how fast they came
+        if watched.is_hopeless():  # even if it ended before it could be stopped: the next draw must follow from the
+            self._study.tell(watched.trial, state=TrialState.PRUNED)  # results, and not from how fast they came
             self._codes.pop()
             LOGGER.info("trial %d pruned, at step %d: %s", watched.trial.number, watched.step, job)
         elif job.code == Exit.FINISHED and objective is not None:
@@ -111,11 +111,10 @@ class Search:
             self._study.tell(watched.trial, state=TrialState.FAIL)
 
     def rows(self) -> list[TableRow]:
-        return [row for trial in self._study.trials if (row := self._row(trial)) is not None]
+        swept = self._multirun.swept.keys()
+        return [self._row(trial) for trial in self._study.trials if trial.params.keys() == swept]  # not if killed in a draw
 
-    def _row(self, trial: FrozenTrial) -> TableRow | None:
-        if trial.params.keys() != self._multirun.swept.keys():
-            return None  # killed while it was drawn
+    def _row(self, trial: FrozenTrial) -> TableRow:
         values = {key: str(trial.params[key]) for key in self._multirun.swept}
         checked = self._check(trial.number, values)
         state = {TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}.get(trial.state)
@@ -125,21 +124,15 @@ class Search:
         return TableRow.read(checked.config.run, self._monitor, values, state=state)
 
     def _check(self, number: int, values: Values) -> Checked:
-        if number not in self._checked:  # a twentieth of a second, for every trial at every end of one
+        if number not in self._checked:  # it takes 50 ms, for every trial each time a trial ends
             self._checked[number] = checked_line(self._multirun.line(values))
         return self._checked[number]
 
     @property
     def code(self) -> int:
-        """0 where a trial has finished, whatever others did: failures are a part of a search."""
+        """0 if a trial has finished, whatever the others did: failures are a part of a search."""
         is_won = any(trial.state == TrialState.COMPLETE for trial in self._study.trials)
         return Exit.FINISHED if is_won and Exit.PREEMPTED not in self._codes else exit_code(self._codes)
-
-
-def _sampler(sweeper: Sweeper, *, draw: list[Any]) -> optuna.samplers.BaseSampler:
-    """Return a sampler of one draw: a search that was killed between two draws goes on with the second."""
-    seed = int(digest_of([sweeper.seed, *draw])[:8], 16)
-    return optuna.samplers.RandomSampler(seed) if sweeper.sampler == "random" else optuna.samplers.TPESampler(seed=seed)
 
 
 class _Watched:
@@ -149,15 +142,16 @@ class _Watched:
         self.trial = trial
         self.step = 0  # of the last evaluation
         self._split, _, self._metric = monitor.partition("/")
-        self._rows = _Tail(job.directory.metrics)
+        self._path = job.directory.metrics
+        self._inode = self._offset = 0  # of the file, and in it: rows before it have been read
         self._reported = max(trial.storage.get_trial(trial._trial_id).intermediate_values, default=0)  # before a kill
         self._is_hopeless = False
 
     def is_hopeless(self) -> bool:
-        """Return whether the pruner has given the trial up, by now or before."""
-        for row in self._rows.new() if not self._is_hopeless else []:
+        """Return whether the pruner has given the trial up, now or before."""
+        for row in self._new_rows() if not self._is_hopeless else []:
             is_evaluation = row["split"] == self._split and self._metric in row
-            # what a run does again, after a rollback or when it is continued, has counted already
+            # steps that a run repeats, after a rollback or when it is continued, have counted already
             if not is_evaluation or row["step"] <= self.step or row["step"] < self._reported:
                 continue
             self.step = row["step"]
@@ -168,19 +162,11 @@ class _Watched:
                 break
         return self._is_hopeless
 
-
-class _Tail:
-    """The rows of a metrics.jsonl that have come since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = self._offset = 0
-
-    def new(self) -> list[Row]:
+    def _new_rows(self) -> list[Row]:
         try:
             with open(self._path, "rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_ino != self._inode:  # a run that continues puts another file in its place
+                if status.st_ino != self._inode:  # a run that continues replaces the file
                     self._inode, self._offset = status.st_ino, 0
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")

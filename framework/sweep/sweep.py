@@ -1,4 +1,4 @@
-"""A sweep: its jobs checked, run, and told of at the end. The same command again runs only what is missing."""
+"""A sweep: its jobs are checked, run, and reported at the end. The same command again runs only missing jobs."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from framework.config.frozen_file import digest_of
 from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection
 from framework.launch.claim import print_problems
-from framework.runs.lock import Lock
-from framework.runs.status import print_table, read_all, states_of
+from framework.runs.directory import Lock
+from framework.runs.status import print_table, states_of
 from framework.runs.table import TableRow, best_of, listing, write_csv
 from framework.runtime import log
 from framework.runtime.exits import Exit, RunEnded
@@ -23,11 +23,9 @@ from framework.runtime.files import make_directory, write_atomically
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-from framework.sweep.jobs import Job, Pool, exit_code
-from framework.sweep.line import Multirun, Values, read
+from framework.sweep.jobs import Job, Pool, SlurmPool, exit_code, problems_of, submit_all
+from framework.sweep.line import Launcher, Multirun, SubmititSlurm, Values, read
 from framework.sweep.picture import draw
-from framework.sweep.settings import Launcher, SubmititSlurm
-from framework.sweep.slurm import SlurmPool, problems_of, submit_all
 
 if TYPE_CHECKING:
     from framework.sweep.search import Search
@@ -49,18 +47,18 @@ class Grid:
         return sum(not job.is_done for job in self._jobs)
 
     def next(self) -> Job | None:
-        """Return a job to run now; None if there is none, as long as none of those that run has ended."""
+        """Return a job to run now; None if there is none until a running job ends."""
         return self._waiting.pop(0) if self._waiting else None
 
     def is_hopeless(self, job: Job) -> bool:
-        """Return whether a job that is running is to be stopped."""
+        """Return whether a running job should be stopped."""
         return False
 
     def note(self, job: Job) -> None:
-        """Take in that a job has ended, as its `code` says."""
+        """Note that a job has ended, as its `code` says."""
 
     def rows(self) -> list[TableRow]:
-        """Return how the jobs stand."""
+        """Return the states of the jobs."""
         states = states_of(job.directory for job in self._jobs) if self._on_slurm else {}
         return [job.row(state=states.get(job.directory.path)) for job in self._jobs]
 
@@ -71,7 +69,7 @@ class Grid:
 
 
 def sweep(overrides: list[str], problems: list[Problem]) -> int:
-    """Run a `-m` line to its end; `problems` are those of its flags. Returns the exit code."""
+    """Run a `-m` line to its end; `problems` are the problems of its flags. Returns the exit code."""
     log.start_console(rank=0)
     multirun, found = read(overrides)
     jobs, problems = _checked(multirun, [*problems, *found])
@@ -90,7 +88,7 @@ def _carry_out(overrides: list[str], multirun: Multirun, jobs: list[Job]) -> int
     """Do with the jobs what `mode` says. Returns the exit code."""
     directory, config = _directory(multirun, jobs), jobs[0].config
     if config.mode in ("plan", "status"):
-        return _tell(multirun, jobs, directory)
+        return _show(multirun, jobs, directory)
     on_slurm, group = config.launch.kind == "slurm", f"sweep-{directory.name}"
     if on_slurm and (problems := problems_of(jobs)):
         return print_problems(problems)
@@ -117,9 +115,9 @@ def _carry_out(overrides: list[str], multirun: Multirun, jobs: list[Job]) -> int
 
 
 def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], list[Problem]]:
-    """Return the jobs that are known before the first runs (all, but of a search), with every problem of the line.
+    """Return the jobs that are known before the first job runs (all jobs, unless it is a search), and every problem.
 
-    Every value is looked at first, so that one that is wrong is told once; then every combination.
+    Every value is checked first, so that a wrong value is reported once; then every combination.
     """
     jobs, found = _composed(multirun, multirun.samples())
     problems = [*problems, *(problem for problem in found if problem not in problems)]
@@ -165,7 +163,7 @@ def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], 
 
 
 def _directory(multirun: Multirun, jobs: list[Job]) -> Path:
-    """Return where the sweep's record is: a hash of its runs; of a search, of where it starts, and how it draws."""
+    """Return the sweep's directory, named by a hash of its runs; of a search, by a hash of its start and how it draws."""
     decides: Any = sorted([job.config.name, job.config.run.id] for job in jobs)
     if multirun.sweeper is not None:
         spaces = {key: space if isinstance(space, list) else asdict(space) for key, space in multirun.swept.items()}
@@ -182,12 +180,12 @@ def _source(multirun: Multirun, jobs: list[Job], directory: Path) -> Source:
     return Search(multirun, monitor=saving.monitor, mode=saving.mode, directory=directory)
 
 
-def _tell(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
-    """List the jobs, or tell how they stand; of a search, those that have been drawn."""
+def _show(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
+    """Print the jobs, or their states; of a search, the trials that have been drawn."""
     is_new = multirun.sweeper is not None and not (directory / "search.db").exists()
     rows = [] if is_new else _source(multirun, jobs, directory).rows()
     if jobs[0].config.mode == "status":
-        print_table(read_all([row.directory for row in rows]), [row.assignment for row in rows])
+        print_table([row.directory for row in rows], [row.assignment for row in rows])
         return Exit.FINISHED
     print(listing(rows), end="")
     if multirun.sweeper is not None:
@@ -228,13 +226,13 @@ def _write(rows: list[TableRow], target: Path, write: Callable[[list[TableRow], 
 
 
 def _end(source: Source, saving: CheckpointSection, directory: Path) -> int:
-    """Draw the picture, name the best and those that failed. Returns the exit code."""
+    """Draw the picture, log the best job and the failed jobs. Returns the exit code."""
     rows = source.rows()
     _write(rows, directory / "sweep.csv", write_csv)
     _write(rows, directory / "sweep.png", partial(draw, monitor=saving.monitor, mode=saving.mode))
     states = Counter(row.state for row in rows)
-    told = ", ".join(f"{count} {state}" for state, count in states.items())
-    LOGGER.info("%s", f"{len(rows)} job{'s' * (len(rows) != 1)}: {told}; see {directory}")
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    LOGGER.info("%s", f"{len(rows)} job{'s' * (len(rows) != 1)}: {counts}; see {directory}")
     if (best := best_of(rows, mode=saving.mode)) is not None:
         of = f": {best.assignment}" if best.assignment else ""
         LOGGER.info("%s", f"best {saving.monitor} {best.objective:.4g}{of}, in {best.directory.path}")
@@ -244,6 +242,6 @@ def _end(source: Source, saving: CheckpointSection, directory: Path) -> int:
     if states["failed"]:
         LOGGER.info("%d of %d jobs failed:", states["failed"], len(rows))
     for row in (row for row in rows if row.state == "failed"):
-        told = f"exit {row.code}: " if row.code is not None else ""
-        LOGGER.info("%s", f"  {told}{row.assignment}: {row.error}")
+        code = f"exit {row.code}: " if row.code is not None else ""
+        LOGGER.info("%s", f"  {code}{row.assignment}: {row.error}")
     return source.code

@@ -189,7 +189,7 @@ class Trainer:
         loader, average = self.splits.loader(split), self.update.average
         if average is not None:
             average.swap()
-        sums = measure(self.engine, loader)
+        sums = measure(self.engine, loader.evaluate())
         if average is not None:
             average.swap()
         means = self.means(sums, num_samples=len(loader.source))

@@ -5,8 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from framework.launch.elastic.membership import Membership, Node
-from framework.launch.elastic.shared_record import Meeting
+from framework.launch.elastic.membership import RECORD, Meeting, Membership, Node
 from framework.launch.failures import Failure
 from tests import harness
 
@@ -94,7 +93,7 @@ def test_the_record_survives_being_written_down() -> None:
     membership = of(2, sizes=[1, 2])
     membership.start_round()
     membership.note(ERROR, 1)
-    assert Membership.parse(membership.text()) == membership
+    assert RECORD.validate_json(RECORD.dump_json(membership)) == membership
 
 
 def test_kill_9_in_the_middle_of_a_change_leaves_the_record_as_it_was(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def watched_at_every_evaluation(folder: Path) -> Callable[[], None]:
 
         def told(self: _Watched) -> bool:
             answer = is_hopeless(self)
-            (folder / f"{self._rows._path.parent.name}_{self.step}_{answer}").touch()
+            (folder / f"{self._path.parent.name}_{self.step}_{answer}").touch()
             return answer
 
         def evaluated(self: Trainer, split: str) -> bool:

@@ -14,8 +14,7 @@ import psutil
 import pytest
 import torch
 
-from framework.runs.directory import RunDirectory
-from framework.runs.lock import Lock
+from framework.runs.directory import Lock, RunDirectory
 from framework.runs.table import TableRow
 from framework.runtime.preemption import PREEMPTION
 from framework.sweep.jobs import Job, Pool, exit_code

@@ -1,1 +1,1 @@
-"""Who hangs: where each rank stands, and which of them the others wait for."""
+"""Who hangs: where each rank is, and which of them the others wait for."""

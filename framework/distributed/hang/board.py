@@ -1,4 +1,4 @@
-"""A file by which the ranks of one node see where each other stands, also a rank that does not answer any more."""
+"""A file by which the ranks of one node see where each other is, even a rank that no longer answers."""
 
 import ctypes
 import faulthandler
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-DUMP = signal.SIGRTMIN + 7  # has a rank write its stacks; none of the signals that stop a run
-NUM_BEATS = 64  # that are remembered
+DUMP = signal.SIGRTMIN + 7  # makes a rank write its stacks; none of the signals that stop a run
+NUM_BEATS = 64  # heartbeats kept per rank
 
-_STACK_BYTES = 1 << 21  # above a hundred threads of a hundred frames each, which is where faulthandler ends
+_STACK_BYTES = 1 << 21  # more than a hundred threads of a hundred frames each: faulthandler writes no more
 _VERDICT_BYTES = 1 << 16
 _COLLECTIVES = [("on_default", "i8"), ("on_control", "i8")]
 _BEAT = [("number", "i8"), ("step", "i8"), ("phase", "S16"), *_COLLECTIVES]
@@ -25,9 +25,9 @@ _SLOT = np.dtype([*_PLACE, ("num_beats", "i8"), ("beats", _BEAT, NUM_BEATS)])  #
 
 
 class State(IntEnum):
-    """What a rank says of itself."""
+    """What a rank reports about itself."""
 
-    ABSENT = 0  # it has not come here yet
+    ABSENT = 0  # it has not opened the board yet
     RUNNING = 1
     TIMED_OUT = 2  # it has waited in vain for the other ranks
     LOST_PEER = 3  # the connection to a rank that it waited for was closed
@@ -49,15 +49,19 @@ class Beat:
 
 @dataclass(frozen=True)
 class RankSlot:
-    """Where a rank stands."""
+    """Where a rank is."""
 
     local_rank: int
     rank: int
     pid: int
     state: State
-    since: float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has told an error
-    collectives: tuple[int, int]  # begun so far, if it has told its error; otherwise as of the latest beat
+    since: float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has reported an error
+    collectives: tuple[int, int]  # begun so far, if it has reported its error; otherwise as of the latest beat
     beats: tuple[Beat, ...]  # the latest, oldest first
+
+    @property
+    def has_reported(self) -> bool:
+        return self.state > State.RUNNING
 
 
 class Board:
@@ -72,18 +76,18 @@ class Board:
         self.num_local = num_local
         self.leads = False
         self._number = 0
+        self._verdict_at = num_local * _SLOT.itemsize
         self._descriptor = descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, self._stack_at(num_local))
         # on a full disk a write to memory without a page behind it is fatal, and this is an error
         os.posix_fallocate(descriptor, local_rank * _SLOT.itemsize, _SLOT.itemsize)
-        self._slots = np.frombuffer(mmap.mmap(descriptor, num_local * _SLOT.itemsize), dtype=_SLOT)
+        self._slots = np.frombuffer(mmap.mmap(descriptor, self._verdict_at), dtype=_SLOT)
         self._mine = self._slots[local_rank]
         # the handler works in C: also where a loop in C never lets Python run again
         self._stack = open(path, "r+b", buffering=0)
         self._stack.seek(self._stack_at(local_rank))
         faulthandler.register(DUMP, file=self._stack, all_threads=True)
-        self._mine["rank"], self._mine["pid"] = rank, os.getpid()
-        self._mine["state"] = State.RUNNING
+        self._mine["rank"], self._mine["pid"], self._mine["state"] = rank, os.getpid(), State.RUNNING
 
     def close(self) -> None:
         faulthandler.unregister(DUMP)
@@ -96,7 +100,7 @@ class Board:
         self._number += 1
         self._mine["num_beats"] = self._number
 
-    def tell(self, state: State, *, stack: str, collectives: tuple[int, int]) -> None:
+    def report(self, state: State, *, stack: str, collectives: tuple[int, int]) -> None:
         """Write down how this rank's work has ended, and where."""
         if not self.stack(self.local_rank):
             os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
@@ -106,17 +110,17 @@ class Board:
 
     @property
     def mine(self) -> RankSlot:
-        return self.place(self.local_rank)
+        return self.slot(self.local_rank)
 
     def others(self) -> list[RankSlot]:
-        return [self.place(local_rank) for local_rank in range(self.num_local) if local_rank != self.local_rank]
+        return [self.slot(local_rank) for local_rank in range(self.num_local) if local_rank != self.local_rank]
 
-    def place(self, local_rank: int) -> RankSlot:
+    def slot(self, local_rank: int) -> RankSlot:
         rank, pid, state, since, *begun, total, ring = self._slots[local_rank].copy().item()
         latest = [ring[number % NUM_BEATS].item() for number in range(max(0, total - NUM_BEATS), total)]
         beats = tuple(Beat(number, step, phase.decode(), (a, b)) for number, step, phase, a, b in latest)
         collectives = (begun[0], begun[1]) if state > State.RUNNING or not beats else beats[-1].collectives
-        if state == State.ABSENT:  # then its slot is empty; launchers number a node's ranks in one row
+        if state == State.ABSENT:  # then its slot is empty; launchers number a node's ranks without a gap
             rank = int(self._mine["rank"]) - self.local_rank + local_rank
         return RankSlot(local_rank, rank, pid, State(state), since, collectives, beats)
 
@@ -125,7 +129,7 @@ class Board:
         return _text_at(self._descriptor, self._stack_at(local_rank), _STACK_BYTES)
 
     def _stack_at(self, local_rank: int) -> int:
-        return self.num_local * _SLOT.itemsize + _VERDICT_BYTES + local_rank * _STACK_BYTES
+        return self._verdict_at + _VERDICT_BYTES + local_rank * _STACK_BYTES
 
     def try_lead(self) -> bool:
         """Take the lead in finding out what has happened, if no living rank has it and it is not known yet."""
@@ -141,20 +145,20 @@ class Board:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def post(self, verdict: str) -> None:
-        text, at = verdict.encode()[: _VERDICT_BYTES - 1], self.num_local * _SLOT.itemsize
-        os.pwrite(self._descriptor, text[1:], at + 1)
-        os.pwrite(self._descriptor, text[:1], at)  # the first byte last: until then a reader sees nothing
+        text = verdict.encode()[: _VERDICT_BYTES - 1]
+        os.pwrite(self._descriptor, text[1:], self._verdict_at + 1)
+        os.pwrite(self._descriptor, text[:1], self._verdict_at)  # the first byte last: until then a reader sees nothing
 
     @property
     def verdict(self) -> str:
         """What the leader has found, or an empty string."""
-        return _text_at(self._descriptor, self.num_local * _SLOT.itemsize, _VERDICT_BYTES)
+        return _text_at(self._descriptor, self._verdict_at, _VERDICT_BYTES)
 
 
 def request_stacks(pid: int) -> None:
-    """Have a rank write its stacks, as they are. One that is stopped goes on then.
+    """Make a rank write its stacks, unchanged. A rank that is stopped goes on after that.
 
-    The signal is for its main thread: any other would write only after the main one had gone on from where it was stopped.
+    The signal is for its main thread: any other thread would write only after the main thread had gone on.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):  # since glibc 2.30
@@ -165,7 +169,7 @@ def request_stacks(pid: int) -> None:
 
 
 def posted_verdict(path: Path, *, num_local: int) -> str:
-    """Return the verdict on the board at `path`, for one who is no rank; an empty string while there is none."""
+    """Return the verdict on the board at `path`, for a process that is not a rank; an empty string while there is none."""
     try:
         with open(path, "rb", buffering=0) as file:
             return _text_at(file.fileno(), num_local * _SLOT.itemsize, _VERDICT_BYTES)

@@ -1,19 +1,125 @@
-"""Who hangs: when a collective's time is up, the ranks of a node agree which of them the others wait for."""
+"""Who hangs: when a collective times out, the ranks of a node agree which of them the others wait for."""
 
 import os
+import re
 import signal
+import sysconfig
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from framework.distributed.hang.board import Board, RankSlot, State, request_stacks
-from framework.distributed.hang.judge import RankReport, judge, waits_for_others
+from framework.distributed.hang.board import Beat, Board, RankSlot, State, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
+from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
-_TO_TELL_S = 1.5  # between the first rank whose time is up and the last that waits like it
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def frames(text: str) -> list[Frame]:
+    """Return the frames of the main thread, or of the one thread that a traceback is about, innermost first."""
+    threads = re.split(r"^(?:Current t|T)hread 0x", text, flags=re.MULTILINE)
+    found = re.findall(r'File "(.+)", line (\d+),? in (.+)', threads[-1])  # the main thread, the oldest, comes last
+    in_order = [Frame(file, int(line), function) for file, line, function in found]
+    return in_order if len(threads) > 1 else in_order[::-1]
+
+
+def own_frame(text: str) -> Frame | None:
+    """Return the innermost frame that is not a library's."""
+    return next((frame for frame in frames(text) if not frame.file.startswith((*_LIBRARIES, "<"))), None)
+
+
+def waits_for_others(text: str) -> bool:
+    """Return whether the innermost call is one of torch.distributed, or the backward pass, in which gradients are summed."""
+    innermost = frames(text)[:1]
+    return any("/torch/distributed/" in f.file or f.function == BACKWARD_FUNCTION for f in innermost)
+
+
+_GROUPS = ("the default process group", "the control group")
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Where a rank was found, and what it was doing."""
+
+    slot: RankSlot
+    stack: str
+    manner: str  # what it does instead of waiting for other ranks; empty if it waits for them
+
+    def __str__(self) -> str:
+        where = f"in {self.slot.beats[-1]}" if self.slot.beats else "at its start"
+        frame = own_frame(self.stack)
+        return where if frame is None else f"{where}, at {frame}"
+
+
+def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) -> str:
+    """Return the verdict on the ranks of a node, in one sentence.
+
+    The guilty rank is the one that is not waiting for the others. Where all wait, but not for the same, it is the rank that
+    has not begun as many collectives in a part of the program as the others, or as in the same part before.
+    """
+    guilty, waiting = [one for one in seen if one.manner], [one for one in seen if not one.manner]
+    everyone = "; ".join(f"rank {one.slot.rank} {one}" for one in seen)
+    waited = f"waited launch.timeout_s={timeout_s:g} seconds"
+    if guilty:
+        said = "; ".join(f"rank {one.slot.rank} hangs: it {one.manner}, {one}" for one in guilty)
+        return "; ".join([said, *(f"rank {one.slot.rank} has {waited} {one}" for one in waiting)])
+    if spans_nodes:
+        return f"of this node no rank hangs, and all have {waited} for those of another: {everyone}"
+    found = _outlier(seen, group=0) or _outlier(seen, group=1)
+    if found is None:
+        last = min(seen, key=lambda one: (len(one.slot.beats) and one.slot.beats[-1].number, one.slot.collectives))
+        return (f"rank {last.slot.rank} hangs, most likely, being behind: all have {waited} for each other, and "
+                f"which of them is wrong cannot be told: {everyone}")  # fmt: skip
+    rank, said = found
+    return f"rank {rank} hangs: {said}; all have {waited} for each other: {everyone}"
+
+
+def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | None:
+    """Return the rank that first begins another number of collectives on a group than all ranks do, and how it differs."""
+    done: dict[int, dict[int, int]] = {}  # collectives by rank, by number of a beat: until the next beat
+    under_way: dict[int, dict[int, int]] = {}
+    at: dict[int, Beat] = {}
+    for one in seen:
+        beats = one.slot.beats
+        for beat, after in zip(beats, beats[1:]):
+            done.setdefault(beat.number, {})[one.slot.rank] = after.collectives[group] - beat.collectives[group]
+        for beat in beats[-1:]:
+            under_way.setdefault(beat.number, {})[one.slot.rank] = one.slot.collectives[group] - beat.collectives[group]
+        at |= {beat.number: beat for beat in beats}
+    whole = [number for number, by_rank in done.items() if len(by_rank) == len(seen)]
+    alike = [number for number in whole if len(set(done[number].values())) == 1]
+    if 2 * len(alike) < len(whole):
+        return None  # a pipeline, say: its ranks have different parts
+    usual: dict[tuple[str, str], set[int]] = {}  # by the phases of a beat and of the next
+    for number in alike:
+        usual.setdefault((at[number].phase, at[number + 1].phase), set()).update(done[number].values())
+    for number in sorted(set(done) - set(alike)):
+        closed, open_ = done[number], under_way.get(number, {})
+        known = usual.get((at[number].phase, at[number + 1].phase), set())
+        expected = max(known) if len(known) == 1 else max((*closed.values(), *open_.values()))
+        odd = [(rank, begun) for rank, begun in closed.items() if begun != expected]
+        odd += [(rank, begun) for rank, begun in open_.items() if begun > expected]
+        if odd:
+            rank, begun = odd[0]
+            said = f"in {at[number]} it has begun {begun} collectives on {_GROUPS[group]}, where {expected} are expected"
+            return (rank, said) if len(odd) == 1 else None
+    return None
+
+
+_TO_REPORT_S = 1.5  # between the first rank that times out and the last that waits like it
 _TO_DUMP_S = 1.5
 _TO_LOSE_S = 2.0  # between a connection that breaks and the end of the process at its other end
 _LATE_S = 0.5
@@ -21,143 +127,133 @@ _SETTLED_S = 0.2  # a stack that has not grown for so long is complete
 
 
 def report_error(board: Board, error: Exception, *, collectives: tuple[int, int] | None = None) -> None:
-    """Write on the board how this rank's work has ended; `collectives`: begun so far. What it tells first, counts."""
+    """Write on the board how this rank's work has ended; `collectives`: begun so far. The first report counts."""
     state = State.TIMED_OUT if is_timeout(error) else State.LOST_PEER if is_lost_peer(error) else State.FAILED
     if board.mine.state is State.RUNNING:
         stack = "".join(traceback.format_exception(error))
-        board.tell(state, stack=stack, collectives=collectives or board.mine.collectives)
+        board.report(state, stack=stack, collectives=collectives or board.mine.collectives)
 
 
 def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
-    """Return who hangs, if what this rank has told is part of a hang; an empty string if it is an ordinary error.
+    """Return who hangs, if this rank's error is part of a hang; an empty string if it is an ordinary error.
 
-    Every rank that has told its error calls this. The first whose time is up finds out: it has the silent ones write
-    their stacks, puts all stacks into the log, and posts the verdict, for which the others wait. It leads from then on.
+    Every rank that has reported its error calls this. The first rank that has timed out finds out: it makes the silent
+    ranks write their stacks, puts all stacks into the log, and posts the verdict, for which the other ranks wait. It leads
+    from then on.
     """
-    if not _is_part_of_a_hang(board):
+    if board.mine.state is State.LOST_PEER:
+        # gloo makes a rank that has timed out close its connections: was it a time-out, or has the peer ended?
+        _wait(lambda: _has_ended(board) or _has_timed_out(board), at_most_s=_TO_LOSE_S)
+    if board.mine.state is not State.TIMED_OUT and not (board.mine.state is State.LOST_PEER and _has_timed_out(board)):
         return ""
     while not board.verdict:
         if board.try_lead() and not _lead(board, timeout_s=timeout_s, spans_nodes=spans_nodes):
-            board.stop_leading()  # so that the next finds the same
+            board.stop_leading()  # so that the next rank finds the same
             return ""
         time.sleep(0.02)
     return board.verdict
 
 
 def kill_silent(board: Board) -> None:
-    """Kill the ranks of this node that have told nothing: they will not end by themselves."""
-    for place in board.others():
-        if place.pid and not _has_told(place):
+    """Kill the ranks of this node that have reported nothing: they will not end by themselves."""
+    for slot in board.others():
+        if slot.pid and not slot.has_reported:
             with suppress(ProcessLookupError):
-                os.kill(place.pid, signal.SIGKILL)
-
-
-def _is_part_of_a_hang(board: Board) -> bool:
-    if board.mine.state is not State.LOST_PEER:
-        return board.mine.state is State.TIMED_OUT
-    # gloo has a rank whose time is up close its connections: was it that, or has the peer ended?
-    _wait(lambda: _has_ended(board) or _has_timed_out(board), at_most_s=_TO_LOSE_S)
-    return _has_timed_out(board)
+                os.kill(slot.pid, signal.SIGKILL)
 
 
 def _has_timed_out(board: Board) -> bool:
-    return any(place.state is State.TIMED_OUT for place in board.others())
+    return any(slot.state is State.TIMED_OUT for slot in board.others())
 
 
 def _has_ended(board: Board) -> bool:
-    return any(place.state is State.FAILED or _is_gone(place) for place in board.others())
+    def is_gone(slot: RankSlot) -> bool:
+        return slot.state is not State.ABSENT and _process_state(slot) in ("", "Z", "X")
+
+    return any(slot.state is State.FAILED or is_gone(slot) for slot in board.others())
 
 
-def _is_gone(place: RankSlot) -> bool:
-    return place.state is not State.ABSENT and _process(place.pid).state in ("", "Z", "X")
+def _is_stopped(slot: RankSlot) -> bool:
+    return _process_state(slot) in ("T", "t")
 
 
-@dataclass(frozen=True)
-class _Process:
-    """What the kernel says of a process."""
-
-    state: str  # a letter of /proc/PID/stat: T is stopped, Z a corpse; empty where there is no such process
-    busy_s: float  # on a CPU; and, of its first thread, waiting for one, where the kernel counts that
+def _process_state(slot: RankSlot) -> str:
+    """Return the letter of /proc/PID/stat: T is stopped, Z a zombie; an empty string if there is no such process."""
+    return (_stat(slot) or [""])[0]
 
 
-def _process(pid: int) -> _Process:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return _Process("", 0.0)
-    waited_s = 0.0
-    with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
+def _busy_s(slot: RankSlot) -> float:
+    """Return the seconds on a CPU, and those for which the first thread waited for a CPU, where the kernel counts them."""
+    fields, waited_s = _stat(slot), 0.0
+    with suppress(OSError), open(f"/proc/{slot.pid}/schedstat") as file:
         waited_s = int(file.read().split()[1]) / 1e9
-    return _Process(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited_s)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited_s if fields else 0.0
+
+
+def _stat(slot: RankSlot) -> list[str]:
+    with suppress(OSError), open(f"/proc/{slot.pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+    return []
 
 
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     """Find out who hangs, log it and post it. Returns False if a rank has merely ended."""
-    begun, busy_s = time.monotonic(), {place.local_rank: _process(place.pid).busy_s for place in board.others()}
-    _wait(lambda: _has_ended(board) or all(_has_told(p) or _is_stopped(p) for p in board.others()), at_most_s=_TO_TELL_S)
+    begun, busy_s = time.monotonic(), {slot.local_rank: _busy_s(slot) for slot in board.others()}
+    _wait(
+        lambda: _has_ended(board) or all(slot.has_reported or _is_stopped(slot) for slot in board.others()),
+        at_most_s=_TO_REPORT_S,
+    )
     if _has_ended(board):
         return False
-    silent = {place.local_rank: place for place in board.others() if not _has_told(place)}
-    stopped = [local_rank for local_rank, place in silent.items() if _is_stopped(place)]
-    _dump(board, silent)
+    silent = {slot.local_rank: slot for slot in board.others() if not slot.has_reported}
+    stopped = [local_rank for local_rank, slot in silent.items() if _is_stopped(slot)]
+    _dump([slot for slot in silent.values() if slot.pid], board)
     elapsed_s = time.monotonic() - begun
     seen = []
     for local_rank in range(board.num_local):
-        # not as it is by now: one that was stopped goes on until it is killed
-        place, stack = silent.get(local_rank, board.place(local_rank)), board.stack(local_rank)
+        # a silent rank's slot as it was: a rank that was stopped goes on until it is killed
+        slot, stack = silent.get(local_rank, board.slot(local_rank)), board.stack(local_rank)
         if local_rank in stopped:
             manner = "is stopped (by SIGSTOP, or a debugger)"
         elif local_rank in silent:
-            share = (_process(place.pid).busy_s - busy_s[local_rank]) / elapsed_s
-            manner = _manner(place, stack, computes=share > 0.5)
+            computes = (_busy_s(slot) - busy_s[local_rank]) / elapsed_s > 0.5
+            manner = _manner(slot, stack, computes=computes)
         else:
-            manner = _lateness(place, board)
-        seen.append(RankReport(place, stack, manner))
+            manner = _lateness(slot, board)
+        seen.append(RankReport(slot, stack, manner))
     verdict = judge(seen, timeout_s=timeout_s, spans_nodes=spans_nodes)
     for one in seen:
-        log.to_files(f"rank {one.place.rank} {one.manner or 'waits for other ranks'}, {one}\n{one.stack or '(no stack)'}")
+        log.to_files(f"rank {one.slot.rank} {one.manner or 'waits for other ranks'}, {one}\n{one.stack or '(no stack)'}")
     board.post(verdict)
     return True
 
 
-def _lateness(place: RankSlot, board: Board) -> str:
-    """Return by how much a rank came late. One that waits loses its connections in the moment in which another gives up."""
-    gave_up = [p.since for p in board.others() + [board.mine] if p.state is State.TIMED_OUT and p.since <= place.since]
-    if place.state is State.LOST_PEER and gave_up and place.since - max(gave_up) > _LATE_S:
-        return f"came {place.since - max(gave_up):.1f} seconds after the others had given up"
+def _lateness(slot: RankSlot, board: Board) -> str:
+    """Return by how much a rank came late. A rank that waits loses its connections the moment another rank gives up."""
+    gave_up = [p.since for p in board.others() + [board.mine] if p.state is State.TIMED_OUT and p.since <= slot.since]
+    if slot.state is State.LOST_PEER and gave_up and slot.since - max(gave_up) > _LATE_S:
+        return f"came {slot.since - max(gave_up):.1f} seconds after the others had given up"
     return ""
 
 
-def _has_told(place: RankSlot) -> bool:
-    return place.state > State.RUNNING
-
-
-def _is_stopped(place: RankSlot) -> bool:
-    return _process(place.pid).state in ("T", "t")
-
-
-def _manner(place: RankSlot, stack: str, *, computes: bool) -> str:
-    if place.state is State.ABSENT:
+def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
+    if slot.state is State.ABSENT:
         return "has not come so far as to say where it is"
-    if _process(place.pid).state == "D":
+    if _process_state(slot) == "D":
         return "is in a system call that does not end (a disk or a network file system)"
     if computes:
         return "computes: it loops, or is slow"
     return "" if waits_for_others(stack) else "waits, but not for the other ranks"
 
 
-def _dump(board: Board, silent: dict[int, RankSlot]) -> None:
-    """Have the silent ranks write their stacks, and wait until they are written."""
-    for place in silent.values():
-        if place.pid:
-            with suppress(ProcessLookupError):
-                request_stacks(place.pid)
-    deadline = time.monotonic() + _TO_DUMP_S
-    asked = [local_rank for local_rank, place in silent.items() if place.pid]
-    before = [""]
+def _dump(slots: list[RankSlot], board: Board) -> None:
+    """Make these ranks write their stacks, and wait until the stacks are written."""
+    for slot in slots:
+        with suppress(ProcessLookupError):
+            request_stacks(slot.pid)
+    deadline, before = time.monotonic() + _TO_DUMP_S, [""]
     while time.monotonic() < deadline:
-        now = [board.stack(local_rank) for local_rank in asked]
+        now = [board.stack(slot.local_rank) for slot in slots]
         if now == before and all(now):
             return
         before = now

@@ -1,4 +1,4 @@
-"""How MPI is told of torch's tensors and reductions: it has no 16-bit floats, no mean and no sum of booleans."""
+"""Torch's tensors and reductions in MPI's terms: MPI has no 16-bit floats, no mean and no sum of booleans."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from framework.distributed.mpi import start as mpi
 
-# What is moved is not looked into: a type of MPI's of the same size carries it. Not bytes: MPI counts to 2^31.
+# MPI does not read the elements that it moves: one of its types of the same size carries them. Not bytes: MPI counts to 2^31.
 _CARRIERS = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
 _NUMBERS = {
     torch.float64: "DOUBLE",
@@ -50,7 +50,7 @@ class Reduction:
         self.operation = getattr(mpi.library(), _OF_BOOLEANS[name] if dtype == torch.bool else name)
 
     def staged(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in one piece and in a dtype that MPI can reduce: itself, where it is so already."""
+        """Return the tensor, contiguous and in a dtype that MPI can reduce: the tensor itself where it is both already."""
         return tensor.to(self._dtype).contiguous()
 
     def buffer(self, staged: Tensor) -> list[Any]:
@@ -65,7 +65,7 @@ class Reduction:
 
 
 def carried(tensor: Tensor, counts: Sequence[int] | None = None) -> list[Any]:
-    """Return a tensor that is in one piece as a buffer to be moved; `counts`: elements from or for each rank."""
+    """Return a contiguous tensor as a buffer to be moved; `counts`: elements from or for each rank."""
     carrier = getattr(mpi.library(), _CARRIERS[tensor.element_size()])
     return [_memory(tensor), tensor.numel() if counts is None else list(counts), carrier]
 
@@ -79,13 +79,17 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
+def sizes(parts: Sequence[Tensor]) -> list[int]:
+    return [part.numel() for part in parts]
+
+
 def check_count(tensor: Tensor, count: int) -> None:
     if tensor.numel() != count:
         raise ValueError(f"a tensor of {tensor.numel()} elements, but the ranks' parts have {count}: they must agree")
 
 
 def counts_of(tensor: Tensor, splits: Sequence[int], *, size: int) -> list[int]:
-    """Return how many elements of a tensor are each rank's: `splits` of its first dim, or equal ones."""
+    """Return how many elements of a tensor belong to each rank: by `splits` of its first dim, or equal parts."""
     if not splits and len(tensor) % size:
         raise ValueError(f"{len(tensor)} rows do not divide among {size} ranks; give the splits")
     rows = list(splits) or [len(tensor) // size] * size

@@ -14,31 +14,61 @@ from torch import Tensor
 from torch.futures import Future
 
 from framework.distributed.mpi import start as mpi
-from framework.distributed.mpi.buffers import Reduction, carried, check_count, counts_of, joined
+from framework.distributed.mpi.buffers import Reduction, carried, check_count, counts_of, joined, sizes
 
 
 class PendingOperation(dist.Work):
-    """Operations that MPI has begun. They go on whenever this process is inside MPI, and end in `wait` at the latest."""
+    """Operations that MPI has begun. They advance whenever this process is inside MPI, and end in `wait` at the latest."""
 
-    _unfinished: set["PendingOperation"] = set()  # MPI uses their memory, also if nobody waits for them
+    _unfinished: set["PendingOperation"] = set()  # MPI uses their memory, even if nobody waits for them
 
     def __init__(self, what: str, *, timeout: timedelta, result: list[Tensor]) -> None:
         super().__init__()
-        self._what = what
-        self._timeout = timeout
-        self._result = result
+        self._what, self._timeout, self._result = what, timeout, result
         self._requests: list[Any] = []
-        self._used: list[Tensor | None] = []
+        self._used: list[Tensor] = []
         self._last: list[Callable[[], object]] = []
         self._unfinished.add(self)
 
-    def add(self, request: Any, *used: Tensor | None) -> None:
-        """Take in an operation that uses the memory of these tensors."""
+    def add(self, request: Any) -> "PendingOperation":
         self._requests.append(request)
-        self._used.extend(used)
+        return self
 
     def at_end(self, act: Callable[[], object]) -> None:
         self._last.append(act)
+
+    # --- MPI's buffers; their memory is kept until the operation has ended
+
+    def sent(self, tensor: Tensor, counts: list[int] | None = None) -> list[Any]:
+        """Return a buffer with the elements of `tensor`; `counts`: elements for each rank."""
+        return carried(self.keep(tensor.detach().contiguous()), counts)
+
+    def sent_parts(self, parts: Sequence[Tensor]) -> list[Any] | None:
+        """Return a buffer with the elements of all parts, a part for each rank; None without parts."""
+        return carried(self.keep(joined(parts)), sizes(parts)) if parts else None
+
+    def received(self, tensor: Tensor, counts: list[int] | None = None, *, filled: bool = False) -> list[Any]:
+        """Return a buffer for what `tensor` will hold at the end: its own memory where that is contiguous."""
+        whole = tensor.detach()
+        if not whole.is_contiguous():
+            whole = whole.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.at_end(lambda: tensor.detach().copy_(whole))
+        return carried(self.keep(whole), counts)
+
+    def received_parts(self, parts: Sequence[Tensor]) -> list[Any] | None:
+        """Return a buffer for what all parts will hold at the end, a part from each rank; None without parts."""
+        if not parts:
+            return None
+        whole = self.keep(parts[0].new_empty(sum(sizes(parts))))
+        pieces = whole.split(sizes(parts))
+        self.at_end(lambda: [part.detach().copy_(piece.view(part.shape)) for part, piece in zip(parts, pieces)])
+        return carried(whole, sizes(parts))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self._used.append(tensor)
+        return tensor
+
+    # --- the end
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if self in self._unfinished:
@@ -58,7 +88,7 @@ class PendingOperation(dist.Work):
         return self._result
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future that is there already: no thread of ours would complete it while the caller computes."""
+        """Return a future that is complete: no thread of ours would complete it while the caller computes."""
         self.wait()
         future: Future[list[Tensor]] = Future()
         future.set_result(self._result)
@@ -72,7 +102,7 @@ class PendingOperation(dist.Work):
         self._requests, self._used, self._last = [], [], []
 
 
-_NAME = "mpi4py"  # torch keeps the name mpi for its own, also where it has none
+_NAME = "mpi4py"  # torch keeps the name mpi for its own backend, even in builds without it
 
 
 def backend_name() -> str:
@@ -101,9 +131,7 @@ class MPIGroup(dist.ProcessGroup):
     def __init__(self, communicator: Any, *, name: str, timeout: timedelta) -> None:
         # the stub does not know this form
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
-        self._communicator = communicator
-        self._name = name
-        self._timeout = timeout
+        self._communicator, self._name, self._timeout = communicator, name, timeout
 
     @property
     def group_name(self) -> str:
@@ -112,15 +140,20 @@ class MPIGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # torch's own name
         return _NAME
 
+    def _begin(self, what: str, result: Sequence[Tensor]) -> PendingOperation:
+        for tensor in result:
+            if tensor.device.type != "cpu":
+                raise ValueError(f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU")
+        return PendingOperation(f"{what} among {self.size()} ranks", timeout=self._timeout, result=list(result))
+
     # --- reductions
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         work = self._begin("all-reduce", tensors)
         for tensor in tensors:
             reduction = Reduction(opts.reduceOp, dtype=tensor.dtype, size=self.size())
-            whole = reduction.staged(tensor.detach())
-            request = self._communicator.Iallreduce(mpi.library().IN_PLACE, reduction.buffer(whole), op=reduction.operation)
-            work.add(request, whole)
+            whole = work.keep(reduction.staged(tensor.detach()))
+            work.add(self._communicator.Iallreduce(mpi.library().IN_PLACE, reduction.buffer(whole), op=reduction.operation))
             work.at_end(partial(reduction.put, whole, into=tensor.detach()))
         return work
 
@@ -131,50 +164,50 @@ class MPIGroup(dist.ProcessGroup):
         work = self._begin("reduce", tensors)
         (tensor,), root = tensors, opts.rootRank
         reduction = Reduction(opts.reduceOp, dtype=tensor.dtype, size=self.size())
-        whole = reduction.staged(tensor.detach())
-        buffers = (mpi.library().IN_PLACE, reduction.buffer(whole)) if self.rank() == root else (reduction.buffer(whole), None)
-        work.add(self._communicator.Ireduce(*buffers, op=reduction.operation, root=root), whole)
+        whole = work.keep(reduction.staged(tensor.detach()))
+        buffers: tuple[Any, Any] = reduction.buffer(whole), None
         if self.rank() == root:
+            buffers = mpi.library().IN_PLACE, reduction.buffer(whole)
             work.at_end(partial(reduction.put, whole, into=tensor.detach()))
-        return work
+        return work.add(self._communicator.Ireduce(*buffers, op=reduction.operation, root=root))
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        work = self._begin("reduce-scatter", outputs)
-        for output, parts in zip(outputs, inputs):
-            self._reduce_scatter(work, output, joined(parts), [part.numel() for part in parts], opts.reduceOp)
-        return work
+        sources = [joined(parts) for parts in inputs]
+        return self._reduce_scatter(outputs, sources, [sizes(parts) for parts in inputs], opts)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any) -> dist.Work:
-        work = self._begin("reduce-scatter", outputs)
-        for output, source in zip(outputs, sources):
-            self._reduce_scatter(work, output, source.detach(), [output.numel()] * self.size(), opts.reduceOp)
-        return work
+        return self._reduce_scatter(outputs, sources, [[output.numel()] * self.size() for output in outputs], opts)
 
-    def _reduce_scatter(self, work: PendingOperation, output: Tensor, source: Tensor, counts: list[int], kind: Any) -> None:
-        check_count(source, sum(counts))
-        reduction = Reduction(kind, dtype=output.dtype, size=self.size())
-        sent = reduction.staged(source)
-        mine = sent.new_empty(output.numel())
-        buffers = reduction.buffer(sent), reduction.buffer(mine)
-        work.add(self._communicator.Ireduce_scatter(*buffers, recvcounts=counts, op=reduction.operation), sent, mine)
-        work.at_end(partial(reduction.put, mine, into=output.detach()))
+    def _reduce_scatter(
+        self, outputs: list[Tensor], sources: list[Tensor], counts: list[list[int]], opts: Any
+    ) -> PendingOperation:
+        work = self._begin("reduce-scatter", outputs)
+        for output, source, counted in zip(outputs, sources, counts):
+            check_count(source, sum(counted))
+            reduction = Reduction(opts.reduceOp, dtype=output.dtype, size=self.size())
+            sent = work.keep(reduction.staged(source.detach()))
+            mine = work.keep(sent.new_empty(output.numel()))
+            buffers = reduction.buffer(sent), reduction.buffer(mine)
+            work.add(self._communicator.Ireduce_scatter(*buffers, recvcounts=counted, op=reduction.operation))
+            work.at_end(partial(reduction.put, mine, into=output.detach()))
+        return work
 
     # --- moves
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         work = self._begin("broadcast", tensors)
         for tensor in tensors:
-            whole = self._received(work, tensor, filled=True)
-            work.add(self._communicator.Ibcast(carried(whole), root=opts.rootRank), whole)
+            work.add(self._communicator.Ibcast(work.received(tensor, filled=True), root=opts.rootRank))
         return work
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         work = self._begin("all-gather", [tensor for parts in outputs for tensor in parts])
         for parts, tensor in zip(outputs, inputs):
-            self._all_gather(work, self._received_parts(work, parts), tensor, [part.numel() for part in parts])
+            check_count(tensor, parts[self.rank()].numel())
+            work.add(self._communicator.Iallgatherv(work.sent(tensor), work.received_parts(parts)))
         return work
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -188,86 +221,43 @@ class MPIGroup(dist.ProcessGroup):
         work = self._begin("all-gather", outputs)
         for output, tensor in zip(outputs, inputs):
             check_count(output, tensor.numel() * self.size())
-            self._all_gather(work, self._received(work, output), tensor, [tensor.numel()] * self.size())
+            counts = [tensor.numel()] * self.size()
+            work.add(self._communicator.Iallgatherv(work.sent(tensor), work.received(output, counts)))
         return work
-
-    def _all_gather(self, work: PendingOperation, received: Tensor, tensor: Tensor, counts: list[int]) -> None:
-        sent = tensor.detach().contiguous()
-        check_count(sent, counts[self.rank()])
-        work.add(self._communicator.Iallgatherv(carried(sent), carried(received, counts)), sent, received)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         parts = outputs[0] if self.rank() == opts.rootRank else []
         work = self._begin("gather", parts)
-        sent = inputs[0].detach().contiguous()
-        received = self._received_parts(work, parts) if parts else None
-        into = None if received is None else carried(received, [part.numel() for part in parts])
-        work.add(self._communicator.Igatherv(carried(sent), into, root=opts.rootRank), sent, received)
-        return work
+        return work.add(self._communicator.Igatherv(work.sent(inputs[0]), work.received_parts(parts), root=opts.rootRank))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         work = self._begin("scatter", outputs)
-        received = self._received(work, outputs[0])
         parts = inputs[0] if self.rank() == opts.rootRank else []
-        sent = joined(parts) if parts else None
-        source = None if sent is None else carried(sent, [part.numel() for part in parts])
-        work.add(self._communicator.Iscatterv(source, carried(received), root=opts.rootRank), received, sent)
-        return work
+        return work.add(self._communicator.Iscatterv(work.sent_parts(parts), work.received(outputs[0]), root=opts.rootRank))
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         work = self._begin("all-to-all", [output])
-        received, sent = self._received(work, output), source.detach().contiguous()
-        source_buffer = carried(sent, counts_of(sent, input_splits, size=self.size()))
-        into = carried(received, counts_of(received, output_splits, size=self.size()))
-        work.add(self._communicator.Ialltoallv(source_buffer, into), sent, received)
-        return work
+        sent = work.sent(source, counts_of(source, input_splits, size=self.size()))
+        received = work.received(output, counts_of(output, output_splits, size=self.size()))
+        return work.add(self._communicator.Ialltoallv(sent, received))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         work = self._begin("all-to-all", outputs)
-        received, sent = self._received_parts(work, outputs), joined(inputs)
-        into = carried(received, [part.numel() for part in outputs])
-        work.add(self._communicator.Ialltoallv(carried(sent, [part.numel() for part in inputs]), into), sent, received)
-        return work
+        return work.add(self._communicator.Ialltoallv(work.sent_parts(inputs), work.received_parts(outputs)))
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         work = self._begin("send", tensors)
         for tensor in tensors:
-            sent = tensor.detach().contiguous()
-            work.add(self._communicator.Isend(carried(sent), dest=to, tag=tag), sent)
+            work.add(self._communicator.Isend(work.sent(tensor), dest=to, tag=tag))
         return work
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         work = self._begin("receive", tensors)
         for tensor in tensors:
-            received = self._received(work, tensor)
-            work.add(self._communicator.Irecv(carried(received), source=source, tag=tag), received)
+            work.add(self._communicator.Irecv(work.received(tensor), source=source, tag=tag))
         return work
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        work = self._begin("barrier", [])
-        work.add(self._communicator.Ibarrier())
-        return work
-
-    # --- memory
-
-    def _begin(self, what: str, result: Sequence[Tensor]) -> PendingOperation:
-        for tensor in result:
-            if tensor.device.type != "cpu":
-                raise ValueError(f"{what} of a tensor on {tensor.device}: the group over mpi4py takes tensors on the CPU")
-        return PendingOperation(f"{what} among {self.size()} ranks", timeout=self._timeout, result=list(result))
-
-    def _received(self, work: PendingOperation, tensor: Tensor, *, filled: bool = False) -> Tensor:
-        """Return memory in one piece for what `tensor` is to hold in the end: its own, where that is in one piece."""
-        whole = tensor.detach()
-        if not whole.is_contiguous():
-            whole = whole.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
-            work.at_end(lambda: tensor.detach().copy_(whole))
-        return whole
-
-    def _received_parts(self, work: PendingOperation, parts: Sequence[Tensor]) -> Tensor:
-        whole = parts[0].new_empty(sum(part.numel() for part in parts))
-        pieces = whole.split([part.numel() for part in parts])
-        work.at_end(lambda: [part.detach().copy_(piece.view(part.shape)) for part, piece in zip(parts, pieces)])
-        return whole
+        return self._begin("barrier", []).add(self._communicator.Ibarrier())

@@ -4,10 +4,11 @@ import functools
 import importlib.util
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from framework.runtime.environment import Environment, NodePlace, set_default
+from framework.runtime.environment import Environment, set_default
 from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
@@ -67,15 +68,16 @@ def problem(environment: Environment) -> Problem | None:
 
 
 @functools.cache
-def place_on_node() -> NodePlace:
-    """Return this process's place among those that share its node's memory. Collective.
+def placed(environment: Environment) -> Environment:
+    """Return the environment with this process's place among the processes that share its node's memory. Collective.
 
-    Neither need mpirun number a node's processes in the order of their ranks, nor their ranks follow each other.
+    mpirun need not number a node's processes in the order of their ranks, and their ranks need not follow each other.
     """
     MPI = library()
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    return NodePlace(node.rank, node.size, node.bcast(world.rank, root=0))
+    first = node.bcast(world.rank, root=0)
+    return replace(environment, local_rank=node.rank, local_world_size=node.size, first_on_node=first)
 
 
 def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
@@ -95,39 +97,29 @@ def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
 
 def from_rank_0(text: str | None, *, timeout: timedelta) -> str:
     """Return rank 0's text on every rank. Collective."""
-    import array
-
-    MPI = library()
-    world = MPI.COMM_WORLD
-    content = bytearray((text or "").encode())
-    size = array.array("q", [len(content)])
-    complete([world.Ibcast([size, MPI.INT64_T])], what="MPI: rank 0's decision", timeout=timeout)
-    if world.rank != 0:
-        content = bytearray(size[0])
-    complete([world.Ibcast([content, MPI.BYTE])], what="MPI: rank 0's decision", timeout=timeout)
-    return content.decode()
+    world = library().COMM_WORLD
+    # rank 0 comes here with its text: after that the broadcast, which has no time limit of its own, waits for nobody
+    complete([world.Ibarrier()], what="MPI: rank 0's decision", timeout=timeout)
+    return str(world.bcast(text))
 
 
 @functools.cache
-def store(*, one_machine: bool, timeout: timedelta) -> "Store":
-    """Return the store by which gloo's ranks meet: rank 0 serves it, at a port that is free, and says where. Collective."""
+def store(*, timeout: timedelta) -> "Store":
+    """Return the store by which gloo's ranks meet: rank 0 serves it at a free port, whose number it sends. Collective."""
     import socket
 
     from torch.distributed import TCPStore
 
     world = library().COMM_WORLD
-    served, address = None, None
+    one_machine = placed(Environment.read()).local_world_size == world.size
+    listener, address = None, None
     if world.rank == 0:
-        host = "127.0.0.1" if one_machine else socket.gethostname()
         # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
         listener = socket.create_server(("127.0.0.1" if one_machine else "", 0))
-        port = listener.getsockname()[1]
-        address = f"{host} {port}"
-        served = TCPStore(
-            host, port, world.size, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-        )
+        address = f"{'127.0.0.1' if one_machine else socket.gethostname()} {listener.getsockname()[1]}"
     host, _, port = from_rank_0(address, timeout=timeout).partition(" ")
-    return served or TCPStore(host, int(port), world.size, is_master=False, timeout=timeout)
+    served = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
+    return TCPStore(host, int(port), world.size, wait_for_workers=False, timeout=timeout, **served)
 
 
 def leave() -> None:

@@ -1,5 +1,6 @@
 """Elastic runs: the same command on every node; nodes come and go, and the run goes on with those that are there."""
 
+import copy
 import signal
 import sys
 import time
@@ -12,13 +13,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from framework.config.frozen_file import FrozenConfig
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
-from framework.launch.agent import Agent, prepare
 from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
-from framework.launch.elastic.membership import Membership
-from framework.launch.elastic.shared_record import Meeting, Superseded
+from framework.launch.elastic.membership import Meeting, Membership, Superseded
 from framework.launch.failures import cause, record_failure, recorded_failures, report
 from framework.launch.scratch import new_folder, remove_leftovers
-from framework.launch.worker import begin_child, work
+from framework.launch.worker import Agent, prepare, work
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
@@ -30,13 +29,13 @@ from framework.runtime.problem import Problem
 
 _POLL_S = 0.25
 _LAST_CALL_S = 3.0  # after a node has come, before a round begins with fewer than there may be
-_GRACE_S = 5.0  # for workers to notice by themselves that others are gone
+_GRACE_S = 5.0  # for workers to notice by themselves that other workers have ended
 
 
 def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
     """Be one node of the run until it ends. Returns the exit code, the same on all nodes.
 
-    An `attempt` that compares as greater takes the run from the nodes of the others.
+    An `attempt` that compares as greater takes the run from the nodes of the other attempts.
     """
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     directory, launch = RunDirectory(Path(config.run.dir)), config.launch
@@ -60,16 +59,13 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
                 return agent.attend(meeting, timeout_s=launch.timeout_s)
         finally:
             meeting.leave()
-    except Superseded as superseded:
-        LOGGER.error("this node has to leave the run: %s", superseded)
-        return superseded.code
-    except OSError as error:
+    except (Superseded, OSError) as error:
         LOGGER.error("this node has to leave the run: %s", error)
-        return Exit.DISK
+        return error.code if isinstance(error, Superseded) else Exit.DISK
 
 
 def _enter(meeting: Meeting) -> Exit | None:
-    """Take a place in the meeting. An exit code instead, where that cannot be."""
+    """Join the meeting. Returns an exit code if that is not possible."""
     try:
         while not meeting.enter():
             if PREEMPTION.requested:
@@ -87,14 +83,13 @@ def _enter(meeting: Meeting) -> Exit | None:
 
 @dataclass(frozen=True)
 class _Entry:
-    """How each worker of a node begins a round. `folder` is all nodes'."""
+    """How each worker of a node begins a round. `folder` is shared by all nodes."""
 
     config: RunConfig
     folder: Path
 
     def join(self, node_folder: Path) -> int:
         """Do one worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes."""
-        begin_child()
         environment = Environment.read()
         log.start_console(rank=environment.rank)
         try:
@@ -123,7 +118,7 @@ class _Entry:
 class _Agent(Agent):
     """Torch elastic's agent, with a worker group for each round; a round that loses a node is not a failure.
 
-    Its `failure` is the one that has ended the run, where it is this node's.
+    `failures` holds the failure that has ended the run, where it is this node's.
     """
 
     def attend(self, meeting: Meeting, *, timeout_s: float) -> int:
@@ -135,8 +130,8 @@ class _Agent(Agent):
                 self._watch(membership.round)
         finally:
             self.end_workers(signal.SIGKILL)
-        if how := self.verdict or self.failure:
-            report(how, self._directory)
+        if self.verdict or self.failures:
+            report(self.verdict or self.failures[-1], self._directory)
         elif membership.error is not None:
             LOGGER.error("the run has failed: %s", membership.error)
             if self._directory.path.exists():
@@ -155,16 +150,16 @@ class _Agent(Agent):
                 possible = now
             if not seen.running if seen.code is not None else self._meeting.number in seen.running:
                 return seen
-            before = seen.text()
-            if self._advance(seen, waited_s=now - since, idle_s=now - possible).text() == before:
+            times = {"waited_s": now - since, "idle_s": now - possible}
+            if self._advance(copy.deepcopy(seen), **times) == seen:
                 time.sleep(_POLL_S)
                 continue
             with self._meeting.change() as membership:
-                self._advance(membership, waited_s=now - since, idle_s=now - possible)
+                self._advance(membership, **times)
                 self._meeting.clear(before=membership.round)
 
     def _advance(self, membership: Membership, *, waited_s: float, idle_s: float) -> Membership:
-        """Take the step that is due between rounds, if any: another node may be about to take the same."""
+        """Take the step that is due between rounds, if any: another node may be about to take the same step."""
         if self._meeting.number not in membership.nodes:
             self._meeting.wait_for_next(membership)
         membership.stops |= PREEMPTION.requested
@@ -182,22 +177,22 @@ class _Agent(Agent):
 
     def _start(self, membership: Membership) -> None:
         spec, place = self.workers.spec, self.place
-        place.rank, place.num_nodes = membership.members.index(self._meeting.number), len(membership.members)
+        place.rank, place.world_size = membership.members.index(self._meeting.number), len(membership.members)
         if place.rank == 0:
-            nodes = f"{place.num_nodes} node{'s' * (place.num_nodes != 1)}"
+            nodes = f"{place.world_size} node{'s' * (place.world_size != 1)}"
             LOGGER.info("%s", f"round {membership.round}: {nodes} of launch.nproc_per_node={spec.local_world_size}")
         # torch numbers attempts by restarts, which every agent counts for itself; the rounds are counted together
         self.restarts_left = spec.max_restarts - membership.round
         self.start_workers()
 
     def _watch(self, round: int) -> None:
-        """See to this node's workers until they are gone, and put on record how they went."""
-        is_told, over_since = False, None
+        """Watch this node's workers until they have ended, and record how they ended."""
+        is_stopping, over_since = False, None
         while (result := self.watch_workers()).state == WorkerState.HEALTHY:
             time.sleep(_POLL_S)
             seen = self._meeting.look()
-            if not is_told and (PREEMPTION.requested or seen.stops or seen.may_grow):
-                is_told = self._tell_workers(round)
+            if not is_stopping and (PREEMPTION.requested or seen.stops or seen.may_grow):
+                is_stopping = self._ask_to_stop(round)
             patience_s = self._patience_s(seen, round)
             if patience_s is None:
                 continue
@@ -210,15 +205,15 @@ class _Agent(Agent):
             self._meeting.wait_for_next(membership)
 
     def _patience_s(self, membership: Membership, round: int) -> float | None:
-        """Return how long workers that still run may go on doing so; None if nothing is wrong."""
+        """Return for how many seconds workers that still run may go on; None if nothing is wrong."""
         if membership.round != round or membership.is_short:  # the others go on without them, or wait for a dead node
             return 0.0
         if membership.broken == round:  # they are about to notice by themselves
             return _GRACE_S
         return self._timeout_s if membership.code is not None else None  # rank 0 may be closing its loggers
 
-    def _tell_workers(self, round: int) -> bool:
-        """Have the workers stop after their step, with a checkpoint; first of all say why, for all nodes' will."""
+    def _ask_to_stop(self, round: int) -> bool:
+        """Make the workers stop after their step, with a checkpoint. The reason is recorded first, for all nodes."""
         with self._meeting.change() as membership:
             membership.stops |= PREEMPTION.requested
             if membership.may_grow:
@@ -232,7 +227,7 @@ class _Agent(Agent):
         membership.stops |= PREEMPTION.requested
         if result.state == WorkerState.SUCCEEDED:
             code = max(result.return_values.values())
-            # nobody has asked for it: then a person has sent a signal to a worker
+            # otherwise no node has asked for it: a person has sent a signal to a worker
             if code != Exit.PREEMPTED or membership.stops or membership.regroups != round:
                 membership.end(code)
             return
@@ -249,7 +244,7 @@ class _Agent(Agent):
             return
         number = membership.note(failure, round)
         if membership.code is not None:
-            self.failure = failure
+            self.failures.append(failure)
         else:
-            with log.launcher_file(self._directory.log):
+            with log.log_file(self._directory.log):
                 LOGGER.warning("%s; restart %d of %d", failure, number, membership.max_restarts)

@@ -34,7 +34,7 @@ def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) 
         set_default("TP_SOCKET_IFNAME", "lo")
 
     def rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        yield world.groups.store("rpc"), world.rank, world.world_size
+        yield world.store("rpc"), world.rank, world.world_size
 
     dist.register_rendezvous_handler(_SCHEME, rendezvous)  # no port of its own, and a new store for every attempt
     options = rpc_options(
@@ -46,7 +46,7 @@ def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) 
         # torch's own: about the group that init_rpc makes for itself
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(name_of(world.rank), rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
-    world.groups.at_end(
+    world.at_end(
         leave=functools.partial(_leave, timeout_s=world.timeout.total_seconds()),
         abandon=functools.partial(rpc.shutdown, graceful=False),
     )
