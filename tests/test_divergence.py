@@ -15,7 +15,7 @@ from framework.data.loader import Loader
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Step
-from framework.modules.shards import local
+from framework.modules.tensors import local
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Diverged
 from framework.training.progress import Progress

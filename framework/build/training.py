@@ -1,6 +1,6 @@
 """The composition root: a run's configuration as the objects that train and measure it."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -13,8 +13,10 @@ from framework.checkpoint.weights import warm_start
 from framework.config.components import component
 from framework.config.renamed import first_target
 from framework.config.schema import Node, RunConfig, TrainerSection
-from framework.data.loader import Splits
-from framework.data.source import Dataset
+from framework.data.loader import Loader, Splits
+from framework.data.order import Order
+from framework.data.sharing import load_shared
+from framework.data.source import Dataset, Split
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, Task
@@ -22,9 +24,14 @@ from framework.loggers.background import Background
 from framework.loggers.console import Console
 from framework.loggers.sink import Sink
 from framework.modules import flops
-from framework.modules.compile import compile_blocks, recompute_activations
-from framework.modules.freeze_parameters import freeze_parameters
-from framework.modules.structure import blocks_of, chain_of, has_dropout
+from framework.modules.structure import (
+    blocks_of,
+    chain_of,
+    compile_blocks,
+    freeze_parameters,
+    has_dropout,
+    recompute_activations,
+)
 from framework.optim.groups import Trainable
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
@@ -97,17 +104,25 @@ class Builder:
                            "without, at the model's own speed")  # fmt: skip
 
     def splits(self, engine: Engine) -> Splits:
-        """Return this rank's part of the dataset, loaded when it is first asked for."""
+        """Return this rank's part of the dataset, loaded at its first use."""
+        return Splits(partial(self._load, dp_rank=engine.dp_rank, dp_size=engine.dp_size))
+
+    def _load(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         config = self.config
-        return Splits(
-            dataset=self.dataset,
-            world=self.world,
-            dp_rank=engine.dp_rank,
-            dp_size=engine.dp_size,
-            seed=config.seed,
-            global_batch_size=config.global_batch_size,
+        source = load_shared(self.dataset, split, world=self.world)
+        return Loader(
+            self.dataset,
+            source,
+            order=Order(
+                num_samples=len(source),
+                global_batch_size=config.global_batch_size,
+                seed=config.seed,
+                drop_last=config.drop_last and split == "train",
+            ),
             micro_batch_size=config.micro_batch_size,
-            drop_last=config.drop_last,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            device=self.world.device,
             dtype=self.precision.parameters,
         )
 

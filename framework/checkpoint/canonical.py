@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.distributed.world import World
-from framework.modules.shards import whole
+from framework.modules.tensors import whole
 from framework.optim.update import AveragedWeights
 
 

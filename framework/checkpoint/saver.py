@@ -12,7 +12,7 @@ from torch import Tensor
 
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
-from framework.modules.shards import copy_to_host, local
+from framework.modules.tensors import copy_to_host, local
 from framework.runtime.exits import DiskFailed
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION

@@ -1,4 +1,4 @@
-"""From the order of samples to this rank's micro-batches, as tensors on its device: of each split of a dataset."""
+"""From the order of samples to this rank's micro-batches, as tensors on its device, for each split of a dataset."""
 
 import signal
 import weakref
@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
-from framework.data.sharing import load_shared
 from framework.data.source import Dataset, Source, Split
-from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
-from framework.modules.nested import Tree, map_tensors
+from framework.modules.tensors import Tree, map_tensors
 from framework.randomness import keys
 from framework.runtime.parent_death import die_with_parent
 from framework.runtime.preemption import SIGNALS
@@ -24,7 +22,7 @@ from framework.runtime.torch_internals import shut_down_loader
 
 @dataclass(eq=False)
 class Loader:
-    """One rank's view of one split. What a batch holds is a function of its position alone, so a run can start anywhere."""
+    """One rank's view of one split. The content of a batch depends on its position only, so a run can start anywhere."""
 
     dataset: Dataset
     source: Source
@@ -39,11 +37,10 @@ class Loader:
     def __post_init__(self) -> None:
         self.num_workers = int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", False))
-        self._cuts: dict[int, tuple[list[Part], slice]] = {}  # by size: a full global batch, and the short one
         self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
 
     def train(self, samples_seen: int) -> Iterator[Step]:
-        """Yield the steps after `samples_seen` samples, for ever."""
+        """Yield the steps after `samples_seen` samples, without end."""
         return self._run(self._positions(samples_seen), self._train_step)
 
     def evaluate(self) -> Iterator[MicroBatch]:
@@ -53,7 +50,7 @@ class Loader:
             yield from step.micro_batches
 
     def close(self) -> None:
-        """End the loader's processes. They ignore signals, so at exit, after an error, Python would wait for them for ever."""
+        """End the loader's processes. They ignore signals, so at exit, after an error, Python would wait for them forever."""
         for steps in list(self._running):
             shut_down_loader(steps)
         self._running.clear()
@@ -72,18 +69,12 @@ class Loader:
         return self._step(0, np.arange(start, min(start + self.order.global_batch_size, len(self.source))), None)
 
     def _step(self, epoch: int, samples: np.ndarray, augment_keys: np.ndarray | None) -> Step:
-        mine, span = self._cut(len(samples))
+        mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        span = slice(min(part.start for part in mine), max(part.stop for part in mine))  # without gaps: fetched at once
         keys = None if augment_keys is None else augment_keys[span]
         inputs, targets = self._fetch(samples[span], keys)
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
         return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, span=span) for part in mine], is_even)
-
-    def _cut(self, num_samples: int) -> tuple[list[Part], slice]:
-        """Return this rank's parts of a global batch, and their span: without gaps, so that it is fetched at once."""
-        if num_samples not in self._cuts:
-            mine = parts(num_samples, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
-            self._cuts[num_samples] = mine, slice(min(part.start for part in mine), max(part.stop for part in mine))
-        return self._cuts[num_samples]
 
     def _fetch(self, samples: np.ndarray, augment_keys: np.ndarray | None) -> tuple[Tree, Tree]:
         stored = (torch.from_numpy(array) for array in self.source.gather(samples))
@@ -100,12 +91,11 @@ class Loader:
             loader = DataLoader(
                 _AtPosition(fetch),
                 batch_size=None,
-                sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not asked
+                sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not read
                 num_workers=self.num_workers,
                 collate_fn=lambda step: step,
-                worker_init_fn=lambda _: (
-                    die_with_parent()
-                ),  # torch's watchdog looks every five seconds, and a queue may break before
+                # torch's watchdog looks every five seconds, and a queue may break before
+                worker_init_fn=lambda _: die_with_parent(),
                 multiprocessing_context="fork",
             )
             steps = _start_unsignalled(loader)
@@ -138,7 +128,7 @@ class _AtPosition(torch.utils.data.Dataset[Step]):
 
 
 def _start_unsignalled(loader: DataLoader[Step]) -> Iterator[Step]:
-    """Start the loader's processes with our signals blocked: one sent to the whole group must not kill the data."""
+    """Start the loader's processes with our signals blocked: a signal to the whole process group must not kill them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         return iter(loader)
@@ -146,41 +136,17 @@ def _start_unsignalled(loader: DataLoader[Step]) -> Iterator[Step]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False)
 class Splits:
-    """One rank's loaders: all that differs between the ranks is `dp_rank`, of `dp_size` that work on different samples."""
+    """One rank's loaders by split; `load` makes each at its first use."""
 
-    dataset: Dataset
-    world: World
-    dp_rank: int
-    dp_size: int
-    seed: int
-    global_batch_size: int
-    micro_batch_size: int | None
-    drop_last: bool
-    dtype: torch.dtype
+    load: Callable[[Split], Loader]
     _loaders: dict[Split, Loader] = field(default_factory=dict, init=False)
 
     def loader(self, split: Split) -> Loader:
-        """Return the loader of a split. Collective where it is asked for the first time."""
+        """Return the loader of a split. Collective at its first use."""
         if split not in self._loaders:
-            source = load_shared(self.dataset, split, world=self.world)
-            order = Order(
-                num_samples=len(source),
-                global_batch_size=self.global_batch_size,
-                seed=self.seed,
-                drop_last=self.drop_last and split == "train",
-            )
-            self._loaders[split] = Loader(
-                self.dataset,
-                source,
-                order=order,
-                micro_batch_size=self.micro_batch_size,
-                dp_rank=self.dp_rank,
-                dp_size=self.dp_size,
-                device=self.world.device,
-                dtype=self.dtype,
-            )
+            self._loaders[split] = self.load(split)
         return self._loaders[split]
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.engine.seam import MicroBatch, Task
-from framework.modules.nested import Tree, call, map_tensors
+from framework.modules.tensors import Tree, call, map_tensors
 from framework.randomness import key
 
 

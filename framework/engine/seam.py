@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from framework.modules.nested import Tree, map_tensors
+from framework.modules.tensors import Tree, map_tensors
 from framework.optim.groups import BuildOptimizer, Trainable
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.modules.shards import part_of, whole
+from framework.modules.tensors import part_of, whole
 
 
 class Muon(torch.optim.Optimizer):
@@ -13,7 +13,7 @@ class Muon(torch.optim.Optimizer):
 
     torch.optim.Muon takes matrices only, and iterates in bfloat16, where rounding depends on how a matrix is sharded.
     This one iterates in the parameter's own precision (fp32 or fp64) and on the WHOLE matrix: a shard is gathered
-    first, so that every strategy takes the same step.
+    first, so every strategy takes the same step.
     Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers"; the scale 0.2 sqrt(max(rows, columns)), which
     lets it share AdamW's learning rates and decay, is Liu et al. 2025, "Muon is scalable for LLM training".
     """
@@ -21,23 +21,9 @@ class Muon(torch.optim.Optimizer):
     _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
     _NUM_ITERATIONS = 5
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        adamw_lr: float,
-        adamw_betas: tuple[float, float],
-        adamw_eps: float,
-    ) -> None:
-        """`groups` are torch's, each with its `kind`: muon or adamw."""
-        defaults: dict[str, dict[str, Any]] = {
-            "muon": {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-            "adamw": {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": 0.0},
-        }
-        super().__init__([defaults[group["kind"]] | group for group in groups], defaults={})
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        """`groups` are torch's, each with its `kind` (muon or adamw) and all options of that kind."""
+        super().__init__(groups, defaults={})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the Engine has run backward
@@ -47,19 +33,18 @@ class Muon(torch.optim.Optimizer):
                     (self._muon if group["kind"] == "muon" else self._adamw)(parameter, group)
 
     def _muon(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum, lr, weight_decay = group["momentum"], group["lr"], group["weight_decay"]
-        gradient = parameter.grad
-        assert gradient is not None
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum)  # Nesterov
         update = part_of(self._orthogonalise(whole(update)), like=parameter)
         parameter.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * 0.2 * max(parameter.shape) ** 0.5)
 
     def _orthogonalise(self, matrix: Tensor) -> Tensor:
-        """Return the nearest (semi-)orthogonal matrix, roughly: singular values end between 0.7 and 1.2."""
+        """Return roughly the nearest (semi-)orthogonal matrix: its singular values are between 0.7 and 1.2."""
         a, b, c = self._COEFFICIENTS
         x = matrix / (matrix.norm() + 1e-7)
         x = x.T if matrix.shape[0] > matrix.shape[1] else x

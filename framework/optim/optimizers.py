@@ -1,4 +1,4 @@
-"""Our optimizers: torch's, and Muon, with the parameter groups that they are usually given."""
+"""The optimizers of conf/optimizer: torch's, and Muon, with the usual parameter groups."""
 
 from collections.abc import Collection
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from framework.runtime.torch_internals import NORMS
 
 
 def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
-    """Return the parameters that want a gradient, in the model's order. `hidden` names those that are hidden."""
+    """Return the parameters that want a gradient, in the model's order. `hidden` has the names of the hidden matrices."""
     of_norms = {id(p) for layer in module.modules() if isinstance(layer, NORMS) for p in layer.parameters(recurse=False)}
     trained = []
     for name, parameter in module.named_parameters():
@@ -24,13 +24,13 @@ def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
-    """Return the names of the matrices between the first and the last layer. `model` is the whole, before any cut."""
+    """Return the names of the matrices between the first and the last layer. `model` is whole: no strategy has cut it."""
     matrices = [(name, p) for name, p in model.named_parameters() if p.ndim >= 2]
     return [name for name, parameter in matrices[1:-1] if parameter.ndim == 2]
 
 
 def stand_in(device: torch.device) -> list[Trainable]:
-    """Return something to build the optimizer of, for a rank that updates nothing: no optimizer takes no parameters."""
+    """Return a parameter for the optimizer of a rank that updates nothing: an optimizer needs at least one."""
     return [Trainable("", nn.Parameter(torch.zeros(1, device=device)), False, False)]
 
 
@@ -43,7 +43,7 @@ Betas = list[Annotated[float, Ge(0), Lt(1)]]
 
 
 def _by_decay(trained: list[Trainable], groups: Groups | None, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameter groups: those of `groups`, and of the others, vectors are not decayed."""
+    """Return the parameter groups of the rules in `groups`, and without weight decay for vectors."""
     not_decayed: list[Rule] = [(lambda item: not item.is_decayed, {"weight_decay": 0.0})] if weight_decay else []
     return param_groups(trained, [*rules_of(groups or []), *not_decayed])
 
@@ -84,19 +84,12 @@ def muon(
     groups: Groups | None = None,
 ) -> torch.optim.Optimizer:
     """Muon for the matrices between the first and the last layer, AdamW for everything else."""
-    hidden = [item for item in trained if item.is_hidden]
-    others = [item for item in trained if not item.is_hidden]
-    by_kind = [group | {"kind": kind} for kind, items in (("muon", hidden), ("adamw", others))
-               for group in param_groups(items, rules_of(groups or []))]  # fmt: skip
-    return Muon(
-        by_kind,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        adamw_lr=adamw_lr,
-        adamw_betas=_pair(adamw_betas),
-        adamw_eps=adamw_eps,
-    )
+    rules = rules_of(groups or [])
+    of_muon = {"kind": "muon", "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    of_adamw = {"kind": "adamw", "lr": adamw_lr, "betas": _pair(adamw_betas), "eps": adamw_eps, "weight_decay": 0.0}
+    hidden = param_groups([item for item in trained if item.is_hidden], rules)
+    others = param_groups([item for item in trained if not item.is_hidden], rules)
+    return Muon([*(of_muon | group for group in hidden), *(of_adamw | group for group in others)])
 
 
 def _pair(betas: list[float]) -> tuple[float, float]:

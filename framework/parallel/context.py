@@ -7,43 +7,30 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, EngineAround, MicroBatch, Step, Sums
 from framework.modules.structure import has_dropout, own_answer
-from framework.parallel.ddp import replicated
+from framework.parallel.ddp import Buckets, replicated
 
 
 def context(
-    model: nn.Module,
-    *,
-    world: World,
-    forward: Forward,
-    replicate: int | None,
-    context: int | None,
-    bucket_cap_mb: int,
-    gradient_as_bucket_view: bool,
+    model: nn.Module, *, world: World, forward: Forward, replicate: int | None, context: int | None, **buckets: Unpack[Buckets]
 ) -> Engine:
     """Replicate the model; the processes along the inner axis of the mesh share the tokens of the same samples. Collective."""
     mesh = world.mesh(replicate=replicate, context=context)
     group = mesh.get_group("context")
     cut = Cut(rank=group.rank(), size=group.size())
-    for mixer in model.mixers():  # type: ignore[operator]  # `problems` has asked whether it answers
+    for mixer in model.mixers():  # type: ignore[operator]  # `problems` has checked that it answers
         mixer.forward = by_heads(mixer.forward, cut=cut, group=group)
-    engine = replicated(
-        model,
-        world=world,
-        forward=forward,
-        mesh=mesh,
-        bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-    )
+    engine = replicated(model, world=world, forward=forward, mesh=mesh, **buckets)
     return ContextEngine(engine, cut=cut, dp_rank=mesh.get_local_rank("replicate"))
 
 
 def problems(model: nn.Module, *, context: int, **others: object) -> list[str]:
-    """Say why this model's tokens cannot be cut over so many processes."""
+    """Return why this model's tokens cannot be cut over so many processes."""
     any_model = "ddp, zero, fsdp and hsdp take any model"
     if own_answer(model, "mixers") is None:
         return [f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {any_model}"]
@@ -58,14 +45,14 @@ def problems(model: nn.Module, *, context: int, **others: object) -> list[str]:
 
 @dataclass(kw_only=True)
 class Cut:
-    """How the tokens of the samples at hand are cut over the ranks. `length` is set by the engine, for its mixers."""
+    """How the tokens of the current samples are cut over the ranks. The engine sets `length`, for its mixers."""
 
     rank: int
     size: int
     length: int = 0  # tokens of a whole sample
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return the first of a rank's tokens and the first that is not; counts differ by one at most."""
+        """Return where a rank's tokens start and end; counts differ by one at most."""
         return rank * self.length // self.size, (rank + 1) * self.length // self.size
 
     @property
@@ -86,7 +73,7 @@ class Cut:
 class ContextEngine(EngineAround):
     """An Engine whose ranks run the same samples, a slice of the tokens each.
 
-    A sample's loss is the mean over its tokens, so a slice counts by its share of them.
+    A sample's loss is the mean over its tokens, so the weight of a slice is its share of the tokens.
     """
 
     def __init__(self, engine: Engine, *, cut: Cut, dp_rank: int) -> None:

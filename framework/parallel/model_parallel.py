@@ -10,8 +10,8 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.nested import Tree, map_tensors
 from framework.modules.structure import chain_of, units_of
+from framework.modules.tensors import Tree, map_tensors
 from framework.parallel.pipelining.chain import costs_of, cut
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import apply_to_own
@@ -24,11 +24,11 @@ def model_parallel(model: nn.Module, *, world: World, forward: Forward, num_devi
 
 
 def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | None) -> str:
-    """Lay the model out in its layers' order, so that the dearest device is as cheap as can be; return what came of it.
+    """Lay out the model in its layers' order so that the largest cost of a device is as small as possible; describe the result.
 
-    The last layers are on the first device: where batches come from, and where the outputs meet the targets. What a layer
-    is called with follows it to its device. The layers are those of the model's chain; if that is not known, they are
-    the modules that its forward calls, and what they return comes back to the first device, where the rest is.
+    The last layers are on the first device: batches come from it, and the outputs meet the targets there. A layer's
+    arguments are moved to its device. The layers are the model's chain; if the chain is not known, they are the modules
+    that its forward calls, and what they return is moved back to the first device, where the rest of the model is.
     """
     home = devices[0]
     links = chain_of(model)
@@ -51,7 +51,7 @@ def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | 
 
 
 def sharing_weights(units: Sequence[nn.Module]) -> list[list[int]]:
-    """Group the units that share a weight, which can be on one device only; each group stands where its last unit does."""
+    """Group the units that share a weight, which can be on one device only; each group takes the place of its last unit."""
     groups: list[tuple[set[int], list[int]]] = []
     for number, unit in enumerate(units):
         weights = {id(parameter) for parameter in unit.parameters()}
@@ -70,7 +70,7 @@ def _move_own(model: nn.Module, units: Sequence[nn.Module], *, to: torch.device)
 
 
 class _Move:
-    """Hooks that bring what goes into a module, or what comes out of it, to a device."""
+    """Hooks that move the arguments of a module, or its outputs, to a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
