@@ -23,15 +23,7 @@ from framework.engine.seam import Engine, Task
 from framework.loggers.background import Background
 from framework.loggers.console import Console
 from framework.loggers.sink import Sink
-from framework.modules import flops
-from framework.modules.structure import (
-    blocks_of,
-    chain_of,
-    compile_blocks,
-    freeze_parameters,
-    has_dropout,
-    recompute_activations,
-)
+from framework.modules import flops, structure
 from framework.optim.groups import Trainable
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
@@ -41,12 +33,11 @@ from framework.runs.directory import RunDirectory
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import has_compiler
 from framework.training.profile import Profile
-from framework.training.progress import Plan
 from framework.training.recorder import Recorder
 from framework.training.recovery import Recovery
 from framework.training.speed import Speed
 from framework.training.tracking import Patience, Tracker
-from framework.training.trainer import Trainer
+from framework.training.trainer import Plan, Trainer
 
 
 class Builder:
@@ -70,7 +61,7 @@ class Builder:
         return components.task(self.config.task)
 
     def model(self) -> nn.Module:
-        """Return the model as it was drawn from the seed, in the precision's type."""
+        """Return the model with its weights drawn from the seed, in the precision's type."""
         return components.model(self.config.model, seed=self.config.seed).to(self.precision.parameters)
 
     def engine(self, module: nn.Module) -> Engine:
@@ -85,20 +76,20 @@ class Builder:
             autocast=self.precision.autocast,
             example=components.example(self.dataset.info, dtype=self.precision.parameters),
         )
-        if has_dropout(module):
-            forward.key_draws(chain_of(module) or blocks_of(module))
+        if structure.has_dropout(module):
+            forward.key_draws(structure.chain_of(module) or structure.blocks_of(module))
         bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)
         if config.trainer.sync_batchnorm and built.dp_size > 1:
-            assert built.dp_size == self.world.world_size  # the preflight has refused strategies in which it is not
+            assert built.dp_size == self.world.world_size  # the preflight has refused other strategies
             synchronise(module, group=self.world.groups.new_group(), forward=forward)
         return built
 
     def _transform_blocks(self, module: nn.Module, settings: TrainerSection) -> None:
         if settings.activation_checkpointing:
-            recompute_activations(module)
+            structure.recompute_activations(module)
         if settings.compile and has_compiler():
-            compile_blocks(module)
+            structure.compile_blocks(module)
         elif settings.compile and self.world.rank == 0:
             LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
                            "without, at the model's own speed")  # fmt: skip
@@ -142,7 +133,7 @@ class Builder:
         sinks = build_sinks(config.logger) if world.rank == 0 else {}
         recorder = Recorder(self.directory, world=world, sinks=sinks)
         module = self.model()
-        freeze_parameters(module, config.trainer.freeze)
+        structure.freeze_parameters(module, config.trainer.freeze)
         if config.model.get("init_from") and store.is_empty:
             warm_start(module, Path(config.model["init_from"]), digest=config.model["init_digest"], world=world)
         hidden = hidden_matrices(module)
@@ -192,18 +183,22 @@ class Builder:
         config = self.config
         optimizer = engine.make_optimizer(components.optimizer_builder(config.optimizer), trained)
         lr = config.optimizer.get("lr", optimizer.param_groups[0]["lr"])
-        decay = config.trainer.ema_decay
+        settings, changes = config.trainer, list[ChangeGradients]()  # in this order
+        if settings.clip_grad_value is not None:
+            changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
+        if settings.grad_noise.eta is not None:
+            changes.append(Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
         return Update(
             optimizer,
             peak_lr=lr,
             schedule=components.share_of_peak(config.scheduler, total_steps=total_steps, lr=lr),
             loss_scale=self.precision.loss_scale(),
-            changes=gradient_changes(config.trainer, trained, seed=config.seed),
-            average=AveragedWeights(trained, decay=decay) if decay else None,
+            changes=changes,
+            average=AveragedWeights(trained, decay=settings.ema_decay) if settings.ema_decay else None,
         )
 
     def _speed(self) -> Speed:
-        """Build what measures a run's speed. What the model needs is counted only where the device's peak is known."""
+        """Build what measures a run's speed. The model's operations are counted only if the device's peak is known."""
         info, world = self.dataset.info, self.world
         batch, needed = components.example(info), None
         peak = flops.peak_flops(world.device, precision=self.config.precision.name)
@@ -223,20 +218,8 @@ class Builder:
         )
 
 
-def gradient_changes(settings: TrainerSection, trained: list[Trainable], *, seed: int) -> list[ChangeGradients]:
-    """Return what is done to the gradient between its backward pass and the optimizer, in order."""
-    changes: list[ChangeGradients] = []
-    if settings.clip_grad_value is not None:
-        changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
-    if settings.grad_noise.eta is not None:
-        changes.append(Noise(trained, seed=seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
-    return changes
-
-
 def build_sinks(nodes: dict[str, Node]) -> dict[str, Sink]:
-    """Return the run's sinks by name, every logger in a process of its own, which is forked here."""
+    """Return the run's sinks by name; each logger runs in a process of its own, which is forked here."""
 
-    def background(node: Node) -> Background:
-        return Background(lambda: component(node)(), timeout_s=node.get("timeout_s"))
-
-    return {"console": Console()} | {name: background(node) for name, node in nodes.items()}
+    loggers = {name: Background(component(node), timeout_s=node.get("timeout_s")) for name, node in nodes.items()}
+    return {"console": Console(), **loggers}

@@ -18,8 +18,6 @@ SITE = "https://www.cs.toronto.edu/~kriz"
 
 
 class _CIFAR(PublishedImages):
-    """What the two have in common."""
-
     info: dict[str, int]
     archive: str
     md5: str

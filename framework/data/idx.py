@@ -43,14 +43,12 @@ class IDXImages(PublishedImages):
         return self.part(images[:, None], labels.astype(np.int64), split)
 
     def _folder(self) -> Path | None:
-        """Return the first folder that holds all four files."""
         return next((f for f in self.folders if all(_file(f, name).is_file() for name in TRAIN + TEST)), None)
 
     def _missing(self) -> str:
         return f"{TRAIN[0]} and its three companions, plain or .gz, are not in {', '.join(map(str, self.folders))}"
 
     def _fetch(self) -> None:
-        """Download the files with torchvision. One process at a time."""
         from framework.runtime.torchvision_fix import make_torchvision_importable
 
         make_torchvision_importable()

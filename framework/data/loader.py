@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from framework.data.order import Order, Part, parts
 from framework.data.source import Dataset, Source, Split
 from framework.engine.seam import MicroBatch, Step
-from framework.modules.tensors import Tree, map_tensors
 from framework.randomness import keys
 from framework.runtime.parent_death import die_with_parent
 from framework.runtime.preemption import SIGNALS
@@ -45,8 +44,12 @@ class Loader:
 
     def evaluate(self) -> Iterator[MicroBatch]:
         """Yield micro-batches that hold, over all ranks, each sample of the split once, in its stored order."""
-        starts = range(0, len(self.source), self.order.global_batch_size)
-        for step in self._run(starts, self._evaluation_step):
+        size = self.order.global_batch_size
+
+        def fetch(start: int) -> Step:
+            return self._step(0, np.arange(start, min(start + size, len(self.source))), None)
+
+        for step in self._run(range(0, len(self.source), size), fetch):
             yield from step.micro_batches
 
     def close(self) -> None:
@@ -65,42 +68,40 @@ class Loader:
         augment_keys = keys(self.order.seed, "augment", epoch, samples) if self.is_augmented else None
         return self._step(epoch, samples, augment_keys)
 
-    def _evaluation_step(self, start: int) -> Step:
-        return self._step(0, np.arange(start, min(start + self.order.global_batch_size, len(self.source))), None)
-
     def _step(self, epoch: int, samples: np.ndarray, augment_keys: np.ndarray | None) -> Step:
         mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
         span = slice(min(part.start for part in mine), max(part.stop for part in mine))  # without gaps: fetched at once
-        keys = None if augment_keys is None else augment_keys[span]
-        inputs, targets = self._fetch(samples[span], keys)
+        stored = (torch.from_numpy(array) for array in self.source.gather(samples[span]))
+        inputs, targets = self.dataset.transform(*stored, keys=None if augment_keys is None else augment_keys[span])
+        whole = MicroBatch(0, inputs, targets).mapped(self._cast)
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
-        return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, span=span) for part in mine], is_even)
-
-    def _fetch(self, samples: np.ndarray, augment_keys: np.ndarray | None) -> tuple[Tree, Tree]:
-        stored = (torch.from_numpy(array) for array in self.source.gather(samples))
-        inputs, targets = self.dataset.transform(*stored, keys=augment_keys)
-        return map_tensors(self._cast, inputs), map_tensors(self._cast, targets)
+        return Step(epoch, len(samples), [_cut(whole, part, start=span.start) for part in mine], is_even)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() and tensor.dtype != self.dtype else tensor
 
     def _run(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
-        if self.num_workers == 0:
-            steps: Iterator[Step] = map(fetch, positions)
-        else:
-            loader = DataLoader(
-                _AtPosition(fetch),
-                batch_size=None,
-                sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not read
-                num_workers=self.num_workers,
-                collate_fn=lambda step: step,
-                # torch's watchdog looks every five seconds, and a queue may break before
-                worker_init_fn=lambda _: die_with_parent(),
-                multiprocessing_context="fork",
-            )
-            steps = _start_unsignalled(loader)
-            self._running.add(steps)
+        steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions)
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
+
+    def _start_processes(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
+        loader = DataLoader(
+            _AtPosition(fetch),
+            batch_size=None,
+            sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not read
+            num_workers=self.num_workers,
+            collate_fn=lambda step: step,
+            # torch's watchdog looks every five seconds, and a queue may break before
+            worker_init_fn=lambda _: die_with_parent(),
+            multiprocessing_context="fork",
+        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal to the whole process group must not kill them
+        try:
+            steps = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._running.add(steps)
+        return steps
 
     def _to_device(self, step: Step) -> Step:
         def move(tensor: Tensor) -> Tensor:
@@ -109,31 +110,18 @@ class Loader:
         return step._replace(micro_batches=[micro_batch.mapped(move) for micro_batch in step.micro_batches])
 
 
-def _micro_batch(part: Part, inputs: Tree, targets: Tree, *, span: slice) -> MicroBatch:
-    """Cut a part out of a batch that holds the samples of `span`."""
-    if (part.start, part.stop) == (span.start, span.stop):
-        return MicroBatch(part.number, inputs, targets, part.is_padding)
-    at = slice(part.start - span.start, part.stop - span.start)
-    return MicroBatch(part.number, inputs, targets, part.is_padding).mapped(lambda tensor: tensor[at])
+def _cut(whole: MicroBatch, part: Part, *, start: int) -> MicroBatch:
+    """Return a part of a batch whose first sample is number `start` of the global batch."""
+    at = slice(part.start - start, part.stop - start)
+    return whole._replace(number=part.number, is_padding=part.is_padding).mapped(lambda tensor: tensor[at])
 
 
 @dataclass(frozen=True)
 class _AtPosition(torch.utils.data.Dataset[Step]):
-    """A map-style dataset whose items are whole steps."""
-
     fetch: Callable[[int], Step]
 
     def __getitem__(self, position: int) -> Step:
         return self.fetch(position)
-
-
-def _start_unsignalled(loader: DataLoader[Step]) -> Iterator[Step]:
-    """Start the loader's processes with our signals blocked: a signal to the whole process group must not kill them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(eq=False)

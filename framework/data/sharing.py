@@ -22,38 +22,18 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
     if world.local_world_size == 1:
         assert source is not None
         return source
-    offer = _Offer.of(source) if source is not None else None
-    taken = world.agreement.gather(offer)[world.first_on_node].take()
-    world.agreement.barrier()
-    if offer is not None:
-        offer.withdraw()  # the mappings stay; the memory is freed with the last of them
-    return taken
-
-
-@dataclasses.dataclass
-class _Offer:
-    """A source (a dataclass), taken apart. Its arrays are in memory files without a name: no file can be left behind."""
-
-    kind: type[Source]
-    rest: dict[str, Any]  # the fields that are not arrays
-    pid: int
-    descriptors: dict[str, int]  # of the files, by the arrays' names
-
-    @classmethod
-    def of(cls, source: Source) -> "_Offer":
+    offer, descriptors = None, dict[str, int]()
+    if source is not None:
         arrays = arrays_of(source)
         rest = {name: value for name, value in _fields(source).items() if name not in arrays}
-        return cls(type(source), rest, os.getpid(), {name: _memory_file(array) for name, array in arrays.items()})
-
-    def take(self) -> Source:
-        """Return the source around a mapping of each array. In any process of the node."""
-        paths = {name: f"/proc/{self.pid}/fd/{descriptor}" for name, descriptor in self.descriptors.items()}
-        arrays = {name: np.load(path, mmap_mode="r", allow_pickle=False) for name, path in paths.items()}
-        return self.kind(**self.rest, **arrays)
-
-    def withdraw(self) -> None:
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
+        descriptors = {name: _memory_file(array) for name, array in arrays.items()}
+        offer = type(source), rest, os.getpid(), descriptors
+    kind, rest, pid, files = world.agreement.gather(offer)[world.first_on_node]
+    mapped = {name: np.load(f"/proc/{pid}/fd/{file}", mmap_mode="r", allow_pickle=False) for name, file in files.items()}
+    world.agreement.barrier()
+    for descriptor in descriptors.values():
+        os.close(descriptor)  # the mappings stay; the memory is freed with the last of them
+    return kind(**rest, **mapped)
 
 
 def arrays_of(source: Source) -> dict[str, np.ndarray]:
@@ -67,6 +47,7 @@ def _fields(source: Source) -> dict[str, Any]:
 
 
 def _memory_file(array: np.ndarray) -> int:
+    """Write an array to a file in memory without a name (no file can be left behind); return its descriptor."""
     descriptor = os.memfd_create("steadfast_data")
     with open(descriptor, "wb", closefd=False) as file:
         np.save(file, array, allow_pickle=False)

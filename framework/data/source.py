@@ -71,10 +71,11 @@ class Images:
     augment: bool
 
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
-        from framework.data.images import prepare
+        from framework.data.images import augment, normalise
 
-        keys = keys if self.augment else None
-        return prepare(inputs, keys=keys, mean=self.mean, std=self.std, padding=self.padding, flip=self.flip), targets
+        if keys is not None and self.augment:
+            inputs = augment(inputs, keys, padding=self.padding, flip=self.flip)
+        return normalise(inputs, mean=self.mean, std=self.std), targets
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from framework.build import components
 from framework.build.training import Builder
@@ -29,7 +29,7 @@ def evaluate(build: Builder) -> Exit:
     try:
         loader = splits.loader(config.eval.split)
         world.at("evaluation", step=model.step or 0)
-        sums = measure(engine, _Stoppable(loader, world))
+        sums = measure(engine, _stoppable(loader, world=world))
         values = {name: total.item() / len(loader.source) for name, total in totals(sums, world=world).items()}
         row = {
             "step": model.step,
@@ -55,17 +55,12 @@ def evaluate(build: Builder) -> Exit:
     return Exit.FINISHED
 
 
-class _Stoppable(NamedTuple):
-    """A loader that ends when a signal has come to any of the ranks: they all raise Interrupted before the same batch."""
-
-    loader: Loader
-    world: World
-
-    def evaluate(self) -> Iterator[MicroBatch]:
-        for micro_batch in self.loader.evaluate():
-            if any(self.world.agreement.any_flags(PREEMPTION.requested)):
-                raise Interrupted("stopped; nothing was written")
-            yield micro_batch
+def _stoppable(loader: Loader, *, world: World) -> Iterator[MicroBatch]:
+    """Yield micro-batches until a signal has come to any rank: then all raise Interrupted before the same batch."""
+    for micro_batch in loader.evaluate():
+        if any(world.agreement.any_flags(PREEMPTION.requested)):
+            raise Interrupted("stopped; nothing was written")
+        yield micro_batch
 
 
 def _table(row: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import socket
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,6 @@ from framework.runtime.exits import Exit, NoValidCheckpoint, RunEnded, Unfit, he
 from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
-from framework.training.progress import Progress
 from framework.training.tracking import Tracker
 from framework.training.trainer import Trainer
 
@@ -119,7 +119,7 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
     step = found[1]["progress"]["step"]
     judged = _judged(rows, build.tracker(), step=step) if world.rank == 0 else None
     metrics, patience = world.agreement.from_rank_0(judged)
-    began = {"wall_s": 0.0, "train_s": 0.0, "began": Progress().began}
+    began = {"wall_s": 0.0, "train_s": 0.0, "began": time.time()}
     found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
     return found
 

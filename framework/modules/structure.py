@@ -121,7 +121,6 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _expected(pattern: str, model: nn.Module) -> str:
-    """Return the pattern that was probably meant, or some that match."""
     of_modules = [f"{name}.*" for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if f"{pattern}.*" in of_modules:

@@ -100,7 +100,8 @@ def replicated(
             if "find_unused_parameters" not in str(error):
                 raise
             unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {_some(unused)} in "
+            some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "") or "every parameter"
+            raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {some} in "
                         "every step (true, at a small cost; or freeze what is not used)") from None  # fmt: skip
 
     return DataParallelEngine(
@@ -117,7 +118,3 @@ def replicated(
         # a ring sums: without warm-up, the first step after a resume would be summed in another order.
         num_warm_ups=2,
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "every parameter"

@@ -86,12 +86,10 @@ class LocalSGD(EngineAround):
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         self._optimizer = build(trained)
-        self._optimizer.register_step_post_hook(self._after_step)
+        self._optimizer.register_step_post_hook(
+            lambda *_: self._average_all() if (self._index + 1) % self._sync_every == 0 else None
+        )
         return self._optimizer
-
-    def _after_step(self, *_: object) -> None:
-        if (self._index + 1) % self._sync_every == 0:
-            self._average_all()
 
     def _average_all(self) -> None:
         assert self._optimizer is not None

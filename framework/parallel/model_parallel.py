@@ -1,6 +1,7 @@
 """Model parallelism: the layers of one model on several devices of one process."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | 
     for part, device in zip(cuts, [*devices[1 : len(cuts)], home]):
         for unit in [units[i] for number in part for i in groups[number]]:
             unit.to(device)
-            unit.register_forward_pre_hook(_Move(device).before, with_kwargs=True)
+            unit.register_forward_pre_hook(partial(_move_arguments, device), with_kwargs=True)
             if links is None:
-                unit.register_forward_hook(_Move(home).after)
+                unit.register_forward_hook(lambda _, __, outputs: _move(outputs, home))
     if len(devices) == 1:
         return f"there is one device ({home}), which has all layers"
     shares = [100 * sum(totals[number] for number in part) / sum(totals) for part in cuts]
@@ -62,24 +63,15 @@ def sharing_weights(units: Sequence[nn.Module]) -> list[list[int]]:
 
 
 def _move_own(model: nn.Module, units: Sequence[nn.Module], *, to: torch.device) -> None:
-    """Move the parameters and buffers that belong to no unit."""
     inside = {id(module) for unit in units for module in unit.modules()}
     for module in model.modules():
         if id(module) not in inside:
             apply_to_own(module, lambda tensor: tensor.to(to))
 
 
-class _Move:
-    """Hooks that move the arguments of a module, or its outputs, to a device."""
+def _move(tree: Tree, device: torch.device) -> Tree:
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
 
-    def before(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        return self._moved(given), self._moved(named)
-
-    def after(self, _: nn.Module, __: Any, outputs: Any) -> Any:
-        return self._moved(outputs)
-
-    def _moved(self, tree: Tree) -> Tree:
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), tree)
+def _move_arguments(device: torch.device, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    return _move(given, device), _move(named, device)

@@ -1,7 +1,6 @@
 """Measuring a model: every sample of a split once, whatever the strategy and the world size."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterable
 
 import torch
 
@@ -10,21 +9,15 @@ from framework.engine.data_parallel import add
 from framework.engine.seam import Engine, MicroBatch, Sums
 
 
-class MicroBatches(Protocol):
-    """What a `Loader` is to an evaluation."""
-
-    def evaluate(self) -> Iterator[MicroBatch]: ...
-
-
-def measure(engine: Engine, loader: MicroBatches) -> Sums:
+def measure(engine: Engine, micro_batches: Iterable[MicroBatch]) -> Sums:
     """Return this rank's sums over a whole split, in float64: the loss and the task's metrics. Collective.
 
-    The ranks' sums add up to those over each sample once; `totals` adds them.
+    Added over the ranks (by `totals`), they count each sample once.
     """
     engine.sync_buffers()
     engine.module.eval()
     sums: Sums = {}
-    for micro_batch in loader.evaluate():
+    for micro_batch in micro_batches:
         add(sums, {name: value.double() for name, value in engine.forward(micro_batch).items()})
     engine.module.train()
     return sums

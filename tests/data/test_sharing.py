@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from framework.build import training
-from framework.data.sharing import arrays_of
 from framework.data.source import Source
 from framework.runtime.environment import Environment
 from tests.harness import finished
@@ -35,7 +34,7 @@ def note_places(folder: Path) -> Callable[[], None]:
 
         def load_shared(*args: object, **kwargs: object) -> Source:
             source = original(*args, **kwargs)  # type: ignore[arg-type]
-            places = {name: place_of(array) for name, array in arrays_of(source).items()}
+            places = {name: place_of(array) for name, array in vars(source).items()}
             (folder / f"{Environment.read().rank}.json").write_text(json.dumps(places))
             return source
 

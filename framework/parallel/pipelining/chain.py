@@ -2,8 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,17 +32,15 @@ class Shapes:
 
     def outputs(self, inputs: Tree) -> list[Tensor]:
         """Return each link's output, as meta tensors, for a batch like `inputs`."""
-        shape = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
-        key = repr(shape)
+        value = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
+        key, outputs = repr(value), []
         if key not in self._found:
-            self._found[key] = list(self._run(shape))
+            for link in self._links:
+                with torch.no_grad():
+                    value = call(link, value)
+                outputs.append(value)
+            self._found[key] = outputs
         return self._found[key]
-
-    def _run(self, value: Tree) -> Iterator[Tensor]:
-        for link in self._links:
-            with torch.no_grad():
-                value = call(link, value)
-            yield value
 
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
@@ -65,30 +62,15 @@ def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | No
         return weights
     copied, copies = on_meta(model)
     units = [copies[id(unit)] for unit in units]
+    names = {unit: f".{name}" if name else "" for name, unit in copied.named_modules()}
     try:
-        with torch.no_grad(), _flops_of(units) as flops:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
             call(copied, example)
     except (NotImplementedError, RuntimeError):
         return weights
-    return [size + flops.get(id(unit), 0) // units.count(unit) for size, unit in zip(weights, units)]
-
-
-@contextmanager
-def _flops_of(units: Sequence[nn.Module]) -> Iterator[dict[int, int]]:
-    """Count the operations of each unit, by its id, over all its calls."""
-    flops: dict[int, int] = {}
-    with FlopCounterMode(display=False) as counter:
-
-        def begin(unit: nn.Module, _: Any) -> None:
-            flops[id(unit)] = flops.get(id(unit), 0) - counter.get_total_flops()
-
-        def end(unit: nn.Module, *_: Any) -> None:
-            flops[id(unit)] += counter.get_total_flops()
-
-        for unit in dict.fromkeys(units):
-            unit.register_forward_pre_hook(begin)
-            unit.register_forward_hook(end)
-        yield flops
+    counts = counter.get_flop_counts()
+    flops = [sum(counts.get(type(copied).__name__ + names[unit], {}).values()) for unit in units]
+    return [size + count // units.count(unit) for size, count, unit in zip(weights, flops, units)]
 
 
 def weighty(links: Sequence[nn.Module]) -> list[range]:

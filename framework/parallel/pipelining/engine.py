@@ -20,7 +20,7 @@ from framework.modules.tensors import by_mesh, local, map_tensors, whole
 from framework.optim.groups import BuildOptimizer, Trainable
 from framework.optim.optimizers import stand_in
 from framework.parallel.pipelining.chain import Shapes, Stage, costs_of, keep_own, shared_weights, spans_of
-from framework.parallel.pipelining.schedules import STAGES_PER_RANK, Loss, make_schedule, waiting_share
+from framework.parallel.pipelining.schedules import STAGES_PER_RANK, LossFunction, make_schedule, waiting_share
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import is_view
 
@@ -69,6 +69,7 @@ class PipelineEngine(Engine):
             if shard_stage is not None:
                 shard_stage(stage)
         self._schedules: dict[Any, Any] = {}
+        self._loss_of: LossFunction  # of the current pass
         self._numbers: dict[int, list[int]] = {}  # of the micro-batches that each stage still has to run
         self._index = 0
         self._buffers = persistent_buffers(model)
@@ -117,7 +118,6 @@ class PipelineEngine(Engine):
         return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
 
     def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool) -> None:
-        """Run micro-batches of one size through the pipeline, forward and backward."""
         waiting = list(micro_batches)
 
         def loss_of(outputs: Any, targets: Tensor) -> Tensor:
@@ -131,10 +131,10 @@ class PipelineEngine(Engine):
             return loss * scale
 
         num_schedules = len(self._schedules)
-        schedule, runner = self._schedule_for(micro_batches)
+        schedule = self._schedule_for(micro_batches)
         # the gradients so far: when a schedule runs for the first time, torch clears the gradients of shards
         held = [p.grad for p in self._parameters] if len(self._schedules) > num_schedules else []
-        runner.loss_of = loss_of
+        self._loss_of = loss_of
         for number in self._stages:
             self._numbers[number] = [micro_batch.number for micro_batch in micro_batches]
         inputs = torch.cat([m.inputs for m in micro_batches]) if 0 in self._stages else None
@@ -150,12 +150,14 @@ class PipelineEngine(Engine):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> tuple[Any, Loss]:
+    def _loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self._loss_of(outputs, targets)  # a schedule keeps its loss function, but the loss changes with each pass
+
+    def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> Any:
         """Return the schedule for this number of micro-batches of this size, made when it is first needed."""
         inputs = micro_batches[0].inputs
         key = (len(micro_batches), tuple(inputs.shape))
         if key not in self._schedules:
-            runner = Loss()
             outputs = [value.to(self._dtype).contiguous() for value in self._shapes.outputs(inputs)]
             stages = []
             for number, stage in self._stages.items():
@@ -163,13 +165,13 @@ class PipelineEngine(Engine):
                 made = _like(outputs[self._spans[number][-1]], requires_grad=True)
                 where = (number, self._num_stages, self._world.device)
                 stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self._group))
-            schedule = make_schedule(self._schedule, stages, num_micro_batches=len(micro_batches), loss=runner)
+            schedule = make_schedule(self._schedule, stages, num_micro_batches=len(micro_batches), loss=self._loss)
             if self._world.rank == 0 and not self._schedules:
                 count, kind = len(micro_batches), type(schedule).__name__.removeprefix("Schedule")
                 waiting = waiting_share(schedule, num_micro_batches=count, num_ranks=self._size)
                 LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s), %.0f %% of the time waiting",
                             self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip
-            self._schedules[key] = schedule, runner
+            self._schedules[key] = schedule
         return self._schedules[key]
 
     def _zeros(self, micro_batch: MicroBatch, *, with_metrics: bool) -> Sums:

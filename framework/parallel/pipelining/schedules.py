@@ -1,5 +1,6 @@
 """In which order the stages of a pipeline work: torch's schedules by name, and the share of time that is spent waiting."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.distributed.pipelining import (
 
 from framework.runtime.torch_internals import actions_of, gpipe, is_single_stage
 
+LossFunction = Callable[[Any, Tensor], Tensor]  # of the outputs and the targets
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 _KINDS: dict[str, Any] = {
     "gpipe": gpipe,
@@ -23,16 +25,7 @@ _KINDS: dict[str, Any] = {
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
-class Loss:
-    """The loss function that a schedule keeps; what it computes changes with each step."""
-
-    loss_of: Any = None
-
-    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        return self.loss_of(outputs, targets)
-
-
-def make_schedule(name: str, stages: list[PipelineStage], *, num_micro_batches: int, loss: Loss) -> Any:
+def make_schedule(name: str, stages: list[PipelineStage], *, num_micro_batches: int, loss: LossFunction) -> Any:
     """Return the schedule, or the plain schedule of its kind if it cannot run this number of micro-batches.
 
     It cannot run fewer micro-batches than stages, or no multiple of its rounds: an epoch's short micro-batch comes alone.

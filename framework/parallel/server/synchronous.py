@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -109,27 +110,24 @@ class Notices:
     def __init__(self, *, num_readers: int) -> None:
         self._num_readers = num_readers
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[Future[list[Tensor]], int]] = {}  # with the number of readers that still have to read
+        self._open: defaultdict[int, Future[list[Tensor]]] = defaultdict(Future)
+        self._num_reads: Counter[int] = Counter()
 
     def post(self, number: int, values: list[Tensor]) -> None:
         with self._lock:
-            self._entry(number)[0].set_result(values)
+            self._open[number].set_result(values)
             self._forget_if_read(number)
 
     def read(self, number: int) -> "Future[list[Tensor]]":
         with self._lock:
-            future, num_left = self._entry(number)
-            self._open[number] = future, num_left - 1
+            future = self._open[number]
+            self._num_reads[number] += 1
             self._forget_if_read(number)
             return future
 
-    def _entry(self, number: int) -> tuple["Future[list[Tensor]]", int]:
-        return self._open.setdefault(number, (Future(), self._num_readers))
-
     def _forget_if_read(self, number: int) -> None:
-        future, num_left = self._open[number]
-        if num_left == 0 and future.done():
-            del self._open[number]
+        if self._num_reads[number] == self._num_readers and self._open[number].done():
+            del self._open[number], self._num_reads[number]
 
 
 class Client:
