@@ -13,9 +13,8 @@ from framework.checkpoint.weights import warm_start
 from framework.config.components import component
 from framework.config.renamed import first_target
 from framework.config.schema import Node, RunConfig, TrainerSection
-from framework.data.loader import Loader, Splits
+from framework.data.loader import Loader, Splits, load_shared
 from framework.data.order import Order
-from framework.data.sharing import load_shared
 from framework.data.source import Dataset, Split
 from framework.distributed.world import World
 from framework.engine.forward import Forward

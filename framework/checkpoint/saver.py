@@ -137,6 +137,6 @@ class Saver:
         return self._is_async
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Committed:
-        begun = time.monotonic()
+        start = time.monotonic()
         self._writer.save(step, tensors, state)
-        return Committed(step, time.monotonic() - begun)
+        return Committed(step, time.monotonic() - start)

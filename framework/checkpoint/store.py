@@ -36,28 +36,28 @@ class CheckpointStore:
         `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that "best" compares, or None.
         """
         target = self.directory / manifest.directory_name(step)
-        beside = self.directory / f".tmp_{target.name}"
+        staging = self.directory / f".tmp_{target.name}"
         together = functools.partial(self.world.agreement.together, what=f"checkpoint of step {step} not written")
         try:
-            together(lambda: self._clear(beside), rank_0_only=True)
-            files = together(lambda: self._write(beside, tensors))
-            together(lambda: self._commit(beside, target, files, state), rank_0_only=True)
+            together(lambda: self._clear(staging), rank_0_only=True)
+            files = together(lambda: self._write(staging, tensors))
+            together(lambda: self._commit(staging, target, files, state), rank_0_only=True)
         except DiskFailed:
             if self.world.rank == 0:
                 manifest.remove_leftovers(self.directory)  # room for the summary, which reports it
             raise
 
-    def _clear(self, beside: Path) -> None:
+    def _clear(self, staging: Path) -> None:
         make_directory(self.directory)
         manifest.remove_leftovers(self.directory)
-        beside.mkdir()
+        staging.mkdir()
 
-    def _write(self, beside: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, save  # takes a second
         from torch.distributed.checkpoint.api import CheckpointException
 
         # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors
-        writer = HuggingFaceStorageWriter(str(beside), save_distributed=True, thread_count=1)
+        writer = HuggingFaceStorageWriter(str(staging), save_distributed=True, thread_count=1)
         try:
             save(tensors, storage_writer=writer, **self.world.agreement.among())
         except CheckpointException as error:
@@ -66,13 +66,13 @@ class CheckpointStore:
                     raise RuntimeError(f"checkpoint: rank {rank}: {failure}") from error
                 if rank == self.world.rank:
                     raise failure from error
-        return {path.name: manifest.digest(path) for path in beside.glob(f"shard-{self.world.rank + 1:05d}-*")}
+        return {path.name: manifest.digest(path) for path in staging.glob(f"shard-{self.world.rank + 1:05d}-*")}
 
-    def _commit(self, beside: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    def _commit(self, staging: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
         merged = {name: entry for part in files for name, entry in part.items()}
-        write_atomically(beside / manifest.STATE, json.dumps(state, indent=1) + "\n")
-        merged[manifest.STATE] = manifest.digest(beside / manifest.STATE)
-        manifest.commit(beside, target=target, files=merged)
+        write_atomically(staging / manifest.STATE, json.dumps(state, indent=1) + "\n")
+        merged[manifest.STATE] = manifest.digest(staging / manifest.STATE)
+        manifest.commit(staging, target=target, files=merged)
         self._prune(target)
 
     def _prune(self, committed: Path) -> None:

@@ -14,7 +14,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 class Source(Protocol):
-    """One split, loaded: a dataclass, whose arrays the processes of a node share (data.sharing)."""
+    """One split, loaded: a dataclass, whose arrays the processes of a node share."""
 
     def __len__(self) -> int: ...
 

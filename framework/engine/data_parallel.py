@@ -127,7 +127,7 @@ def add(sums: Sums, more: Sums) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the buffers of the model's state: those that a state dict holds."""
+    """Return the buffers that the model's state dict holds."""
     state = module.state_dict(keep_vars=True)
     return [buffer for name, buffer in module.named_buffers() if name in state]
 

@@ -49,7 +49,7 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Demands:
-    """What a run needs of its strategy, besides running the model: the strategy's `problems` may refuse it."""
+    """What a run needs of its strategy, in addition to running the model: the strategy's `problems` may refuse it."""
 
     eval_every: int | None  # in optimizer steps; null = only at the end
     checkpoint_every: int | None

@@ -47,7 +47,7 @@ class Wandb:
                            self._run.settings.sync_dir, " ".join(str(error).split()))  # fmt: skip
         self._info = run
         # Earlier rows that wandb does not have: offline all of them, since each start writes a new file and a kill loses
-        # what was not written; online, those that were not sent.
+        # what was not written; online, the rows that were not sent.
         for row in read_rows(run.directory / "metrics.jsonl", until=run.step):
             self.log(row)
 

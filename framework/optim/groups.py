@@ -69,5 +69,5 @@ def param_groups(trained: Sequence[Trainable], rules: Sequence[Rule]) -> list[di
     found = []
     for holding, parameters in groups.items():
         options = {name: value for number in reversed(holding) for name, value in rules[number][1].items()}
-        found += [{"params": alike, **options} for alike in by_mesh(parameters)]
+        found += [{"params": members, **options} for members in by_mesh(parameters)]
     return found

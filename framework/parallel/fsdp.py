@@ -19,7 +19,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 class ShardOptions(TypedDict):
-    """What FSDP2 takes besides a mesh."""
+    """The options of FSDP2."""
 
     reshard_after_forward: bool
     param_dtype: Literal["bf16", "fp16", "fp32"] | None

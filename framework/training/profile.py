@@ -64,8 +64,8 @@ class Profile:
         path = self._folder / f"step_{self._first_step:08d}_rank_{self._rank}.json"
         try:
             self._folder.mkdir(exist_ok=True)
-            with replacing(path) as beside:
-                profiler.export_chrome_trace(str(beside))
+            with replacing(path) as staging:
+                profiler.export_chrome_trace(str(staging))
         except (OSError, RuntimeError) as error:  # RuntimeError is Kineto's
             LOGGER.warning("trainer.profile: %s could not be written (%s)", path, error)
             return

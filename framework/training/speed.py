@@ -75,8 +75,8 @@ class Speed:
         assert self._events is not None
         spent = dict.fromkeys(self._seconds, 0.0)
         num_steps = 0
-        for (phase, begun), (_, ended) in pairwise(self._events):
-            spent[phase] += begun.elapsed_time(ended) / 1000
+        for (phase, start), (_, end) in pairwise(self._events):
+            spent[phase] += start.elapsed_time(end) / 1000
             num_steps += phase == "optimizer"
         last = self._events[-1]
         self._events.clear()

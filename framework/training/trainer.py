@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ from framework.checkpoint.state import Progress
 from framework.data.loader import Splits
 from framework.data.source import Split
 from framework.distributed.world import World
-from framework.engine.seam import Engine, Step, Sums
+from framework.engine.data_parallel import add
+from framework.engine.seam import Engine, MicroBatch, Step, Sums
 from framework.optim.update import Update
 from framework.runs.metrics_file import Row
 from framework.runtime.exits import Diverged
 from framework.runtime.preemption import PREEMPTION
-from framework.training.evaluation import measure, totals
 from framework.training.recorder import Recorder
 from framework.training.recovery import Recovery
 from framework.training.speed import Speed, peak_memory_gib
@@ -256,3 +256,24 @@ class Trainer:
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.record_id = state.get("record_id") or self.recorder.record_id
+
+
+def measure(engine: Engine, micro_batches: Iterable[MicroBatch]) -> Sums:
+    """Return this rank's sums over a whole split, in float64: the loss and the task's metrics. Collective.
+
+    Added over the ranks (by `totals`), they count each sample once.
+    """
+    engine.sync_buffers()
+    engine.module.eval()
+    sums: Sums = {}
+    for micro_batch in micro_batches:
+        add(sums, {name: value.double() for name, value in engine.forward(micro_batch).items()})
+    engine.module.train()
+    return sums
+
+
+def totals(sums: Sums, *, world: World) -> Sums:
+    """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message."""
+    flat = world.agreement.sum(torch.cat([value.double().reshape(-1) for value in sums.values()]).cpu())
+    parts = flat.split([value.numel() for value in sums.values()])
+    return {name: part.reshape(value.shape) for (name, value), part in zip(sums.items(), parts)}

@@ -88,7 +88,7 @@ def test_tokens_are_neither_read_into_memory_nor_pickled(tmp_path: Path):
     code = f"""
 import pickle, resource
 import numpy as np
-from framework.data.sharing import arrays_of
+from framework.data.loader import arrays_of
 from framework.data.tokens import Tokens
 source = Tokens(root={str(tmp_path / "all.bin")!r}, vocab_size=10).load("train")
 source = pickle.loads(pickle.dumps(source))

@@ -62,14 +62,16 @@ def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | No
         return weights
     copied, copies = on_meta(model)
     units = [copies[id(unit)] for unit in units]
-    names = {unit: f".{name}" if name else "" for name, unit in copied.named_modules()}
+    paths: dict[nn.Module, list[str]] = {}  # of a module in several places, several: its operations count under one of them
+    for path, module in copied.named_modules(prefix=type(copied).__name__, remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             call(copied, example)
     except (NotImplementedError, RuntimeError):
         return weights
     counts = counter.get_flop_counts()
-    flops = [sum(counts.get(type(copied).__name__ + names[unit], {}).values()) for unit in units]
+    flops = [sum(sum(counts.get(path, {}).values()) for path in paths[unit]) for unit in units]
     return [size + count // units.count(unit) for size, count, unit in zip(weights, flops, units)]
 
 
@@ -137,7 +139,7 @@ def keep_own(model: nn.Module, links: Sequence[nn.Module], spans: Sequence[range
 
 
 def shared_weights(model: nn.Module, *, mesh: DeviceMesh) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-    """Return the weights that lie on several processes of this pipeline (tied ones), each with their group. Collective."""
+    """Return the weights that several processes of this pipeline have (tied weights), each with its group. Collective."""
     axes = mesh.mesh_dim_names or ()
     place = tuple(mesh.get_local_rank(axis) for axis in axes if axis != "pipeline")
     mine = dict(model.named_parameters())

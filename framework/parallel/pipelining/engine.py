@@ -105,8 +105,8 @@ class PipelineEngine(Engine):
         self._after_first = {}
         sums = self._zeros(step.micro_batches[0], with_metrics=measure)
         scale = loss_scale / step.num_samples * (self.dp_size if self._is_sharded else 1)
-        for alike in _passes(step):
-            self._pass(alike, scale=scale, sums=sums, measure=measure)
+        for micro_batches in _passes(step):
+            self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
         put_back(self._buffers, [self._after_first.get(i, buffer) for i, buffer in enumerate(before)])
         for parameter, group in self._shared:
             if parameter.requires_grad:

@@ -104,7 +104,7 @@ class Hogwild(EngineAround):
 
 
 class ParameterStore:
-    """The parameters and their optimizer, in rank 0's process, apart from the replica that this process trains.
+    """The parameters and their optimizer, in rank 0's process, separate from the replica that this process trains.
 
     Updates come from the threads of rpc handlers and from rank 0's own; a lock makes each of them complete before the next.
     """
