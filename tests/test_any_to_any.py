@@ -17,7 +17,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.config.folders import CONF, options
 from framework.distributed.world import World
 from framework.modes import train as run
-from framework.modules.shards import whole
+from framework.modules.tensors import whole
 from tests.harness import Ended, assert_close, command, finished, slow_but
 from tests.test_conformance import NOT_EQUAL, layouts
 from tests.test_resume import after_step, preempt

@@ -10,15 +10,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from framework.checkpoint import manifest
+from framework.checkpoint.state import Progress
 from framework.config.folders import options
 from framework.data.loader import Loader
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Step
-from framework.modules.shards import local
+from framework.modules.tensors import local
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Diverged
-from framework.training.progress import Progress
 from framework.training.recovery import Recovery
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but

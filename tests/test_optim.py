@@ -1,6 +1,7 @@
 """Optimizers, schedules, loss scale, averaged weights: the right numbers, and the same under every strategy."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -178,7 +179,7 @@ def finite(value: float = 1.0) -> torch.Tensor:
 
 
 def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_a_quiet_spell() -> None:
-    scale = LossScale(initial=8.0, growth_interval=3)
+    scale = LossScale(8.0, growth_interval=3)
     values = []
     for norm in (1.0, 2.0, math.inf, 1.0, 1.0, 1.0, math.nan, 1.0, 1.0, 1.0):
         assert scale.accepts(finite(norm)) == math.isfinite(norm)
@@ -188,7 +189,7 @@ def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_a_quiet_spell
 
 
 def test_a_gradient_that_overflows_without_a_scale_is_a_divergence() -> None:
-    scale = LossScale(initial=2.0, growth_interval=3)
+    scale = LossScale(2.0, growth_interval=3)
     assert not scale.accepts(finite(math.inf)) and scale.value == 1.0
     with pytest.raises(Diverged):
         scale.accepts(finite(math.inf))
@@ -200,7 +201,7 @@ def test_the_constant_loss_scale_needs_no_norm() -> None:
 
 
 def test_gradients_are_unscaled_exactly() -> None:
-    scale = LossScale(initial=2.0**16, growth_interval=5)
+    scale = LossScale(2.0**16, growth_interval=5)
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([1.0, 3.0, -7.0]) * 2.0**16
     scale.unscale([parameter, nn.Parameter(torch.zeros(1))])
@@ -216,8 +217,8 @@ FP16 = [
 
 def scale_from(initial: float, *, growth_interval: int, then: Callable[[], None] = lambda: None) -> Callable[[], None]:
     def plant() -> None:
-        changed = {"initial_loss_scale": initial, "growth_interval": growth_interval}
-        PRECISIONS["fp16"] = dataclasses.replace(PRECISIONS["fp16"], **changed)
+        scale = functools.partial(LossScale, initial, growth_interval=growth_interval)
+        PRECISIONS["fp16"] = dataclasses.replace(PRECISIONS["fp16"], loss_scale=scale)
         then()
 
     return plant

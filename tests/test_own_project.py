@@ -187,6 +187,13 @@ def test_a_signature_says_what_is_taken() -> None:
     assert "in_features" not in rest.arguments and rest.required == ["out_features"]
 
 
+def test_unpacked_options_are_arguments_like_any_other() -> None:
+    found = signature_of("framework.parallel.zero.zero", group="parallel")
+    options = ["bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters"]
+    assert list(found.arguments) == found.required == ["replicate", *options] and not found.takes_any
+    assert found.arguments["bucket_cap_mb"].annotation is int
+
+
 def test_a_path_is_imported_as_far_as_it_is_a_module() -> None:
     assert locate("torch.nn.functional.relu") is torch.nn.functional.relu
     assert locate("torch.optim.RAdam") is torch.optim.RAdam

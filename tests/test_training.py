@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from framework.build import components
-from framework.modules.freeze_parameters import freeze_parameters
+from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues, Noise
 from framework.training.trainer import Trainer

@@ -1,4 +1,4 @@
-"""The components that a configuration names, as objects: dataset, task, model; and what follows from the data."""
+"""The components that a configuration names, as objects: dataset, task, model; and the facts of the data."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from framework.engine.seam import Task
     from framework.optim.groups import BuildOptimizer
 
-INIT = ("init_from", "init_digest")  # of the model's node, but no arguments of the model
+INIT = ("init_from", "init_digest")  # keys of the model's node that are not arguments of the model
 
 # What other projects call the facts of a dataset.
 ALIASES = {
@@ -58,10 +58,10 @@ def model(node: Node, *, seed: int) -> "nn.Module":
 
 
 def optimizer_builder(node: Node) -> "BuildOptimizer":
-    """Return what builds the node's optimizer of parameters with their names.
+    """Return a function that builds the node's optimizer of a list of `Trainable`.
 
-    It is called with torch's parameter groups; one whose first argument is called `trained` gets a list of `Trainable`
-    instead. Of `groups`, the options by patterns of names, the first takes care itself. ValueError as from `locate`.
+    A target whose first argument is called `trained` gets this list, and applies the node's `groups` (options by patterns of
+    names) itself; any other gets torch's parameter groups. ValueError as from `locate`.
     """
     from framework.optim.groups import param_groups, rules_of
 
@@ -87,7 +87,7 @@ def share_of_peak(node: Node, *, total_steps: int, lr: float) -> Callable[[int],
 
 
 def example(info: Mapping[str, int], *, dtype: "torch.dtype | None" = None) -> "Tensor | None":
-    """Return two samples' inputs, without storage, as a dataset's `info` describes them; None for data of another kind."""
+    """Return the inputs of two samples, without storage, as a dataset's `info` describes them; None for other data."""
     import torch
 
     if {"in_channels", "image_size"} <= info.keys():
@@ -97,13 +97,18 @@ def example(info: Mapping[str, int], *, dtype: "torch.dtype | None" = None) -> "
     return None
 
 
-# --- what follows from the data
+# --- facts of the data
 
 
 def fact(name: str, info: Mapping[str, int]) -> int | None:
-    """Return what the data say of an argument of this name, or of one that it is an alias of; None if nothing."""
+    """Return the data's value for an argument of this name or of an alias; None if there is none."""
     known = name if name in info else next((key for key, names in ALIASES.items() if name in names), name)
     return info.get(known)
+
+
+def _is_fact(name: str) -> bool:
+    """Return whether some dataset gives a value for this name."""
+    return fact(name, dict.fromkeys(ALIASES, 1)) is not None
 
 
 def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, list[Problem]]:
@@ -115,63 +120,56 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
             return {name: replaced(item, f"{key}.{name}") for name, item in value.items()}
         if isinstance(value, list):
             return [replaced(item, key) for item in value]
-        asked = _DATA.fullmatch(value) if isinstance(value, str) else None
-        if asked is None:
-            return value
-        if asked[1] not in info:
-            what = f"the dataset does not give {asked[1]!r}"
+        named = _DATA.fullmatch(value) if isinstance(value, str) else None
+        if named is not None and named[1] not in info:
+            what = f"the dataset does not give {named[1]!r}"
             problems.append(Problem(key, what, f"it gives {', '.join(info) or 'nothing'}"))
-        return info.get(asked[1])
+        return value if named is None else info.get(named[1])
 
     return replaced(node, key), problems
 
 
 def complete_model(node: Node, info: Mapping[str, int]) -> tuple[Node, list[Problem]]:
-    """Take what follows from the data (`num_classes`, ...) into the model's node, where the user gave no value.
+    """Fill the facts of the data (`num_classes`, ...) into the model's node, where the user gave no value.
 
     In a node within it, only where the value is null. ValueError if the model cannot be imported.
     """
-    node = dict(node)
     arguments = arguments_of(node, group="model").arguments
-    for name in (*arguments, *node):
-        if node.get(name) is None and (value := fact(name, info)) is not None:
-            node[name] = value
     node = {name: _filled(value, info) for name, value in node.items()}
-    missing = [name for name, argument in arguments.items() if node.get(name) is None and _needs_value(argument, name, node)]
-    return node, [
-        Problem(f"model.{name}", "needs a value, and the dataset does not give one", _offer(info)) for name in missing
-    ]
+    node |= {name: value for name in (*arguments, *node) if node.get(name) is None and (value := fact(name, info)) is not None}
 
+    def is_missing(name: str, argument: inspect.Parameter) -> bool:
+        if name in node:
+            return argument.annotation in (int, float, str, bool)  # null is no value of these types
+        return argument.default is argument.empty and _is_fact(name)
 
-def with_init_digest(node: Node) -> Node:
-    """Return a model's node with the checksum of the file that it begins with: workers begin with no other."""
-    return {**node, "init_digest": content_of(str(node["init_from"]))} if node.get("init_from") else node
+    missing = [name for name, argument in arguments.items() if node.get(name) is None and is_missing(name, argument)]
+    what = "needs a value, and the dataset does not give one"
+    return node, [Problem(f"model.{name}", what, _offer(info)) for name in missing]
 
 
 def _filled(value: Any, info: Mapping[str, int]) -> Any:
+    """Return a node within the model's with the facts for its null values; any other value as it is."""
     if not isinstance(value, dict) or "_target_" not in value:
         return value
     return {name: fact(name, info) if item is None else _filled(item, info) for name, item in value.items()}
 
 
-def _needs_value(argument: Any, name: str, node: Node) -> bool:
-    """Return whether an argument that is null, or not given, must have a value."""
-    if name not in node:
-        return argument.default is argument.empty and fact(name, dict.fromkeys(ALIASES, 1)) is not None
-    return argument.annotation in (int, float, str, bool)
-
-
 def _offer(info: Mapping[str, int]) -> str:
-    """Say what the data give, and which models that is enough for: those whose open arguments it has."""
+    """Return the facts of the data, and the models that need no other."""
     fitting = []
     for name in options("model"):
-        values = option_node("model", name)
-        facts = [key for key, value in values.items() if value is None and fact(key, dict.fromkeys(ALIASES, 1)) is not None]
-        if all(fact(key, info) is not None for key in facts):
+        needed = [key for key, value in option_node("model", name).items() if value is None and _is_fact(key)]
+        if all(fact(key, info) is not None for key in needed):
             fitting.append(f"model={name}")
     return f"it gives {', '.join(info) or 'nothing'}, which fits {', '.join(fitting) or 'no model here'}"
 
 
+def with_init_digest(node: Node) -> Node:
+    """Return a model's node with the checksum of the file that it starts from: workers accept no other file."""
+    return {**node, "init_digest": content_of(str(node["init_from"]))} if node.get("init_from") else node
+
+
 def complete_task(node: Node, dataset: Dataset) -> Node:
-    """Take what only the dataset knows (`bytes_per_token`) into the task's node, where the user gave no value."""
+    """Fill what only the dataset knows (`bytes_per_token`) into the task's node, where the user gave no value."""
     return {name: getattr(dataset, name, None) if value is None else value for name, value in node.items()}

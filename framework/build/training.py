@@ -1,6 +1,6 @@
 """The composition root: a run's configuration as the objects that train and measure it."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -13,18 +13,16 @@ from framework.checkpoint.weights import warm_start
 from framework.config.components import component
 from framework.config.renamed import first_target
 from framework.config.schema import Node, RunConfig, TrainerSection
-from framework.data.loader import Splits
-from framework.data.source import Dataset
+from framework.data.loader import Loader, Splits, load_shared
+from framework.data.order import Order
+from framework.data.source import Dataset, Split
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, Task
 from framework.loggers.background import Background
 from framework.loggers.console import Console
 from framework.loggers.sink import Sink
-from framework.modules import flops
-from framework.modules.compile import compile_blocks, recompute_activations
-from framework.modules.freeze_parameters import freeze_parameters
-from framework.modules.structure import blocks_of, chain_of, has_dropout
+from framework.modules import flops, structure
 from framework.optim.groups import Trainable
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
@@ -34,12 +32,11 @@ from framework.runs.directory import RunDirectory
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import has_compiler
 from framework.training.profile import Profile
-from framework.training.progress import Plan
 from framework.training.recorder import Recorder
 from framework.training.recovery import Recovery
 from framework.training.speed import Speed
 from framework.training.tracking import Patience, Tracker
-from framework.training.trainer import Trainer
+from framework.training.trainer import Plan, Trainer
 
 
 class Builder:
@@ -63,7 +60,7 @@ class Builder:
         return components.task(self.config.task)
 
     def model(self) -> nn.Module:
-        """Return the model as it was drawn from the seed, in the precision's type."""
+        """Return the model with its weights drawn from the seed, in the precision's type."""
         return components.model(self.config.model, seed=self.config.seed).to(self.precision.parameters)
 
     def engine(self, module: nn.Module) -> Engine:
@@ -78,36 +75,44 @@ class Builder:
             autocast=self.precision.autocast,
             example=components.example(self.dataset.info, dtype=self.precision.parameters),
         )
-        if has_dropout(module):
-            forward.key_draws(chain_of(module) or blocks_of(module))
+        if structure.has_dropout(module):
+            forward.key_draws(structure.chain_of(module) or structure.blocks_of(module))
         bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)
         if config.trainer.sync_batchnorm and built.dp_size > 1:
-            assert built.dp_size == self.world.world_size  # the preflight has refused strategies in which it is not
-            synchronise(module, group=self.world.new_group(), forward=forward)
+            assert built.dp_size == self.world.world_size  # the preflight has refused other strategies
+            synchronise(module, group=self.world.groups.new_group(), forward=forward)
         return built
 
     def _transform_blocks(self, module: nn.Module, settings: TrainerSection) -> None:
         if settings.activation_checkpointing:
-            recompute_activations(module)
+            structure.recompute_activations(module)
         if settings.compile and has_compiler():
-            compile_blocks(module)
+            structure.compile_blocks(module)
         elif settings.compile and self.world.rank == 0:
             LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
                            "without, at the model's own speed")  # fmt: skip
 
     def splits(self, engine: Engine) -> Splits:
-        """Return this rank's part of the dataset, loaded when it is first asked for."""
+        """Return this rank's part of the dataset, loaded at its first use."""
+        return Splits(partial(self._load, dp_rank=engine.dp_rank, dp_size=engine.dp_size))
+
+    def _load(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         config = self.config
-        return Splits(
-            dataset=self.dataset,
-            world=self.world,
-            dp_rank=engine.dp_rank,
-            dp_size=engine.dp_size,
-            seed=config.seed,
-            global_batch_size=config.global_batch_size,
+        source = load_shared(self.dataset, split, world=self.world)
+        return Loader(
+            self.dataset,
+            source,
+            order=Order(
+                num_samples=len(source),
+                global_batch_size=config.global_batch_size,
+                seed=config.seed,
+                drop_last=config.drop_last and split == "train",
+            ),
             micro_batch_size=config.micro_batch_size,
-            drop_last=config.drop_last,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            device=self.world.device,
             dtype=self.precision.parameters,
         )
 
@@ -127,7 +132,7 @@ class Builder:
         sinks = build_sinks(config.logger) if world.rank == 0 else {}
         recorder = Recorder(self.directory, world=world, sinks=sinks)
         module = self.model()
-        freeze_parameters(module, config.trainer.freeze)
+        structure.freeze_parameters(module, config.trainer.freeze)
         if config.model.get("init_from") and store.is_empty:
             warm_start(module, Path(config.model["init_from"]), digest=config.model["init_digest"], world=world)
         hidden = hidden_matrices(module)
@@ -177,18 +182,22 @@ class Builder:
         config = self.config
         optimizer = engine.make_optimizer(components.optimizer_builder(config.optimizer), trained)
         lr = config.optimizer.get("lr", optimizer.param_groups[0]["lr"])
-        decay = config.trainer.ema_decay
+        settings, changes = config.trainer, list[ChangeGradients]()  # in this order
+        if settings.clip_grad_value is not None:
+            changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
+        if settings.grad_noise.eta is not None:
+            changes.append(Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
         return Update(
             optimizer,
             peak_lr=lr,
             schedule=components.share_of_peak(config.scheduler, total_steps=total_steps, lr=lr),
             loss_scale=self.precision.loss_scale(),
-            changes=gradient_changes(config.trainer, trained, seed=config.seed),
-            average=AveragedWeights(trained, decay=decay) if decay else None,
+            changes=changes,
+            average=AveragedWeights(trained, decay=settings.ema_decay) if settings.ema_decay else None,
         )
 
     def _speed(self) -> Speed:
-        """Build what measures a run's speed. What the model needs is counted only where the device's peak is known."""
+        """Build what measures a run's speed. The model's operations are counted only if the device's peak is known."""
         info, world = self.dataset.info, self.world
         batch, needed = components.example(info), None
         peak = flops.peak_flops(world.device, precision=self.config.precision.name)
@@ -208,20 +217,8 @@ class Builder:
         )
 
 
-def gradient_changes(settings: TrainerSection, trained: list[Trainable], *, seed: int) -> list[ChangeGradients]:
-    """Return what is done to the gradient between its backward pass and the optimizer, in order."""
-    changes: list[ChangeGradients] = []
-    if settings.clip_grad_value is not None:
-        changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
-    if settings.grad_noise.eta is not None:
-        changes.append(Noise(trained, seed=seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
-    return changes
-
-
 def build_sinks(nodes: dict[str, Node]) -> dict[str, Sink]:
-    """Return the run's sinks by name, every logger in a process of its own, which is forked here."""
+    """Return the run's sinks by name; each logger runs in a process of its own, which is forked here."""
 
-    def background(node: Node) -> Background:
-        return Background(lambda: component(node)(), timeout_s=node.get("timeout_s"))
-
-    return {"console": Console()} | {name: background(node) for name, node in nodes.items()}
+    loggers = {name: Background(component(node), timeout_s=node.get("timeout_s")) for name, node in nodes.items()}
+    return {"console": Console(), **loggers}

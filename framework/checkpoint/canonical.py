@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.distributed.world import World
-from framework.modules.shards import whole
+from framework.modules.tensors import whole
 from framework.optim.update import AveragedWeights
 
 
@@ -19,12 +19,12 @@ def state_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, average: 
     The optimizer's state is read by parameter name here, not through torch's get_state_dict, which takes fake
     optimizer steps when there is no state yet and so changes training (pytorch#164929).
     """
-    tensors = model_tensors(module)
+    tensors = model_tensors(module) | _average_tensors(average)
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
                 tensors[f"optimizer/{name}/{key}"] = value
-    return tensors | _average_tensors(average)
+    return tensors
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -42,7 +42,6 @@ def _average_tensors(average: AveragedWeights | None) -> dict[str, Tensor]:
 
 
 def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
-    """Return a reader of a checkpoint, and what there is in it by name."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     reader = HuggingFaceStorageReader(str(path))
@@ -65,14 +64,18 @@ def restore(
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
     load(targets, storage_reader=reader, **world.agreement.among())
-    _load_optimizer(optimizer, module, states)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    # the parameter of a rank that updates nothing (optim.stand_in) has no name
+    state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}
+    # through load_state_dict, which puts each value on the device and into the dtype that this optimizer wants
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def load_evaluated(path: Path, *, module: nn.Module) -> None:
-    """Load a verified checkpoint's weights as training evaluates them: their average where it has one. Not collective.
+    """Load the weights that training evaluates: a verified checkpoint's average if it has one. Not collective.
 
-    `module` is whole, and may be of another floating-point type: loading casts. ValueError, before anything has changed,
-    if names or shapes are not the model's.
+    `module` is whole; loading casts to its floating-point type. ValueError, before anything has changed, if names or
+    shapes are not the model's.
     """
     from torch.distributed.checkpoint import load
 
@@ -95,7 +98,7 @@ def _check(
     everywhere: set[str],
     is_fit: Callable[[torch.dtype, torch.dtype], bool] = operator.eq,
 ) -> None:
-    """Compare what is stored with this rank's tensors, and with the names of `everywhere`: of all ranks."""
+    """Compare what is stored with this rank's tensors, and with `everywhere`, the names on all ranks."""
     kinds = {name.split("/")[0] for name in everywhere}
     stored = {name for name in inventory if name.split("/")[0] in kinds}
     faults = [f"{name} is not in the checkpoint" for name in sorted(targets.keys() - stored)]
@@ -113,8 +116,8 @@ def _check(
 def _optimizer_targets(
     inventory: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Return empty tensors for every stored state of this rank's optimizer: like the parameter where the shape is its own."""
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    """Return empty tensors for every stored state of this rank's optimizer, cut like the parameter if the shape is the same."""
+    optimized = {id(parameter) for parameter in _optimized(optimizer)}
     states: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
         if id(parameter) not in optimized:
@@ -128,23 +131,18 @@ def _optimizer_targets(
     return states
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, states: dict[str, dict[str, Tensor]]) -> None:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # what a rank that updates nothing has instead of parameters (optim.stand_in) has no name
-    state = {i: states[names[id(p)]] for i, p in enumerate(listed) if names.get(id(p)) in states}
-    # through load_state_dict, which puts each value on the device and into the dtype that this optimizer wants
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+def _optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
-    """Return the whole model on the CPU of rank 0, one tensor of its own for every name; of other ranks, their part.
+    """Return the whole model on the CPU of rank 0, a separate tensor for every name; on other ranks, their part.
 
-    Collective: shards are gathered one by one, and what rank 0 does not have is sent to it.
+    Collective: shards are gathered one by one, and rank 0 receives what it does not have.
     """
     weights = {}
     for name, value in module.state_dict().items():
-        weights[name] = whole(value).detach().to("cpu", copy=True).contiguous()  # a copy: tied weights may not share memory
+        weights[name] = whole(value).detach().to("cpu", copy=True).contiguous()  # a copy: tied weights must not share memory
     held = world.agreement.gather({name: (value.shape, value.dtype) for name, value in weights.items()})
     senders: dict[str, int] = {}
     for rank, names in enumerate(held):

@@ -1,4 +1,4 @@
-"""The commit protocol of a checkpoint directory: a manifest with checksums, one rename, and what tells a good one."""
+"""The commit protocol of a checkpoint directory: a manifest with checksums, one rename, and the checks of both."""
 
 import json
 import os
@@ -24,7 +24,7 @@ class _Entry(Plain):
 
 
 class _Manifest(Plain):
-    """The names are those that we give: there is no other kind of file in a checkpoint, nor a path that leads out of it."""
+    """Only the names that we give are allowed: no other kind of file, and no path that leads out of the checkpoint."""
 
     format: Literal[1]
     step: Count
@@ -42,7 +42,7 @@ def step_of(path: Path) -> int | None:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """Return a file's size and checksum, as a manifest has them."""
+    """Return a file's size and checksum, in the form of a manifest."""
     size, blake2b = checksum(path)
     return {"size": size, "blake2b": blake2b}
 
@@ -50,7 +50,7 @@ def digest(path: Path) -> dict[str, Any]:
 def commit(directory: Path, *, target: Path, files: dict[str, Any]) -> None:
     """Turn a directory of flushed files into the checkpoint `target`: manifest, flush, one rename, flush. Rank 0 only.
 
-    A damaged checkpoint that stands at `target` is moved out of the way first; it has been passed over already.
+    A damaged checkpoint at `target`, which has been passed over already, is deleted first.
     """
     write_atomically(directory / MANIFEST, _manifest_text(step_of(target), files))
     flush_directory(directory)
@@ -65,10 +65,10 @@ def _manifest_text(step: int | None, files: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return {file name: size and checksum}, having checked all but the files' contents. Raises Invalid.
+    """Return {file name: size and checksum}, after checking all but the files' contents. Raises Invalid.
 
-    A manifest proves that nothing has changed since it was written; it does not prove who wrote it. What is checked
-    here and in `state` and `tensors` holds also for a directory that was made to do harm.
+    A manifest proves that nothing has changed since it was written; it does not prove who wrote it. The checks here and
+    in `state` and `tensors` hold also for a directory that was made to do harm.
     """
     require_directory(path)
     try:
@@ -79,7 +79,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = _Manifest.model_validate(content)
     except ValidationError as error:
         raise Invalid(f"{MANIFEST} is damaged: {first_fault(error)}") from None
-    # written by us, a manifest is exactly what we would write again: any flipped bit shows
+    # our own manifest is exactly what we would write again: any flipped bit is found
     if text != _manifest_text(manifest.step, content["files"]):
         raise Invalid(f"{MANIFEST} is damaged")
     if manifest.step != step_of(path):
@@ -106,13 +106,13 @@ def verify_file(path: Path, entry: dict[str, Any]) -> None:
 
 
 def candidates(directory: Path) -> list[Path]:
-    """Return what looks like a checkpoint, the newest first. Nothing is verified."""
+    """Return the paths that look like checkpoints, the newest first. Nothing is verified."""
     found = [path for path in directory.glob("step_*") if step_of(path) is not None and os.path.isdir(path)]
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint so that a crash in between leaves no half of one: renamed first."""
+    """Delete a checkpoint. It is renamed first, so that a crash does not leave half of it."""
     trash = path.with_name(f".trash_{path.name}")
     _remove(trash)
     os.rename(path, trash)
@@ -120,7 +120,7 @@ def discard(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what crashed saves and deletions left behind. Only for the holder of the run's lock."""
+    """Remove what crashed saves and deletions left. Only for the process that holds the run's lock."""
     for leftover in [*directory.glob(".tmp_*"), *directory.glob(".trash_*")]:
         _remove(leftover)
 
@@ -129,9 +129,9 @@ def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)  # of a link, not what it leads to
+        path.unlink(missing_ok=True)  # a link itself, not its target
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Return the folder of checkpoints that `path`, a run or one of its checkpoints, names."""
+    """Return the folder of checkpoints of `path`, a run or one of its checkpoints."""
     return path.parent if step_of(path) is not None else path / "checkpoints"

@@ -1,4 +1,4 @@
-"""Reading files that a stranger may have written: only one's own, only plain files, only strict JSON of a sane size."""
+"""Reading files that a stranger may have written: only our own, only plain files, only strict JSON of limited size."""
 
 import json
 import os
@@ -19,7 +19,7 @@ class Invalid(Exception):
 
 
 class Plain(BaseModel):
-    """A model of JSON that we have written: nothing else in it, no type guessed from another."""
+    """A model of JSON that we have written: no other keys, no conversion of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -87,7 +87,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the first thing that does not fit a model: `progress.step: Input should be a valid integer`."""
+    """Return the first fault that pydantic has found: `progress.step: Input should be a valid integer`."""
     item = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part) for part in item["loc"])
     return f"{place[:60]}: {item['msg'][:200]}" if place.isprintable() else item["msg"][:200]

@@ -1,4 +1,4 @@
-"""How a run saves: beside its steps or between them, and what follows when the disk refuses."""
+"""How a run saves: in the background or between its steps, and what follows when the disk refuses."""
 
 import copy
 import time
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
-from framework.modules.shards import copy_to_host, local
+from framework.modules.tensors import copy_to_host, local
 from framework.runtime.exits import DiskFailed
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -30,8 +30,8 @@ class Committed(NamedTuple):
 class Saver:
     """Saves a run's checkpoints. Every method is collective unless it says otherwise.
 
-    With `is_async` a save blocks for a copy of the state alone: a thread writes and commits it by the same protocol, over a
-    process group of its own. None is "where it pays". At most `max_failures` saves in a row may fail, with a warning.
+    With `is_async`, a save blocks only while the state is copied: a thread writes and commits it by the same protocol, over
+    a process group of its own. None: for a large state. At most `max_failures` saves in a row may fail, with a warning.
     """
 
     def __init__(
@@ -46,29 +46,32 @@ class Saver:
         self._failures: list[DiskFailed] = []  # in a row
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[Committed] | None = None
-        self._copies: dict[str, Tensor] = {}  # kept: memory that was used before is filled several times faster
+        self._copies: dict[str, Tensor] = {}  # kept: memory that was used before is several times faster
         self.counts = {"committed": 0, "failed": 0, "waited_for": 0}
         self.last: Committed | None = None
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], *, flush: Callable[[], None]) -> None:
-        """Save the state after `step`; `flush` first puts on the disk what the checkpoint counts on.
+        """Save the state after `step`; `flush` first writes to the disk what the checkpoint relies on.
 
-        A save that still runs is waited for. DiskFailed if the disk has refused more often than it may.
+        Waits for a save that still runs. DiskFailed after more than `max_failures` failures in a row.
         """
         if self._running is not None and not self._running.done():
             self.counts["waited_for"] += 1
         self.settle()
         with self._tolerating():
             flush()
-            if self._goes_beside(tensors):
+            if self._runs_in_background(tensors):
                 self._copies = {name: copy_to_host(value, onto=self._copies.get(name)) for name, value in tensors.items()}
-                self._running = self._start_thread().submit(self._write, step, self._copies, copy.deepcopy(state))
+                if self._thread is None:
+                    self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+                    self._writer = replace(self.store, world=self._world.beside())
+                self._running = self._thread.submit(self._write, step, self._copies, copy.deepcopy(state))
             else:
                 self._note(self._write(step, tensors, state))
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the save beside the steps has ended in an error, which `settle` is to take. Not collective."""
+        """Return whether the save in the background has failed: `settle` raises its error. Not collective."""
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
     def is_among_best(self, value: float | None) -> bool:
@@ -79,7 +82,7 @@ class Saver:
         return self.store.is_among_best(value)
 
     def is_short_of_time(self, step: int, *, grace_s: float | None) -> bool:
-        """Return whether, on any rank, a checkpoint would take longer than what is left before the signal that kills."""
+        """Return whether, on any rank, a checkpoint would take longer than the time before the signal that kills."""
         self.settle()
         if grace_s is None or self.last is None:
             return False
@@ -92,20 +95,20 @@ class Saver:
         return left < needed
 
     def settle(self) -> None:
-        """Wait for the save that runs, if one does. DiskFailed if the disk has refused more often than it may."""
+        """Wait for a save that runs. DiskFailed after more than `max_failures` failures in a row."""
         running, self._running = self._running, None
         if running is not None:
             with self._tolerating():
                 self._note(running.result())
 
     def finish(self) -> None:
-        """Wait for the last save. DiskFailed if that is not on the disk."""
+        """Wait for the last save. DiskFailed if it is not on the disk."""
         self.settle()
         if self._failures:
             raise self._failures[-1]
 
     def close(self) -> None:
-        """End the thread, whatever has become of its save. Not collective."""
+        """End the thread, whether its save has failed or not. Not collective."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -127,19 +130,13 @@ class Saver:
         self.counts["committed"] += 1
         self.last = committed
 
-    def _goes_beside(self, tensors: dict[str, Tensor]) -> bool:
+    def _runs_in_background(self, tensors: dict[str, Tensor]) -> bool:
         if self._is_async is None:
             size = sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors.values()))
             self._is_async = self._world.agreement.allows_threads and max(self._world.agreement.gather(size)) >= WORTH_A_THREAD
         return self._is_async
 
-    def _start_thread(self) -> ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._writer = replace(self.store, world=self._world.beside())
-        return self._thread
-
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Committed:
-        begun = time.monotonic()
+        start = time.monotonic()
         self._writer.save(step, tensors, state)
-        return Committed(step, time.monotonic() - begun)
+        return Committed(step, time.monotonic() - start)

@@ -1,6 +1,7 @@
-"""What state.json holds: the plain part of a checkpoint, everything but tensors, validated before any of it is used."""
+"""What state.json holds: the plain part of a checkpoint, everything but tensors, validated before it is used."""
 
 import re
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,23 +14,30 @@ RECORD_ID = re.compile(r"[0-9a-z]{1,40}-[0-9a-f]{8}")  # becomes part of file na
 
 
 def _printable(text: str) -> str:
-    if not text.isprintable():  # it goes to logs and terminals
+    if not text.isprintable():  # it is printed to logs and terminals
         raise ValueError("holds characters that cannot be printed")
     return text
 
 
 Word = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Measured = Annotated[float, Field(allow_inf_nan=True)]  # a perplexity may overflow, and the run goes on
+Measured = Annotated[float, Field(allow_inf_nan=True)]  # a perplexity can overflow, and the run continues
 
 
 class Progress(Plain):
+    """How far a run is. All counters are global; none belongs to a rank."""
+
     step: Count
     samples_seen: Count
     wall_s: float = Field(ge=0)
-    train_s: float = Field(ge=0, default=0.0)
-    began: float = Field(ge=0, default=0.0)
-    num_divergences: Count = 0
+    train_s: float = Field(ge=0, default=0.0)  # in steps: not in starts, evaluations and checkpoints
+    began: float = Field(ge=0, default_factory=time.time)  # seconds since the epoch, of the first start
+    num_divergences: Count = 0  # that the run has recovered from
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time since the first start that was spent in steps that count."""
+        return self.train_s / max(time.time() - self.began, 1e-9)
 
 
 class Row(Plain):
@@ -74,7 +82,7 @@ class State(Plain):
     patience: Patience
     loss_scale: LossScale
     facts: dict[Word, Word | int | float | bool | None]
-    record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # under which loggers know the run
+    record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name for loggers
 
 
 def read_state(directory: Path) -> dict[str, Any]:

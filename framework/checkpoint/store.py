@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,56 +36,53 @@ class CheckpointStore:
         `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that "best" compares, or None.
         """
         target = self.directory / manifest.directory_name(step)
-        beside = self.directory / f".tmp_{target.name}"
+        staging = self.directory / f".tmp_{target.name}"
         together = functools.partial(self.world.agreement.together, what=f"checkpoint of step {step} not written")
         try:
-            together(lambda: self._clear(beside), rank_0_only=True)
-            files = together(lambda: self._write(beside, tensors))
-            together(lambda: self._commit(beside, target, files, state), rank_0_only=True)
+            together(lambda: self._clear(staging), rank_0_only=True)
+            files = together(lambda: self._write(staging, tensors))
+            together(lambda: self._commit(staging, target, files, state), rank_0_only=True)
         except DiskFailed:
             if self.world.rank == 0:
-                manifest.remove_leftovers(self.directory)  # room for the summary, which is to say so
+                manifest.remove_leftovers(self.directory)  # room for the summary, which reports it
             raise
 
-    def _clear(self, beside: Path) -> None:
+    def _clear(self, staging: Path) -> None:
         make_directory(self.directory)
         manifest.remove_leftovers(self.directory)
-        beside.mkdir()
+        staging.mkdir()
 
-    def _write(self, beside: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save  # a second, not spent before it is needed
+    def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save  # takes a second
         from torch.distributed.checkpoint.api import CheckpointException
 
         # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors
-        writer = HuggingFaceStorageWriter(str(beside), save_distributed=True, thread_count=1)
+        writer = HuggingFaceStorageWriter(str(staging), save_distributed=True, thread_count=1)
         try:
             save(tensors, storage_writer=writer, **self.world.agreement.among())
         except CheckpointException as error:
             for rank, (failure, _) in error.failures.items():
-                if not isinstance(failure, OSError):  # the disk's refusals are expected; this is our error, or the model's
+                if not isinstance(failure, OSError):  # a full disk is expected; this is our error, or the model's
                     raise RuntimeError(f"checkpoint: rank {rank}: {failure}") from error
                 if rank == self.world.rank:
                     raise failure from error
-        return {path.name: manifest.digest(path) for path in beside.glob(f"shard-{self.world.rank + 1:05d}-*")}
+        return {path.name: manifest.digest(path) for path in staging.glob(f"shard-{self.world.rank + 1:05d}-*")}
 
-    def _commit(self, beside: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    def _commit(self, staging: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
         merged = {name: entry for part in files for name, entry in part.items()}
-        write_atomically(beside / manifest.STATE, json.dumps(state, indent=1) + "\n")
-        merged[manifest.STATE] = manifest.digest(beside / manifest.STATE)
-        manifest.commit(beside, target=target, files=merged)
+        write_atomically(staging / manifest.STATE, json.dumps(state, indent=1) + "\n")
+        merged[manifest.STATE] = manifest.digest(staging / manifest.STATE)
+        manifest.commit(staging, target=target, files=merged)
         self._prune(target)
 
     def _prune(self, committed: Path) -> None:
-        """Delete what is neither among the last nor among the best. Runs after a commit, so a valid one always remains.
+        """Delete what is neither among the last nor among the best. After a commit: a valid checkpoint always remains.
 
-        One of a later step has been passed over as invalid; it must not push out what has just been committed.
+        A checkpoint of a later step is invalid, and must not push out the one that has just been committed.
         """
         found = manifest.candidates(self.directory)
         kept = {committed} | set(found[: self.keep_last]) | set(self._best(found)[: self.keep_best])
-        for path in found:
-            if path not in kept:
-                manifest.discard(path)
-        flush_directory(self.directory)
+        self._discard([path for path in found if path not in kept])
 
     def _best(self, found: list[Path]) -> list[Path]:
         values = {path: value for path in found if (value := _monitor(path)) is not None}
@@ -100,12 +98,15 @@ class CheckpointStore:
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps. DiskFailed on every rank if that cannot be done."""
         what = f"checkpoints after step {step} not deleted"
-        self.world.agreement.together(lambda: self._drop_after(step), what=what, rank_0_only=True)
 
-    def _drop_after(self, step: int) -> None:
-        for path in manifest.candidates(self.directory):
-            if (manifest.step_of(path) or 0) > step:
-                manifest.discard(path)
+        def drop() -> None:
+            self._discard(path for path in manifest.candidates(self.directory) if (manifest.step_of(path) or 0) > step)
+
+        self.world.agreement.together(drop, what=what, rank_0_only=True)
+
+    def _discard(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            manifest.discard(path)
         flush_directory(self.directory)
 
     @property
@@ -114,9 +115,9 @@ class CheckpointStore:
         return self.world.agreement.from_rank_0(not manifest.candidates(self.directory))
 
     def newest_valid(self, *, back: int = 0) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest valid checkpoint but `back`, or the oldest there is, and its state; None if there is none at all.
+        """Return the `back`-th newest valid checkpoint (0 = the newest), or the oldest, and its state; None if there is none.
 
-        Falls back past damaged ones, saying so; NoValidCheckpoint, with a line for each, if all are.
+        Passes over damaged checkpoints, with a warning; NoValidCheckpoint, with a line for each, if all are damaged.
         """
         found = self.world.agreement.from_rank_0(manifest.candidates(self.directory))
         reasons: list[str] = []
@@ -132,13 +133,13 @@ class CheckpointStore:
         return None
 
     def named(self, path: Path) -> tuple[Path, dict[str, Any]]:
-        """Return the one checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
+        """Return the checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
         if reason := self._fault(path):
             raise NoValidCheckpoint(f"{path}: {reason}")
         return path, read_state(path)
 
     def best(self) -> Path | None:
-        """Return the best of the checkpoints that there are, not verified; None if none is of an evaluated step."""
+        """Return the best checkpoint, not verified; None if none is of an evaluated step."""
         return self.world.agreement.from_rank_0(next(iter(self._best(manifest.candidates(self.directory))), None))
 
     def _fault(self, path: Path) -> str | None:

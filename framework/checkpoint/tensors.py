@@ -1,7 +1,7 @@
-"""The headers of safetensors files that a stranger may have written, checked before torch's reader believes them.
+"""The headers of safetensors files that a stranger may have written, checked before torch's reader uses them.
 
-safetensors itself refuses a header of an absurd length, and tensors that overlap, leave gaps or are of another size than
-their bytes. torch is not imported.
+safetensors itself refuses a header that is too long, and tensors that overlap, leave gaps or do not have the size of their
+bytes. torch is not imported.
 """
 
 import math
@@ -20,21 +20,21 @@ from framework.runtime.problem import shown
 _DTYPES = {
     "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "C64",
     "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
-}  # fmt: skip  # those of safetensors that torch has
+}  # fmt: skip  # safetensors' types that torch has
 _KINDS = ("model/", "optimizer/", "average/")
 
 
 class Entry(NamedTuple):
-    """A tensor of a file, by its header."""
+    """A tensor in a file's header."""
 
     dtype: str  # as safetensors names it: F32, BF16, I64, ...
     shape: list[int]
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return what a file holds. Raises Invalid unless it is a plain safetensors file, of ours or of root's.
+    """Return a file's tensors by name. Raises Invalid unless it is a plain safetensors file that belongs to us or to root.
 
-    A link is followed, as whoever names the file has chosen it.
+    A link is followed: the user has named the file.
     """
     try:
         require_file(path.resolve())
@@ -47,7 +47,6 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _read(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return a file's tensors and its metadata."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -59,7 +58,7 @@ def _read(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 class _Place(Plain):
-    """Where a shard lies in its tensor, as DCP's writer says it."""
+    """A shard's place in its tensor, as DCP's writer stores it."""
 
     saved_offsets: list[Count] = Field(max_length=64)
 
@@ -80,9 +79,9 @@ class _Chunk:
 
 
 def check_tensors(directory: Path, files: Sequence[str]) -> None:
-    """Check that every file is safetensors and that the chunks of each tensor make up the whole of it, once.
+    """Check that every file is safetensors and that the chunks of each tensor are the whole tensor, once.
 
-    Reads headers only; what loading takes is bounded by the files' sizes. Raises Invalid.
+    Reads headers only; the files' sizes bound what loading can take. Raises Invalid.
     """
     chunks: dict[str, list[_Chunk]] = defaultdict(list)
     for file in files:
@@ -109,7 +108,6 @@ def _chunks_of(path: Path) -> dict[str, _Chunk]:
 
 
 def _fault(name: str, parts: Sequence[_Chunk]) -> str | None:
-    """Return what is wrong with the chunks of one tensor."""
     first = parts[0]
     if not name.startswith(_KINDS) or not name.isprintable():
         return "is neither the model's nor the optimizer's"
@@ -129,7 +127,7 @@ def _overlap(parts: Sequence[_Chunk]) -> bool:
     for number, part in enumerate(parts):
         for other in parts[number + 1 :]:
             if part.sizes and other.offsets[0] >= part.ends[0]:
-                break  # so do all after it
+                break  # and so are all after it
             if all(a < d and c < b for a, b, c, d in zip(part.offsets, part.ends, other.offsets, other.ends)):
                 return True
     return False

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints, is_typeddict
 
 from framework.config.folders import ROOT, enter_project
 from framework.config.renamed import current_target
@@ -97,7 +97,7 @@ def signature_of(target: str, *, group: str = "") -> Signature:
     """
     found = locate(target)
     try:
-        parameters = list(_parameters(found))
+        parameters = _parameters(found)
     except (TypeError, ValueError):
         return Signature({}, takes_any=True)
     num_given, named = GIVEN.get(group, (0, ()))
@@ -115,11 +115,19 @@ def signature_of(target: str, *, group: str = "") -> Signature:
     return Signature(arguments, takes_any=any(p.kind == p.VAR_KEYWORD for p in parameters))
 
 
-def _parameters(found: Callable[..., Any]) -> Collection[inspect.Parameter]:
+def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return a callable's parameters; `**options: Unpack[Options]` are the keys of the TypedDict `Options`."""
     try:
-        return inspect.signature(found, eval_str=True).parameters.values()
+        parameters = [*inspect.signature(found, eval_str=True).parameters.values()]
     except (NameError, AttributeError, SyntaxError):  # only a type checker can resolve an annotation
-        return inspect.signature(found).parameters.values()
+        parameters = [*inspect.signature(found).parameters.values()]
+    unpacked = (
+        get_args(parameters[-1].annotation) if parameters and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD else ()
+    )
+    if not unpacked or not is_typeddict(unpacked[0]):
+        return parameters
+    options = get_type_hints(unpacked[0], include_extras=True)
+    return parameters[:-1] + [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=a) for n, a in options.items()]
 
 
 def arguments_of(node: Node, *, group: str) -> Signature:

@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100: 60,000 photographs each, 32 x 32 pixels, in ten and in a hundred classes.
 
-Their binary form: the other one, "for Python", is pickles, which are programs.
+In their binary form: the form "for Python" is pickles, which are programs.
 Source: www.cs.toronto.edu/~kriz/cifar.html: each record is a label (CIFAR-100: the coarse and the fine one), a byte
 each, and 3 x 32 x 32 bytes of pixels.
 """
@@ -18,16 +18,14 @@ SITE = "https://www.cs.toronto.edu/~kriz"
 
 
 class _CIFAR(PublishedImages):
-    """One of the two, as its authors publish it."""
-
     info: dict[str, int]
     archive: str
     md5: str
     folder: str
-    python_folder: str  # where torchvision has the version that is not read
+    python_folder: str  # of the version for Python, which is not read
     train: tuple[str, ...]
     test: str
-    num_labels: int  # a record has; the last one counts
+    num_labels: int  # of a record; the last label counts
     padding = 4
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from framework.data.source import Arrays, PublishedImages, Split
 
-# torchvision's reader would do, but importing it costs as much as torch.
+# Not torchvision's reader: importing it costs as much as torch.
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 UINT8 = 0x08  # the one element type in use
@@ -26,7 +26,7 @@ class IDXImages(PublishedImages):
 
     @property
     def folders(self) -> list[Path]:
-        """Where the files are looked for, the first one first."""
+        """The folders to look for the files in, in this order."""
         return [Path(self.root) / self.name / "raw"]
 
     def problems(self) -> list[str]:
@@ -43,14 +43,12 @@ class IDXImages(PublishedImages):
         return self.part(images[:, None], labels.astype(np.int64), split)
 
     def _folder(self) -> Path | None:
-        """Return the first folder that holds all four files."""
         return next((f for f in self.folders if all(_file(f, name).is_file() for name in TRAIN + TEST)), None)
 
     def _missing(self) -> str:
         return f"{TRAIN[0]} and its three companions, plain or .gz, are not in {', '.join(map(str, self.folders))}"
 
     def _fetch(self) -> None:
-        """Let torchvision fetch the files. One process at a time."""
         from framework.runtime.torchvision_fix import make_torchvision_importable
 
         make_torchvision_importable()

@@ -1,4 +1,4 @@
-"""Image folder: your own pictures, root/{train,val,test}/<class>/*.png (or .jpg, ...)."""
+"""Image folder: your own images, root/{train,val,test}/<class>/*.png (or .jpg, ...)."""
 
 import os
 import zlib
@@ -11,22 +11,22 @@ from typing import Literal
 
 import numpy as np
 
-from framework.data.source import Arrays, Files, Images, Source, Split, require_at_least, told
+from framework.data.source import SPLITS, Arrays, Files, Images, Source, Split, require_at_least
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0.226,))}  # of ImageNet
-CARVED: dict[str, range] = {"val": range(10), "test": range(10, 20)}  # per cent of train, where there is no folder
+CARVED: dict[str, range] = {"val": range(10), "test": range(10, 20)}  # per cent of train, if there is no folder
 
 
 @dataclass(kw_only=True, eq=False)
 class ImageFolder(Images):
     """Classes are the folders in root/train, numbered in the order of their names.
 
-    A missing root/val or root/test is carved out of train: a file belongs there if a checksum of its name
-    (`class/file`) says so, 10 % each. So no file ever changes sides when others come or go.
+    A missing root/val or root/test is carved out of train, 10 % each: a checksum of a file's name (`class/file`) decides.
+    So no file changes its split when others are added or removed.
 
-    A split of up to `decode_once_gib` decoded is decoded when it is loaded and stays in memory; a larger one is
-    decoded sample by sample whenever it is used, and wants `num_workers`.
+    A split of up to `decode_once_gib` decoded is decoded when it is loaded and stays in memory; the samples of a larger
+    split are decoded at each use, so it needs `num_workers`.
     """
 
     root: str = "data"
@@ -57,14 +57,11 @@ class ImageFolder(Images):
         root = Path(self.root)
         classes = _folders(root / "train")
         if not classes:
-            return [
-                f"dataset.root: {root / 'train'} has no class folders (expected {root}/train/<class>/*.png{told(self.source)})"
-            ]
+            source = f"; {self.source}" if self.source else ""
+            return [f"dataset.root: {root / 'train'} has no class folders (expected {root}/train/<class>/*.png{source})"]
         problems = []
-        splits: tuple[Split, ...] = ("train", "val", "test")
-        for split in splits:
-            unknown = set(_folders(root / split)) - set(classes)
-            if unknown:
+        for split in SPLITS:
+            if unknown := set(_folders(root / split)) - set(classes):
                 problems.append(f"dataset.root: no {root / 'train' / min(unknown)} as in {split} (the same classes)")
             elif next(self._samples(split), None) is None:
                 problems.append(f"dataset.root: no {split} image in {root} (more images, or a folder {root / split})")
@@ -96,13 +93,13 @@ class ImageFolder(Images):
 
 
 def decode_image(path: str | Path, *, image_size: int, in_channels: int) -> np.ndarray:
-    """Read a picture as uint8 (C, image_size, image_size): its centre square, resized bilinearly."""
+    """Read an image as uint8 (C, image_size, image_size): its centre square, resized bilinearly."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as file:
             image = file.convert("L" if in_channels == 1 else "RGB")
-    except OSError as error:  # PIL's errors about content are among these, and do not all name the file
+    except OSError as error:  # includes PIL's errors about content, of which not all name the file
         raise ValueError(f"{path} cannot be read as an image: {error} (remove or replace it)") from error
     pixels = np.asarray(ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR))
     return pixels[None] if in_channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -1,4 +1,4 @@
-"""Images, a batch at a time: from uint8 to normalised float32, and augmentation keyed by sample."""
+"""Images, a batch at a time: from uint8 to normalised float32, and augmentation seeded by sample."""
 
 import functools
 from collections.abc import Sequence
@@ -11,20 +11,11 @@ from torch.nn.functional import pad
 from framework.randomness import random_integers
 
 
-def prepare(
-    images: Tensor, *, keys: np.ndarray | None, mean: Sequence[float], std: Sequence[float], padding: int, flip: bool
-) -> Tensor:
-    """Augment uint8 images (B, C, H, W) unless `keys` is None, then normalise them."""
-    if keys is not None:
-        images = augment(images, keys, padding=padding, flip=flip)
-    return normalise(images, mean=mean, std=std)
-
-
 def normalise(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return `(images / 255 - mean) / std` in float32; images: uint8 (B, C, H, W), a mean and std for each channel."""
     scale, shift = _scale_and_shift(tuple(mean), tuple(std), images.device)
-    # Two kernels, not a fused multiply-add: that may round differently in the last lanes of a batch, and a sample's
-    # bits must not depend on its place.
+    # Two kernels, not a fused multiply-add: it can round differently in the last lanes of a batch, and a sample's bits
+    # must not depend on its place.
     return images.float().mul_(scale).add_(shift)
 
 
@@ -36,9 +27,9 @@ def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: to
 
 
 def augment(images: Tensor, keys: np.ndarray, *, padding: int, flip: bool) -> Tensor:
-    """Shift each image by up to `padding` pixels either way, zeros moving in, and mirror half of them if `flip`.
+    """Shift each image by up to `padding` pixels either way, filled with zeros, and mirror half of them if `flip`.
 
-    images: uint8 (B, C, H, W); keys: uint64 (B,). What happens to an image depends on its key only.
+    images: uint8 (B, C, H, W); keys: uint64 (B,). The changes of an image depend on its key only.
     Source: He et al. 2016, section 4.2 (crop from the padded image, horizontal flip).
     """
     draws = [random_integers(keys, high=high, draw=draw) for draw, high in enumerate((2 * padding + 1,) * 2 + (2,))]

@@ -1,9 +1,11 @@
-"""From the order of samples to this rank's micro-batches, as tensors on its device: of each split of a dataset."""
+"""From the order of samples to this rank's micro-batches, as tensors on its device, for each split of a dataset."""
 
+import os
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
-from framework.data.sharing import load_shared
 from framework.data.source import Dataset, Source, Split
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
-from framework.modules.nested import Tree, map_tensors
 from framework.randomness import keys
 from framework.runtime.preemption import SIGNALS, die_with_parent
 from framework.runtime.torch_internals import shut_down_loader
@@ -23,7 +23,7 @@ from framework.runtime.torch_internals import shut_down_loader
 
 @dataclass(eq=False)
 class Loader:
-    """One rank's view of one split. What a batch holds is a function of its position alone, so a run can start anywhere."""
+    """One rank's view of one split. The content of a batch depends on its position only, so a run can start anywhere."""
 
     dataset: Dataset
     source: Source
@@ -38,21 +38,24 @@ class Loader:
     def __post_init__(self) -> None:
         self.num_workers = int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", False))
-        self._cuts: dict[int, tuple[list[Part], slice]] = {}  # by size: a full global batch, and the short one
         self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
 
     def train(self, samples_seen: int) -> Iterator[Step]:
-        """Yield the steps after `samples_seen` samples, for ever."""
+        """Yield the steps after `samples_seen` samples, without end."""
         return self._run(self._positions(samples_seen), self._train_step)
 
     def evaluate(self) -> Iterator[MicroBatch]:
         """Yield micro-batches that hold, over all ranks, each sample of the split once, in its stored order."""
-        starts = range(0, len(self.source), self.order.global_batch_size)
-        for step in self._run(starts, self._evaluation_step):
+        size = self.order.global_batch_size
+
+        def fetch(start: int) -> Step:
+            return self._step(0, np.arange(start, min(start + size, len(self.source))), None)
+
+        for step in self._run(range(0, len(self.source), size), fetch):
             yield from step.micro_batches
 
     def close(self) -> None:
-        """End the loader's processes. They ignore signals, so at exit, after an error, Python would wait for them for ever."""
+        """End the loader's processes. They ignore signals, so at exit, after an error, Python would wait for them forever."""
         for steps in list(self._running):
             shut_down_loader(steps)
         self._running.clear()
@@ -67,49 +70,40 @@ class Loader:
         augment_keys = keys(self.order.seed, "augment", epoch, samples) if self.is_augmented else None
         return self._step(epoch, samples, augment_keys)
 
-    def _evaluation_step(self, start: int) -> Step:
-        return self._step(0, np.arange(start, min(start + self.order.global_batch_size, len(self.source))), None)
-
     def _step(self, epoch: int, samples: np.ndarray, augment_keys: np.ndarray | None) -> Step:
-        mine, span = self._cut(len(samples))
-        keys = None if augment_keys is None else augment_keys[span]
-        inputs, targets = self._fetch(samples[span], keys)
+        mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        span = slice(min(part.start for part in mine), max(part.stop for part in mine))  # without gaps: fetched at once
+        stored = (torch.from_numpy(array) for array in self.source.gather(samples[span]))
+        inputs, targets = self.dataset.transform(*stored, keys=None if augment_keys is None else augment_keys[span])
+        whole = MicroBatch(0, inputs, targets).mapped(self._cast)
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
-        return Step(epoch, len(samples), [_micro_batch(part, inputs, targets, span=span) for part in mine], is_even)
-
-    def _cut(self, num_samples: int) -> tuple[list[Part], slice]:
-        """Return this rank's parts of a global batch, and their span: without gaps, so that it is fetched at once."""
-        if num_samples not in self._cuts:
-            mine = parts(num_samples, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
-            self._cuts[num_samples] = mine, slice(min(part.start for part in mine), max(part.stop for part in mine))
-        return self._cuts[num_samples]
-
-    def _fetch(self, samples: np.ndarray, augment_keys: np.ndarray | None) -> tuple[Tree, Tree]:
-        stored = (torch.from_numpy(array) for array in self.source.gather(samples))
-        inputs, targets = self.dataset.transform(*stored, keys=augment_keys)
-        return map_tensors(self._cast, inputs), map_tensors(self._cast, targets)
+        return Step(epoch, len(samples), [_cut(whole, part, start=span.start) for part in mine], is_even)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() and tensor.dtype != self.dtype else tensor
 
     def _run(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
-        if self.num_workers == 0:
-            steps: Iterator[Step] = map(fetch, positions)
-        else:
-            loader = DataLoader(
-                _AtPosition(fetch),
-                batch_size=None,
-                sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not asked
-                num_workers=self.num_workers,
-                collate_fn=lambda step: step,
-                worker_init_fn=lambda _: (
-                    die_with_parent()
-                ),  # torch's watchdog looks every five seconds, and a queue may break before
-                multiprocessing_context="fork",
-            )
-            steps = _start_unsignalled(loader)
-            self._running.add(steps)
+        steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions)
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
+
+    def _start_processes(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
+        loader = DataLoader(
+            _AtPosition(fetch),
+            batch_size=None,
+            sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not read
+            num_workers=self.num_workers,
+            collate_fn=lambda step: step,
+            # torch's watchdog looks every five seconds, and a queue may break before
+            worker_init_fn=lambda _: die_with_parent(),
+            multiprocessing_context="fork",
+        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal to the whole process group must not kill them
+        try:
+            steps = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._running.add(steps)
+        return steps
 
     def _to_device(self, step: Step) -> Step:
         def move(tensor: Tensor) -> Tensor:
@@ -118,71 +112,81 @@ class Loader:
         return step._replace(micro_batches=[micro_batch.mapped(move) for micro_batch in step.micro_batches])
 
 
-def _micro_batch(part: Part, inputs: Tree, targets: Tree, *, span: slice) -> MicroBatch:
-    """Cut a part out of a batch that holds the samples of `span`."""
-    if (part.start, part.stop) == (span.start, span.stop):
-        return MicroBatch(part.number, inputs, targets, part.is_padding)
-    at = slice(part.start - span.start, part.stop - span.start)
-    return MicroBatch(part.number, inputs, targets, part.is_padding).mapped(lambda tensor: tensor[at])
+def _cut(whole: MicroBatch, part: Part, *, start: int) -> MicroBatch:
+    """Return a part of a batch whose first sample is number `start` of the global batch."""
+    at = slice(part.start - start, part.stop - start)
+    return whole._replace(number=part.number, is_padding=part.is_padding).mapped(lambda tensor: tensor[at])
 
 
 @dataclass(frozen=True)
 class _AtPosition(torch.utils.data.Dataset[Step]):
-    """A map-style dataset whose items are whole steps."""
-
     fetch: Callable[[int], Step]
 
     def __getitem__(self, position: int) -> Step:
         return self.fetch(position)
 
 
-def _start_unsignalled(loader: DataLoader[Step]) -> Iterator[Step]:
-    """Start the loader's processes with our signals blocked: one sent to the whole group must not kill the data."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@dataclass(kw_only=True)
+@dataclass(eq=False)
 class Splits:
-    """One rank's loaders: all that differs between the ranks is `dp_rank`, of `dp_size` that work on different samples."""
+    """One rank's loaders by split; `load` makes each at its first use."""
 
-    dataset: Dataset
-    world: World
-    dp_rank: int
-    dp_size: int
-    seed: int
-    global_batch_size: int
-    micro_batch_size: int | None
-    drop_last: bool
-    dtype: torch.dtype
+    load: Callable[[Split], Loader]
     _loaders: dict[Split, Loader] = field(default_factory=dict, init=False)
 
     def loader(self, split: Split) -> Loader:
-        """Return the loader of a split. Collective where it is asked for the first time."""
+        """Return the loader of a split. Collective at its first use."""
         if split not in self._loaders:
-            source = load_shared(self.dataset, split, world=self.world)
-            order = Order(
-                num_samples=len(source),
-                global_batch_size=self.global_batch_size,
-                seed=self.seed,
-                drop_last=self.drop_last and split == "train",
-            )
-            self._loaders[split] = Loader(
-                self.dataset,
-                source,
-                order=order,
-                micro_batch_size=self.micro_batch_size,
-                dp_rank=self.dp_rank,
-                dp_size=self.dp_size,
-                device=self.world.device,
-                dtype=self.dtype,
-            )
+            self._loaders[split] = self.load(split)
         return self._loaders[split]
 
     def close(self) -> None:
         """End the loaders' processes."""
         for loader in self._loaders.values():
             loader.close()
+
+
+# --- one copy of a small dataset for all processes of a node
+
+
+def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
+    """Load a split; on each node one process decodes it and the others map its memory. Collective."""
+    if world.world_size == 1:
+        return dataset.load(split)
+    source = None
+    for is_my_turn in (world.rank == 0, world.rank != 0):  # rank 0 before the other nodes: it may download the files
+        if is_my_turn and world.local_rank == 0:
+            source = dataset.load(split)
+        world.agreement.barrier()
+    if world.local_world_size == 1:
+        assert source is not None
+        return source
+    offer, descriptors = None, dict[str, int]()
+    if source is not None:
+        arrays = arrays_of(source)
+        rest = {name: value for name, value in _fields(source).items() if name not in arrays}
+        descriptors = {name: _memory_file(array) for name, array in arrays.items()}
+        offer = type(source), rest, os.getpid(), descriptors
+    kind, rest, pid, files = world.agreement.gather(offer)[world.first_on_node]
+    mapped = {name: np.load(f"/proc/{pid}/fd/{file}", mmap_mode="r", allow_pickle=False) for name, file in files.items()}
+    world.agreement.barrier()
+    for descriptor in descriptors.values():
+        os.close(descriptor)  # the mappings stay; the memory is freed with the last of them
+    return kind(**rest, **mapped)
+
+
+def arrays_of(source: Source) -> dict[str, np.ndarray]:
+    """Return the fields of a source that are arrays in this process's memory: not mapped from a file."""
+    arrays = {name: value for name, value in _fields(source).items() if isinstance(value, np.ndarray)}
+    return {name: array for name, array in arrays.items() if not isinstance(array, np.memmap) and not array.dtype.hasobject}
+
+
+def _fields(source: Source) -> dict[str, Any]:
+    return {f.name: getattr(source, f.name) for f in fields(source)}  # type: ignore[arg-type]  # a Protocol cannot say "dataclass"
+
+
+def _memory_file(array: np.ndarray) -> int:
+    """Write an array to a file in memory without a name (no file can be left behind); return its descriptor."""
+    descriptor = os.memfd_create("steadfast_data")
+    with open(descriptor, "wb", closefd=False) as file:
+        np.save(file, array, allow_pickle=False)
+    return descriptor

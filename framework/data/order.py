@@ -1,4 +1,4 @@
-"""Which samples make step t, and which rank runs which of them: pure functions of the seed and of `samples_seen`."""
+"""Which samples make step t, and which rank runs which samples: pure functions of the seed and of `samples_seen`."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from framework.randomness import key
 
 
 class Part(NamedTuple):
-    """A run of the global batch's samples, [start, stop), that goes through the model at once."""
+    """Consecutive samples of the global batch, range(start, stop), that go through the model at once."""
 
     number: int  # among the global batch's micro-batches
     start: int
@@ -46,7 +46,7 @@ class Order:
         """Return the epoch and the samples' numbers, shape (n,), of the global batch after `samples_seen` samples."""
         epoch, offset = divmod(samples_seen, self.epoch_size)
         if epoch != self._epoch:
-            # RandomState, not Generator: its stream is frozen for ever (NEP 19), so a run can be resumed under any numpy
+            # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed under any numpy
             seed = key(self.seed, "order", epoch)
             self._permutation = np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).permutation(self.num_samples)
             self._epoch = epoch
@@ -56,10 +56,10 @@ class Order:
 def parts(num_samples: int, *, micro_batch_size: int | None, dp_rank: int, dp_size: int) -> list[Part]:
     """Cut a global batch into micro-batches and return those of `dp_rank`.
 
-    With `micro_batch_size`, ranks take contiguous runs of whole micro-batches, so that these do not depend on
-    `dp_size`; without, each takes one contiguous slice of samples. Counts differ by one at most; the low ranks have
-    more, so that rank 0 always runs micro-batch 0. Every rank gets the same NUMBER of parts, since each may hold
-    collectives: the missing ones are padding, a repetition with weight zero.
+    With `micro_batch_size`, each rank takes contiguous whole micro-batches, which do not depend on `dp_size`; without it,
+    one contiguous slice of samples. Counts differ by one at most; low ranks have more, so rank 0 always runs micro-batch
+    0. Every rank gets the same NUMBER of parts, since each may hold collectives: the missing parts are padding, a
+    repetition with weight zero.
     """
     if micro_batch_size is None:
         bounds = [-(-rank * num_samples // dp_size) for rank in range(dp_size + 1)]

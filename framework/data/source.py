@@ -1,8 +1,8 @@
-"""The seam of the data: what a dataset and one loaded split of it are, and the sources that hold or read samples."""
+"""The seam of the data: the protocols of a dataset and of one loaded split (a source), and the common sources."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 class Source(Protocol):
-    """One split, loaded: a dataclass, so that it can be put together again around shared arrays (data.sharing)."""
+    """One split, loaded: a dataclass, whose arrays the processes of a node share."""
 
     def __len__(self) -> int: ...
 
@@ -21,32 +22,27 @@ class Source(Protocol):
         """Return the inputs and targets of these samples, batch dim first, in the dtype they are stored in."""
         ...
 
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What the source holds in memory, by name, for the processes of a node to share one copy; {} if nothing."""
-        ...
-
 
 class Dataset(Protocol):
     """What a `conf/dataset/*.yaml` names. Its constructor stores and checks its arguments and reads no file.
 
-    At the top its module imports the standard library and numpy alone (torch and the like inside functions): the
-    preflight imports it to ask for `problems()` and must not take seconds.
+    At its top, its module imports only the standard library and numpy (torch and similar libraries inside functions): the
+    preflight imports it to call `problems()`, which must not take seconds.
     """
 
     num_workers: int
-    task: str  # which of the framework's tasks its targets are made for; may be left out
+    task: str  # the framework's task that its targets are made for; optional
 
     @property
     def info(self) -> Mapping[str, int]:
-        """What a model may take from the data: `in_channels`, `image_size`, `num_classes`, `vocab_size`, `seq_len`, ...
+        """What a model can take from the data: `in_channels`, `image_size`, `num_classes`, `vocab_size`, `seq_len`, ...
 
-        Costs a directory listing at most. What a problem makes unknowable is left out.
+        Costs a directory listing at most. A fact that cannot be known because of a problem is left out.
         """
         ...
 
     def problems(self) -> list[str]:
-        """Say why the data cannot be loaded here, a line each: `key: what (remedy)`. Reads next to nothing."""
+        """Return why the data cannot be loaded here, a line each: `key: what (remedy)`. Reads almost nothing."""
         ...
 
     def load(self, split: Split) -> Source:
@@ -54,36 +50,37 @@ class Dataset(Protocol):
         ...
 
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
-        """Turn a gathered batch into what the model takes.
+        """Turn a gathered batch into the model's inputs and targets.
 
         keys: uint64 (B,), one per sample, from which all randomness of that sample's augmentation derives; None in
         evaluation.
         """
         ...
 
-    # It may answer `decode(tokens) -> str` for integer inputs (T,), so that loggers show samples as text and not as ids.
+    # It may have `decode(tokens) -> str` for integer inputs (T,): loggers then show samples as text, not as ids.
 
 
 class Images:
-    """What datasets of images share: their task, and how a batch of uint8 becomes what a model takes."""
+    """What datasets of images share: their task, and how a batch of uint8 becomes a model's inputs."""
 
     task = "classification"
     mean: Sequence[float]
     std: Sequence[float]
-    padding: int  # by so many pixels at most is an augmented image shifted
+    padding: int  # the most pixels by which an augmented image is shifted
     flip = True  # half of the augmented images are mirrored
     augment: bool
 
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
-        from framework.data.images import prepare
+        from framework.data.images import augment, normalise
 
-        keys = keys if self.augment else None
-        return prepare(inputs, keys=keys, mean=self.mean, std=self.std, padding=self.padding, flip=self.flip), targets
+        if keys is not None and self.augment:
+            inputs = augment(inputs, keys, padding=self.padding, flip=self.flip)
+        return normalise(inputs, mean=self.mean, std=self.std), targets
 
 
 @dataclass(kw_only=True, eq=False)
 class PublishedImages(Images):
-    """The arguments of a dataset that is published as a training and a test set; val is the last `num_val` of the former."""
+    """The arguments of a dataset that is published as a training and a test set; val is the last `num_val` of the first."""
 
     root: str = "data"
     download: bool = False
@@ -96,7 +93,7 @@ class PublishedImages(Images):
         require_at_least(0, self, "num_workers")
 
     def part(self, images: np.ndarray, labels: np.ndarray, split: Split) -> "Arrays":
-        """Return what of the files' content is the split."""
+        """Return the part of the files' content that is the split."""
         parts = {"train": slice(None, -self.num_val), "val": slice(-self.num_val, None), "test": slice(None)}
         return Arrays(np.ascontiguousarray(images[parts[split]]), labels[parts[split]])
 
@@ -117,17 +114,13 @@ class Arrays:
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.inputs[indices], self.targets[indices]
 
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {"inputs": self.inputs, "targets": self.targets}
-
 
 @dataclass(frozen=True, eq=False)
 class Windows:
     """A stream of tokens (1-D, array or memmap) cut into windows; the targets are the inputs shifted by one.
 
-    Sample i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`: neighbours share one token, which is the last target of
-    the first and the first input of the second. What does not fill a window at the end is left out.
+    Sample i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`: neighbours share one token, the last target of the first and
+    the first input of the second. Tokens at the end that do not fill a window are left out.
     """
 
     tokens: np.ndarray
@@ -149,18 +142,14 @@ class Windows:
         batch = windows[indices]
         return batch[:, :-1], batch[:, 1:]
 
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {} if isinstance(self.tokens, np.memmap) else {"tokens": self.tokens}
-
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """Samples that are files, decoded whenever they are asked for."""
+    """Samples that are files, decoded at each use."""
 
     paths: Sequence[str]  # a million of these take half the memory of Path objects
     targets: np.ndarray
-    decode: Callable[[str], np.ndarray]  # of one file; a pickle of it must work, for loader processes
+    decode: Callable[[str], np.ndarray]  # of one file; it must be picklable, for loader processes
 
     def __post_init__(self) -> None:
         _require_pairs(self.paths, self.targets, what="files")
@@ -170,10 +159,6 @@ class Files:
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return np.stack([self.decode(self.paths[i]) for i in indices]), self.targets[indices]
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {}
 
 
 def _require_pairs(inputs: Sized, targets: Sized, *, what: str) -> None:
@@ -190,17 +175,12 @@ def num_windows(num_tokens: int, *, seq_len: int) -> int:
 def contiguous_split(length: int, split: Split) -> slice:
     """Return the part of a stream of this length that is the split: the first 90 %, the next 5 % or the last 5 %."""
     bounds = [0, length * 90 // 100, length * 95 // 100, length]
-    part = ("train", "val", "test").index(split)
+    part = SPLITS.index(split)
     return slice(bounds[part], bounds[part + 1])
 
 
-def told(source: str | None) -> str:
-    """Return where a dataset comes from, as the end of what is said of one that is missing."""
-    return f"; {source}" if source else ""
-
-
 def require_at_least(minimum: int, dataset: object, *names: str) -> None:
-    """Raise ValueError for the first of a dataset's arguments that is given and smaller than `minimum`."""
+    """Raise ValueError for the first of a dataset's arguments that is smaller than `minimum`; null is accepted."""
     for name in names:
         value = getattr(dataset, name)
         if value is not None and value < minimum:

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 MEAN, STD = 0.5, 0.204  # of the average of two uniform draws
 TASKS = {"images": "classification", "tokens": "language_modeling", "vectors": "regression"}
-# Keys apart from those of samples, which count up from 0: what all samples share.
+# The first key of what all samples share; the keys of samples count up from 0.
 SHARED = 2**48
 
 
 @dataclass(kw_only=True, eq=False)
 class Synthetic(Images):
-    """A sample depends on its number only; train, val and test are successive numbers.
+    """A sample depends on its number only; train, val and test are consecutive numbers.
 
-    - images: the average of a picture of the class and of noise; the target is the class.
-    - tokens: a walk around a fixed circle of all tokens, one step ahead seven times of eight, else a jump anywhere.
-    - vectors: `num_features` inputs in [-1, 1) and `num_outputs` float targets, tanh of a fixed linear map of them
-      (take task=regression). To a model a vector is an image of one pixel, its outputs are the "classes".
+    - images: the average of an image of the class and of noise; the target is the class.
+    - tokens: a walk around a fixed circle of all tokens: seven times of eight one step forward, else a jump to any token.
+    - vectors: `num_features` inputs in [-1, 1) and `num_outputs` float targets, tanh of a fixed linear map of the inputs
+      (for task=regression). For a model, a vector is an image of one pixel, and its outputs are the "classes".
     """
 
     kind: Literal["images", "tokens", "vectors"] = "images"
@@ -85,7 +85,7 @@ class Synthetic(Images):
         return Arrays(pictures[classes] // 2 + _random_bytes(samples, shape=shape) // 2, classes)
 
     def _tokens(self, samples: np.ndarray) -> Windows:
-        # a walk of all samples in one line: the first token of a split is the one free choice
+        # one walk through all samples: only the first token of a split is free
         keys = np.arange(samples[0] * self.seq_len, (samples[-1] + 1) * self.seq_len + 1)
         jumps = random_integers(keys, high=8) == 0
         steps = np.where(jumps, random_integers(keys, high=self.vocab_size, draw=1), 1)

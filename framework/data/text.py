@@ -15,7 +15,7 @@ from framework.data.source import Split, Windows, contiguous_split, num_windows,
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of the standard library: what is not its own, not meant to be read, or not installed everywhere.
+# In the standard library: what is not its own, not meant to be read, or not installed everywhere.
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -23,7 +23,7 @@ SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "id
 class Text:
     """One token is one byte. The files are joined in the order of their names; the stream is cut 90 % / 5 % / 5 %.
 
-    With `root: null` the text is that of the running Python, and another version of Python is another text.
+    With `root: null`, the text is the running Python's standard library: another version is another text.
     """
 
     task = "language_modeling"
@@ -69,7 +69,7 @@ class Text:
             if self.max_bytes is not None and len(content) >= self.max_bytes:
                 del content[self.max_bytes :]
                 break
-        # copied, so that the rest of the text is not kept for its sake
+        # a copy, so that the rest of the text is freed
         part = np.frombuffer(content, dtype=np.uint8)[contiguous_split(len(content), split)].copy()
         return Windows(part, self.seq_len)
 
@@ -77,7 +77,7 @@ class Text:
         return inputs.long(), targets.long()
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Return a sample's tokens as the text that they are."""
+        """Return a sample's tokens as text."""
         return bytes(tokens.tolist()).decode(errors="replace")
 
     def _folder(self) -> Path:
@@ -88,6 +88,6 @@ class Text:
         skipped = SKIPPED if self.root is None else set()
         found = []
         for folder, folders, names in os.walk(self._folder()):
-            folders[:] = [name for name in folders if name not in skipped]  # os.walk goes into what is left
+            folders[:] = [name for name in folders if name not in skipped]  # os.walk enters the others
             found += [Path(folder, name) for name in names if any(fnmatch(name, p) for p in self.patterns)]
         return sorted(found)

@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from framework.data.source import Split, Windows, contiguous_split, num_windows, require_at_least, told
+from framework.data.source import SPLITS, Split, Windows, contiguous_split, num_windows, require_at_least
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SPLITS: tuple[Split, ...] = ("train", "val", "test")
-NUM_CHECKED = 2**20  # tokens at either end of each file that the preflight looks at: some milliseconds
+NUM_CHECKED = 2**20  # tokens at either end of each file that the preflight checks, in milliseconds
 
 
 @dataclass(kw_only=True, eq=False)
 class Tokens:
-    """`root` is a folder with train.bin, val.bin and maybe test.bin, or one file, which is cut 90 % / 5 % / 5 %.
+    """`root` is a folder with train.bin, val.bin and optionally test.bin, or one file, which is cut 90 % / 5 % / 5 %.
 
     Without test.bin, val is the first half of val.bin and test the second. Ids are unsigned integers in the machine's
-    byte order, without a header. Whether they are below `vocab_size` is checked before the start for the first and
-    last million of each file, and for every batch when it is read.
+    byte order, without a header. They must be below `vocab_size`: before the start, the first and last million of each
+    file are checked, later every batch that is read.
     """
 
     task = "language_modeling"
@@ -50,10 +49,8 @@ class Tokens:
             problems.append("dataset.vocab_size: is null (how many tokens the tokenizer has)")
         paths = sorted({self._part(split)[0] for split in SPLITS})
         if missing := [str(path) for path in paths if not path.is_file()]:
-            problems.append(
-                f"dataset.root: {', '.join(missing)} not there (train.bin and val.bin, or one file{told(self.source)})"
-            )
-            return problems
+            source = f"; {self.source}" if self.source else ""
+            return [*problems, f"dataset.root: {', '.join(missing)} not there (train.bin and val.bin, or one file{source})"]
         for path in paths:
             problems += self._file_problems(path)
         for split in SPLITS:
@@ -76,7 +73,7 @@ class Tokens:
         return inputs.long(), targets.long()
 
     def _part(self, split: Split) -> tuple[Path, int, int]:
-        """Return the file that holds the split, and the split's first token and the one after its last in it."""
+        """Return the file that holds the split, and where in it the split starts and ends, in tokens."""
         root = Path(self.root)
         if root.is_file():
             part = contiguous_split(self._num_tokens(root), split)
@@ -103,10 +100,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class MappedWindows:
-    """`Windows` over a part of a file, mapped anew for each batch.
+    """`Windows` over a part of a file, mapped again for each batch.
 
-    It holds the path and never a memmap: a memmap is pickled, and so sent to a loader process, as a copy of the data,
-    and the pages that it has touched count as this process's memory for as long as it lives.
+    It holds the path, not a memmap: pickling a memmap (for a loader process) copies the data, and the pages that it has
+    touched count as this process's memory as long as it exists.
     """
 
     path: Path
@@ -125,7 +122,3 @@ class MappedWindows:
         if (largest := max(inputs.max(initial=0), targets.max(initial=0))) >= self.vocab_size:
             raise ValueError(f"{self.path} has token id {largest}: dataset.vocab_size={self.vocab_size} must be above it")
         return inputs, targets
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {}

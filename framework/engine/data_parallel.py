@@ -9,8 +9,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, MicroBatch, Step, Sums
-from framework.modules.nested import Tree, map_tensors
-from framework.modules.shards import by_mesh, whole
+from framework.modules.tensors import Tree, by_mesh, map_tensors, whole
 from framework.optim.groups import BuildOptimizer, MakeOptimizer, Trainable
 from framework.runtime.torch_internals import copy_all
 
@@ -22,9 +21,9 @@ class DataParallelEngine(Engine):
     """The Engine of every strategy in which a rank runs the whole model on its own samples.
 
     `model` is what is called (a wrapper, or `module` itself); `set_sync(True)` is called before the last micro-batch,
-    whose backward pass completes the gradients of all ranks, `set_sync(False)` before the others. The wrapper
-    averages over `dp_size` ranks; since a loss here is a sum over the GLOBAL count, that average is undone first.
-    Of ranks that work on the same samples (tensor parallelism) one has `is_counted`.
+    whose backward pass completes the gradients of all ranks, `set_sync(False)` before the others. The wrapper averages
+    over `dp_size` ranks; a loss here is a sum over the GLOBAL count, so this average is undone first. Of ranks that work
+    on the same samples (tensor parallelism), one has `is_counted`.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class DataParallelEngine(Engine):
             if self._set_sync is not None:
                 self._set_sync(position == last)
             self._forward.seed_draws(step=index, micro_batch=micro_batch.number)
-            # micro-batch 0 alone changes the buffers, and once: not again when checkpointing recomputes its forward
+            # only micro-batch 0 changes the buffers, and only once: not again when checkpointing recomputes its forward
             buffers = [buffer.clone() for buffer in self._buffers]
             outputs, loss = self._forward(self._model, micro_batch)
             if micro_batch.number == 0 and not micro_batch.is_padding:
@@ -128,7 +127,7 @@ def add(sums: Sums, more: Sums) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the buffers that belong to the model's state: those that a state dict holds."""
+    """Return the buffers that the model's state dict holds."""
     state = module.state_dict(keep_vars=True)
     return [buffer for name, buffer in module.named_buffers() if name in state]
 

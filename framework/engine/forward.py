@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.engine.seam import MicroBatch, Task
-from framework.modules.nested import Tree, call, map_tensors
+from framework.modules.tensors import Tree, call, map_tensors
 from framework.randomness import key
 
 
@@ -20,17 +20,17 @@ class Forward:
     task: Task
     _: KW_ONLY
     seed: int
-    devices: Sequence[torch.device]  # that the model is on
+    devices: Sequence[torch.device]  # of the model
     autocast: torch.dtype | None
-    example: Tensor | None = None  # a batch of two samples' inputs, without storage; None if their kind is not known
-    is_padding: bool = field(default=False, init=False)  # is the micro-batch at hand? For layers that look at other ranks'
+    example: Tensor | None = None  # the inputs of two samples, without storage; None if their kind is not known
+    is_padding: bool = field(default=False, init=False)  # is the current micro-batch? For layers that use other ranks' samples
     _at: tuple[int, int] = field(default=(0, 0), init=False)
 
     def __post_init__(self) -> None:
         self.device = self.devices[0]
 
     def seed_draws(self, *, step: int, micro_batch: int) -> None:
-        """Key what the model draws (dropout) by step and micro-batch: whichever rank runs it, it draws the same."""
+        """Seed what the model draws (dropout) by step and micro-batch: the draws are the same on whichever rank."""
         self._at = (step, micro_batch)
         self._seed_generators(key(self.seed, "forward", step, micro_batch))
 
@@ -41,7 +41,7 @@ class Forward:
                 torch.cuda.default_generators[device.index].manual_seed(value)
 
     def key_draws(self, units: Sequence[nn.Module]) -> None:
-        """Key each unit's draws by its number too: then they are the same wherever the units lie (in a pipeline)."""
+        """Seed each unit's draws by its number too: the draws are the same on whichever rank the unit is (in a pipeline)."""
 
         def seed_unit(unit: nn.Module, _: object, *, number: int) -> None:
             if unit.training:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from framework.modules.nested import Tree, map_tensors
+from framework.modules.tensors import Tree, map_tensors
 from framework.optim.groups import BuildOptimizer, Trainable
 
 if TYPE_CHECKING:
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(NamedTuple):
-    """What goes through the model at once. `number` counts the micro-batches of the global batch; it keys randomness."""
+    """What goes through the model at once. `number` counts the micro-batches of the global batch; it seeds randomness."""
 
     number: int
     inputs: Tree
     targets: Tree
-    is_padding: bool = False  # runs with weight zero, so that every rank enters the same collectives
+    is_padding: bool = False  # has weight zero: every rank then enters the same collectives
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """Return the micro-batch with `function` applied to each of its tensors."""
@@ -33,11 +33,11 @@ class Step(NamedTuple):
     epoch: int
     num_samples: int  # of the global batch, over all ranks
     micro_batches: Sequence[MicroBatch]
-    is_even: bool = True  # are each rank's micro-batches of one size? On all ranks, so that they can cut a step alike
+    is_even: bool = True  # are all micro-batches of one size, on all ranks? Then all ranks cut a step in the same way
 
 
 class Task(Protocol):
-    """What the numbers mean: the loss, the metrics, what counts as one sample. All are SUMS over samples, shape ()."""
+    """What the numbers mean: the loss and the metrics. All are SUMS over samples, shape ()."""
 
     def loss(self, outputs: Any, targets: Any) -> Tensor: ...
 
@@ -49,7 +49,7 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Demands:
-    """What a run asks of its strategy, besides running the model: what the strategy's `problems` may have to refuse."""
+    """What a run needs of its strategy, in addition to running the model: the strategy's `problems` may refuse it."""
 
     eval_every: int | None  # in optimizer steps; null = only at the end
     checkpoint_every: int | None
@@ -93,7 +93,7 @@ class Engine(Protocol):
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
 
     def can_pause(self, step: int) -> bool:
-        """Return whether the state after this many steps is one that any strategy can continue from."""
+        """Return whether any strategy can continue from the state after this many steps."""
         return True
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:

@@ -44,7 +44,7 @@ def _from_rank_0(decision: FrozenConfig | int | None, *, environment: Environmen
     timeout = timedelta(minutes=10)
     if environment.uses_mpi:
         return from_text(mpi.from_rank_0(text, timeout=timeout))
-    from framework.distributed.world import launcher_store
+    from framework.distributed.groups import launcher_store
 
     store = launcher_store(environment, timeout=timeout, part="start")
     if text is not None:

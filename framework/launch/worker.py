@@ -82,7 +82,7 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             if world.rank == 0:
                 LOGGER.error("%s", end)
             code = end.code
-        world.leave()
+        world.groups.leave()
         return code
 
 

@@ -1,4 +1,4 @@
-"""A sink in a process of its own: whatever it costs, and however it fails or hangs, the run goes on as without it."""
+"""A sink in a process of its own: it may be slow, fail or hang, and the run continues without it."""
 
 import dataclasses
 import json
@@ -17,17 +17,17 @@ from framework.loggers.sink import RunInfo, Samples, Sink
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, die_with_parent
 
-TIMEOUT_S = 10.0  # that a sink has to end, where its YAML has no timeout_s
-_MARGIN_S = 10.0  # besides, to say that a server did not answer within it, and to do without
-_MOST_BYTES = 64 << 20  # that wait for a sink that does not take them
+TIMEOUT_S = 10.0  # for a sink to end, if its YAML has no timeout_s
+_MARGIN_S = 10.0  # in addition, to report that a server did not answer, and to end without it
+_MOST_BYTES = 64 << 20  # that may wait for a sink that reads nothing
 
 
 class SinkFailed(Exception):
-    """A sink is of no use any more."""
+    """A sink cannot be used any more."""
 
 
 class Background:
-    """A sink that `make` returns, in a process forked at once: before there is a model of which it would keep a copy.
+    """A sink that `make` returns, in a process forked at once: before there is a model, which the fork would copy.
 
     Calls are sent and not waited for; only `wait`, at the run's end, takes time. Any of them may raise SinkFailed.
     """
@@ -56,7 +56,7 @@ class Background:
         self._send("close", summary)
 
     def wait(self, *, within_s: float) -> None:
-        """Wait until the sink has done all that it was sent, and end it: within `timeout_s`, and within `within_s`."""
+        """Wait until the sink has handled all calls, and end it: within `timeout_s`, and within `within_s`."""
         patience_s = max(0.0, min(self._timeout_s, within_s))
         deadline = time.monotonic() + patience_s
         self._unsent += b"\n"  # the end
@@ -78,20 +78,20 @@ class Background:
             raise SinkFailed(f"it takes nothing: {len(self._unsent) >> 20} MiB wait for it")
 
     def _exchange(self) -> bool:
-        """Send and receive what can be without waiting. Returns whether the process is there, or has ended as it should."""
+        """Send and receive without waiting. Returns whether the process runs; False: it has ended without an error."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-            pass  # whether it has ended, and why, is what is received
+            pass  # what is received says whether it has ended, and why
         is_there = False
         try:
             while block := self._socket.recv(1 << 16):
                 self._received += block
         except BlockingIOError:
             is_there = True
-        except ConnectionResetError:  # it has ended without having read everything
-            pass
+        except ConnectionResetError:
+            pass  # it has ended without having read everything
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
             level, text = json.loads(line)
@@ -104,7 +104,7 @@ class Background:
         return is_there
 
     def _kill(self) -> int:
-        """End the process, if it has not ended; safe to call again. Returns what `waitpid` says of it."""
+        """End the process if it runs; safe to call again. Returns the status from `waitpid`."""
         if self._pid == 0:
             return 0
         os.kill(self._pid, signal.SIGKILL)
@@ -114,28 +114,28 @@ class Background:
         return status
 
 
-_FAILED = -1  # beside the levels of the log
+_FAILED = -1  # not a level of the log
 
 
 class _Relay(logging.Handler):
-    """Sends the log to the process that has the console."""
+    """Sends the log to the run's process, which has the console."""
 
     def __init__(self, socket: socket.socket) -> None:
         super().__init__()
         self._socket = socket
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.tell(record.levelno, record.getMessage())
+        self.send(record.levelno, record.getMessage())
 
-    def tell(self, level: int, text: str) -> None:
+    def send(self, level: int, text: str) -> None:
         self._socket.sendall(json.dumps([level, text]).encode() + b"\n")
 
 
 def _serve(socket: socket.socket, make: Callable[[], Sink]) -> NoReturn:
-    """Be the process of a sink: until the end is sent, or whoever sends is gone."""
+    """Run the process of a sink, until the end is sent or the sender has ended."""
     try:
         die_with_parent()
-        os.setpgid(0, 0)  # what a terminal or a scheduler sends to the run's processes is not for this one
+        os.setpgid(0, 0)  # signals of a terminal or a scheduler to the run's processes do not reach this process
         PREEMPTION.ignore()
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
@@ -144,8 +144,8 @@ def _serve(socket: socket.socket, make: Callable[[], Sink]) -> NoReturn:
         LOGGER.handlers[:] = [relay]
         try:
             _take_calls(socket, make())
-        except BaseException as error:  # a sink is somebody else's library: anything can come out of it
-            relay.tell(_FAILED, " ".join(str(error).split())[:300] or type(error).__name__)
+        except BaseException as error:  # a sink is somebody else's library, which can raise anything
+            relay.send(_FAILED, " ".join(str(error).split())[:300] or type(error).__name__)
     finally:
         os._exit(0)
 

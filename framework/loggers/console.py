@@ -12,11 +12,11 @@ from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 
 _WIDTH_FOR_BAR = 110  # columns
-_SHOW_CURSOR = b"\r\n\x1b[?25h"  # while the progress line is on, the terminal's is hidden
+_SHOW_CURSOR = b"\r\n\x1b[?25h"  # the progress line hides the terminal's cursor
 
 
 class Console:
-    """Always on. Validation and test rows are lines of their own in either form."""
+    """Always on. Validation and test rows are separate lines in either form."""
 
     def open(self, run: RunInfo) -> None:
         self._total_steps = run.total_steps
@@ -44,7 +44,7 @@ class Console:
 
 
 def _progress_line(run: RunInfo) -> Any:
-    """Return a progress line that is on, if there is a terminal that can write a line again."""
+    """Start a progress line, if there is a terminal that can overwrite a line; return it and its task."""
     if not sys.stderr.isatty():
         return None
     from rich.console import Console as RichConsole
@@ -66,7 +66,7 @@ def _progress_line(run: RunInfo) -> Any:
 
 
 def _log_to_stderr() -> None:
-    """Have the log written to what is sys.stderr now: while the progress line is on, rich's, which writes above it."""
+    """Write the log to the current sys.stderr: while the progress line is on, rich's, which writes above the line."""
     for handler in LOGGER.handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)

@@ -1,4 +1,4 @@
-"""The seam: a sink takes a run's rows. Sinks live on rank 0 only."""
+"""The seam: a sink takes a run's rows. Only rank 0 has sinks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Samples:
-    """A few training samples as they are stored, to look at; of the two there is what the data can be shown as."""
+    """A few training samples as they are stored, to look at: as images or as texts, whichever the data are."""
 
     images: list[Any] | None  # nested, (B, C, H, W), each value from 0 to 255; C is 1 or 3
     texts: list[str] | None
@@ -15,7 +15,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a sink may know of the run that it records."""
+    """What a sink can know of the run that it records."""
 
     directory: Path
     run_id: str
@@ -23,26 +23,23 @@ class RunInfo:
     step: int  # where the run starts or continues
     total_steps: int
     config: dict[str, Any]  # to show, not to read settings from
-    record_id: str = ""  # of this record of the run: the same after any interruption, another when the run starts over
-    group: str | None = None  # what the run is a part of: a sweep
+    record_id: str = ""  # of the run's record: the same after an interruption, a new one when the run starts from step 0
+    group: str | None = None  # the sweep that the run is a part of
     samples: Samples | None = None
 
 
 class Sink(Protocol):
-    """A logger's class is one, and gets the keys of its YAML as arguments.
+    """The protocol of a logger's class, which gets the keys of its YAML as arguments.
 
-    It is made and called in a process of its own (framework/loggers/background.py): what it raises is a warning, and
-    when the run ends, `close` has `timeout_s` (a key, if it has one) to come back.
+    It is made and called in a process of its own (framework/loggers/background.py): an error in it is a warning, and when
+    the run ends, `close` must return within `timeout_s` (a key of its YAML).
     """
 
     def open(self, run: RunInfo) -> None:
-        """Start recording; what was recorded after `run.step` before an interruption is void.
-
-        What a kill has lost of the rows up to `run.step` is in metrics.jsonl.
-        """
+        """Start recording. Rows after `run.step` from before an interruption are void; metrics.jsonl has the others."""
 
     def log(self, row: dict[str, Any]) -> None:
         """Take one row of metrics.jsonl."""
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Stop recording; `summary` is the content of summary.json. `open` may follow: the run went back to an earlier step."""
+        """Stop recording; `summary` is the content of summary.json. `open` may follow, for an earlier step."""

@@ -12,7 +12,7 @@ from framework.runs.metrics_file import Row, read_rows, scalars
 class TensorBoard:
     """Scalars as SPLIT/METRIC over the step, a few samples, and at the end the hparams with the final metrics."""
 
-    extra = "tensorboard"  # what has to be installed
+    extra = "tensorboard"  # of the package, to be installed
 
     def open(self, run: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -20,8 +20,8 @@ class TensorBoard:
         directory = run.directory / "tensorboard"
         rows = read_rows(run.directory / "metrics.jsonl", until=run.step)
         missing = _missing(rows, directory)
-        # what a kill has lost, and what an interrupted run wrote after the checkpoint from which it now continues, goes
-        # out of sight from purge_step on, and is written again
+        # from purge_step on, TensorBoard hides what was written before: rows that a kill has lost, and rows after the
+        # checkpoint from which an interrupted run continues. They are written again
         purge_step = missing[0]["step"] if missing else run.step + 1 if run.step else 0
         self._run = run
         self._writer = SummaryWriter(str(directory), purge_step=purge_step)
@@ -53,7 +53,7 @@ class TensorBoard:
             self._writer.add_text("samples", "\n\n---\n\n".join(texts), global_step=0)
 
     def _compare(self, summary: dict[str, Any]) -> None:
-        """Write a line of the HPARAMS page: the configuration, with the final and the best metrics."""
+        """Write a line of the HPARAMS page: the configuration with the final and the best metrics."""
         from torch.utils.tensorboard.summary import hparams
 
         metrics: dict[str, float] = {}
@@ -64,13 +64,13 @@ class TensorBoard:
             key: value if isinstance(value, (str, int, float)) else str(value) for key, value in flat(self._run.config).items()
         }
         for part in hparams(config, metrics):
-            self._writer._get_file_writer().add_summary(part)  # what `add_hparams` does, in a directory beside this one
+            self._writer._get_file_writer().add_summary(part)  # as `add_hparams` does, which writes to another directory
         for tag, value in metrics.items():
             self._writer.add_scalar(tag, value, global_step=summary["step"])
 
 
 def _missing(rows: list[Row], directory: Path) -> list[Row]:
-    """Return the rows from the first on that the event files do not hold as it is."""
+    """Return the rows from the first one that the event files do not have."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]  # unannotated
 
     if not rows or not directory.is_dir():

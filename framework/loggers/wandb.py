@@ -14,12 +14,12 @@ from framework.runtime.log import LOGGER
 
 @dataclass(kw_only=True)
 class Wandb:
-    """`mode` auto is what WANDB_MODE says, else online with an API key and offline without one, or where no server answers.
+    """`mode` auto: WANDB_MODE if it is set, else online with an API key, and offline without one or if no server answers.
 
-    `timeout_s` is how long the server may take to answer at the start, and to take what is left at the end.
+    `timeout_s` is how long the server may take to answer at the start, and to receive the rest at the end.
     """
 
-    extra: ClassVar = "wandb"  # what has to be installed
+    extra: ClassVar = "wandb"  # of the package, to be installed
 
     project: str
     mode: Literal["auto", "online", "offline", "disabled"]
@@ -28,7 +28,7 @@ class Wandb:
     timeout_s: float
 
     def open(self, run: RunInfo) -> None:
-        set_default("WANDB_ERROR_REPORTING", "false")  # it would send errors, and what they hold, to its makers
+        set_default("WANDB_ERROR_REPORTING", "false")  # it would send errors, with their contents, to its makers
         import wandb
 
         mode = _MODES.get(variables().get("WANDB_MODE") if self.mode == "auto" else self.mode)
@@ -41,13 +41,13 @@ class Wandb:
         except (wandb.Error, TimeoutError) as error:
             if mode != "online":
                 raise
-            wandb.teardown()  # it takes the run for one in use
+            wandb.teardown()  # it keeps the failed run otherwise
             self._run = self._init(run, mode="offline")
             LOGGER.warning("wandb cannot be reached, so this run is recorded offline (`wandb sync %s` sends it): %s",
                            self._run.settings.sync_dir, " ".join(str(error).split()))  # fmt: skip
         self._info = run
-        # What wandb does not have of the steps before: all of them offline, where each start writes a file of its own
-        # and a kill loses what it held; online, what had not been sent.
+        # Earlier rows that wandb does not have: offline all of them, since each start writes a new file and a kill loses
+        # what was not written; online, the rows that were not sent.
         for row in read_rows(run.directory / "metrics.jsonl", until=run.step):
             self.log(row)
 
@@ -67,7 +67,7 @@ class Wandb:
             settings=wandb.Settings(
                 console="off",
                 silent=True,
-                disable_git=True,  # the URL of a remote may hold a token, of which wandb hides passwords only
+                disable_git=True,  # the URL of a remote may hold a token, and wandb hides passwords only
                 save_code=False,
                 init_timeout=self.timeout_s,
                 finish_timeout=self.timeout_s,
@@ -76,7 +76,7 @@ class Wandb:
         )
 
     def log(self, row: Row) -> None:
-        # what is before it was sent before a kill that came after the last checkpoint: steps never go backwards
+        # earlier steps were sent before a kill after the last checkpoint: steps never go backwards
         if row["step"] >= self._run.starting_step:
             self._run.log(scalars(row), step=row["step"])
 
@@ -99,11 +99,11 @@ class Wandb:
         for path in reversed(candidates(self._info.directory / "checkpoints")):
             step = step_of(path)
             artifact = wandb.Artifact(f"checkpoint-{self._info.record_id}", type="checkpoint", metadata={"step": step})
-            artifact.add_dir(str(path), policy="immutable")  # nothing deletes or changes it now: no copy
+            artifact.add_dir(str(path), policy="immutable")  # nothing changes it from now on: no copy is needed
             self._run.log_artifact(artifact, aliases=[path.name, *(["best"] if step == best else [])])
 
 
-# what wandb's own switch says, and its older words for it
+# the values of wandb's own switch, and its older names for them
 _MODES: dict[str | None, Literal["online", "offline", "disabled"]] = {
     "online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled",
 }  # fmt: skip
@@ -113,7 +113,7 @@ def _has_api_key() -> bool:
     if variables().get("WANDB_API_KEY") is not None:
         return True
     host = urlsplit(variables().get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    try:  # where `wandb login` leaves the key
+    try:  # where `wandb login` writes the key
         return netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False

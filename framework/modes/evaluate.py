@@ -17,7 +17,7 @@ from framework.modes.load_run import load_run
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
-from framework.training.evaluation import measure, totals
+from framework.training.trainer import measure, totals
 
 
 def evaluate(build: Builder) -> Exit:

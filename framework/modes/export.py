@@ -17,7 +17,7 @@ from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.data.source import Dataset
 from framework.modes.load_run import LoadedModel, load_run
-from framework.modules.nested import Tree, call, map_tensors
+from framework.modules.tensors import Tree, call, map_tensors
 from framework.runtime.exits import Exit, Interrupted, Unfit
 from framework.runtime.files import flush_directory, make_directory, replacing
 from framework.runtime.log import LOGGER

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from framework.runtime.exits import Exit, NoValidCheckpoint, RunEnded, Unfit, he
 from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
-from framework.training.progress import Progress
 from framework.training.trainer import Trainer
 
 _NUM_SAMPLES = 8  # training samples for the loggers
@@ -132,7 +132,7 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
             with suppress(Unfit, TypeError):  # not measured there, or null
                 part.note(row)
     metrics, patience = world.agreement.from_rank_0((tracker.splits, tracker.patience.state_dict()))
-    began = {"wall_s": 0.0, "train_s": 0.0, "began": Progress().began}
+    began = {"wall_s": 0.0, "train_s": 0.0, "began": time.time()}
     found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
     return found
 

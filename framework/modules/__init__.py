@@ -1,1 +1,1 @@
-"""What can be asked of, or done to, a module tree and its (sharded, nested) tensors."""
+"""Module trees and (sharded, nested) tensors: what they show, and how they are changed."""

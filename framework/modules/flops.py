@@ -1,4 +1,4 @@
-"""Floating-point operations: what a model needs for a sample, and the most that a device does in a second."""
+"""Floating-point operations: how many a model needs for a sample, and a device's peak in a second."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ PEAKS_TFLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(device: torch.device, *, precision: str) -> float | None:
-    """Return a device's peak in operations a second, or None where it is not known: a CPU's is not."""
+    """Return a device's peak in operations a second, or None if it is not known: a CPU's is not."""
     return peak_of(torch.cuda.get_device_name(device), precision=precision) if device.type == "cuda" else None
 
 
@@ -31,16 +31,16 @@ def peak_of(device_name: str, *, precision: str) -> float | None:
 
 
 def flops_per_sample(model: nn.Module, batch: Tensor) -> float | None:
-    """Count what one forward and backward pass needs, by shapes alone: `model` and `batch` are on the meta device.
+    """Count one forward and backward pass by shapes only: `model` and `batch` are on the meta device.
 
-    Matrix products, convolutions and attention, a multiply-add as two; what a strategy recomputes is not counted, and
-    neither is the optimizer. None for a model that cannot run on shapes alone.
+    Matrix products, convolutions and attention, a multiply-add as two; neither what a strategy recomputes nor the optimizer.
+    None for a model that cannot run on shapes only.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
         try:
             main_output(model(batch)).sum().backward()
-        except Exception:  # the user's own model: it asks for numbers, not only for shapes
+        except Exception:  # a user's model: it may read numbers, not only shapes
             return None
     return counter.get_total_flops() / len(batch)

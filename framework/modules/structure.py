@@ -1,19 +1,24 @@
-"""Questions about a model that its module tree can answer."""
+"""What a model's module tree shows (its blocks, its chain, its random layers), and how it is changed before it is trained."""
 
+import difflib
+import fnmatch
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS
+from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS, compile_without_caches
 
 
 def own_answer(model: nn.Module, name: str) -> Callable[[], Any] | None:
-    """Return a model's method of this name that needs no argument; None if it has none.
+    """Return a model's method of this name if it needs no argument, else None.
 
-    Models of other people use the same names for other things: `self.blocks` is a module list in most transformers.
+    Other people's models use the same names for other things: `self.blocks` is a module list in most transformers.
     """
     answer = getattr(model, name, None)
     if not inspect.ismethod(answer):
@@ -24,7 +29,7 @@ def own_answer(model: nn.Module, name: str) -> Callable[[], Any] | None:
 
 
 def _own_modules(model: nn.Module, name: str) -> list[nn.Module] | None:
-    """Return the modules that a method of this name lists; None if there is none, or it answers something else."""
+    """Return the modules that a method of this name lists; None if there is no such method, or it returns something else."""
     answer = own_answer(model, name)
     found: Any = answer() if answer is not None else None
     is_listing = isinstance(found, Iterable) and not isinstance(found, (str, Mapping))
@@ -35,8 +40,8 @@ def _own_modules(model: nn.Module, name: str) -> list[nn.Module] | None:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated units, for sharding, recomputation and compilation.
 
-    The model's own answer (`blocks()`) if it has one; otherwise the children of its module lists and sequences, those
-    that hold parameters. A model with neither is one unit: the list is empty.
+    They are the answer of the model's `blocks()` if it has this method, otherwise the children, with parameters, of its
+    module lists and sequences. A model with neither is one unit: the list is empty.
     """
     if (answer := _own_modules(model, "blocks")) is not None:
         return answer
@@ -57,7 +62,7 @@ def separate(units: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that the model's forward calls, those with parameters; of a mere wrapper, those of what it wraps."""
+    """Return the modules with parameters that the model's forward calls; if the model only wraps another, the other's."""
     units = _called(model)
     while len(units) == 1 and not type(units[0]).__module__.startswith("torch.nn.") and (inner := _called(units[0])):
         units = inner
@@ -76,7 +81,7 @@ def _called(model: nn.Module) -> list[nn.Module]:
 def chain_of(model: nn.Module) -> list[nn.Module] | None:
     """Return modules that, called one after the other, are the model's forward; None if they are not known.
 
-    The model's own answer (`chain()`), or the children of an nn.Sequential.
+    They are the answer of the model's `chain()`, or the children of an nn.Sequential.
     """
     if (answer := _own_modules(model, "chain")) is not None:
         return answer
@@ -96,8 +101,58 @@ def _draws(layer: nn.Module) -> bool:
     return isinstance(layer, DROPOUTS) and layer.p > 0
 
 
+# --- changes
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Do not train the parameters that match one of the patterns (`*` and `?`, over the whole name).
+
+    Any name of a tied weight counts. ValueError for a pattern that matches no name, and if nothing is left to train.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matching = fnmatch.filter(named, pattern)
+        if not matching:
+            raise ValueError(f"{pattern!r} matches no parameter of the model ({_expected(pattern, model)})")
+        for name in matching:
+            named[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in named.values()):
+        raise ValueError(f"{', '.join(patterns)}: every parameter is frozen, and nothing is left to train")
+
+
+def _expected(pattern: str, model: nn.Module) -> str:
+    of_modules = [f"{name}.*" for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if f"{pattern}.*" in of_modules:
+        return f"did you mean {pattern}.*?"
+    return nearest(pattern, [*of_modules, *names])
+
+
+def nearest(pattern: str, names: Sequence[str]) -> str:
+    """Return which name was probably meant by a pattern that matches none of them."""
+    close = difflib.get_close_matches(pattern, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names[:5])}, ..."
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Keep only the inputs of the model's blocks and run their forward again in the backward pass: memory for time.
+
+    Wraps the blocks' `forward`, not the blocks: parameter names stay the model's own.
+    """
+    for block in blocks_of(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the model's blocks (the whole model if it has none) in place: names stay, and equal blocks compile once."""
+    compile_without_caches()
+    for block in blocks_of(model) or [model]:
+        # not block.compile(): for torch's own modules, such as nn.Sequential, it silently does nothing
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+
+
 def switch_off_dropout(model: nn.Module) -> None:
-    """Make a model that will not be trained one that draws nothing: a strategy has then no reason to refuse it."""
+    """Remove dropout from a model that will not be trained: then no strategy refuses it for its random draws."""
     for layer in model.modules():
         if isinstance(layer, DROPOUTS):
             layer.p = 0.0

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from framework.modules.freeze_parameters import nearest
-from framework.modules.shards import by_mesh
+from framework.modules.structure import nearest
+from framework.modules.tensors import by_mesh
 
 
 class Trainable(NamedTuple):
-    """A parameter that wants a gradient: all of it, or this rank's shard."""
+    """A parameter that wants a gradient: whole, or this rank's shard."""
 
-    name: str  # the model's own
+    name: str  # in the model
     parameter: nn.Parameter
     is_hidden: bool  # a matrix between the first and the last layer of the whole model
-    is_decayed: bool  # subject to weight decay: not a bias, nor of a normalisation
+    is_decayed: bool  # subject to weight decay: not a bias, not of a normalisation layer
 
 
 BuildOptimizer = Callable[[list[Trainable]], torch.optim.Optimizer]
@@ -27,7 +27,7 @@ Rule = tuple[Callable[[Trainable], bool], Mapping[str, Any]]
 
 
 def rules_of(groups: Sequence[Mapping[str, Any]]) -> list[Rule]:
-    """Return the rules that `optimizer.groups` writes down: `{match: PATTERN or PATTERNS, OPTION: VALUE, ...}` each.
+    """Return the rules of `optimizer.groups`: each `{match: PATTERN or PATTERNS, OPTION: VALUE, ...}`.
 
     ValueError for an entry of another form.
     """
@@ -36,10 +36,13 @@ def rules_of(groups: Sequence[Mapping[str, Any]]) -> list[Rule]:
         if not isinstance(entry, Mapping) or "match" not in entry or len(entry) < 2:
             raise ValueError(f"groups={entry}: entry {number} needs a pattern of names and an option, as in "
                              '{match: "*.bias", weight_decay: 0}')  # fmt: skip
-        patterns = [entry["match"]] if isinstance(entry["match"], str) else list(entry["match"])
         options = {name: value for name, value in entry.items() if name != "match"}
-        rules.append((partial(_is_matched, patterns=patterns), options))
+        rules.append((partial(_is_matched, patterns=_patterns(entry)), options))
     return rules
+
+
+def _patterns(entry: Mapping[str, Any]) -> list[str]:
+    return [entry["match"]] if isinstance(entry["match"], str) else list(entry["match"])
 
 
 def _is_matched(item: Trainable, *, patterns: list[str]) -> bool:
@@ -49,15 +52,15 @@ def _is_matched(item: Trainable, *, patterns: list[str]) -> bool:
 def require_matches(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Raise ValueError for a pattern of `optimizer.groups` that matches none of the model's parameters."""
     for entry in groups:
-        for pattern in [entry["match"]] if isinstance(entry["match"], str) else entry["match"]:
+        for pattern in _patterns(entry):
             if not fnmatch.filter(names, pattern):
                 raise ValueError(f"groups={pattern}: matches no parameter that is trained ({nearest(pattern, names)})")
 
 
 def param_groups(trained: Sequence[Trainable], rules: Sequence[Rule]) -> list[dict[str, Any]]:
-    """Return what an optimizer of torch's takes: each parameter with the options of the rules that hold for it.
+    """Return torch's parameter groups: each parameter with the options of the rules that hold for it.
 
-    Where several set the same option, the first one counts. No group mixes shards over different meshes.
+    Where several set the same option, the first one counts. No group mixes shards of different meshes.
     """
     groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for item in trained:
@@ -66,5 +69,5 @@ def param_groups(trained: Sequence[Trainable], rules: Sequence[Rule]) -> list[di
     found = []
     for holding, parameters in groups.items():
         options = {name: value for number in reversed(holding) for name, value in rules[number][1].items()}
-        found += [{"params": alike, **options} for alike in by_mesh(parameters)]
+        found += [{"params": members, **options} for members in by_mesh(parameters)]
     return found

@@ -1,19 +1,19 @@
-"""Our optimizers: torch's, and Muon, with the parameter groups that they are usually given."""
+"""The optimizers of conf/optimizer: torch's, and Muon, with the usual parameter groups."""
 
 from collections.abc import Collection
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt, Lt
-from torch import nn
+from torch import Tensor, nn
 
+from framework.modules.tensors import part_of, whole
 from framework.optim.groups import Rule, Trainable, param_groups, rules_of
-from framework.optim.muon import Muon
 from framework.runtime.torch_internals import NORMS
 
 
 def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
-    """Return the parameters that want a gradient, in the model's order. `hidden` names those that are hidden."""
+    """Return the parameters that want a gradient, in the model's order. `hidden` has the names of the hidden matrices."""
     of_norms = {id(p) for layer in module.modules() if isinstance(layer, NORMS) for p in layer.parameters(recurse=False)}
     trained = []
     for name, parameter in module.named_parameters():
@@ -24,13 +24,13 @@ def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
-    """Return the names of the matrices between the first and the last layer. `model` is the whole, before any cut."""
+    """Return the names of the matrices between the first and the last layer. `model` is whole: no strategy has cut it."""
     matrices = [(name, p) for name, p in model.named_parameters() if p.ndim >= 2]
     return [name for name, parameter in matrices[1:-1] if parameter.ndim == 2]
 
 
 def stand_in(device: torch.device) -> list[Trainable]:
-    """Return something to build the optimizer of, for a rank that updates nothing: no optimizer takes no parameters."""
+    """Return a parameter for the optimizer of a rank that updates nothing: an optimizer needs at least one."""
     return [Trainable("", nn.Parameter(torch.zeros(1, device=device)), False, False)]
 
 
@@ -43,7 +43,7 @@ Betas = list[Annotated[float, Ge(0), Lt(1)]]
 
 
 def _by_decay(trained: list[Trainable], groups: Groups | None, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameter groups: those of `groups`, and of the others, vectors are not decayed."""
+    """Return the parameter groups of the rules in `groups`, and without weight decay for vectors."""
     not_decayed: list[Rule] = [(lambda item: not item.is_decayed, {"weight_decay": 0.0})] if weight_decay else []
     return param_groups(trained, [*rules_of(groups or []), *not_decayed])
 
@@ -84,22 +84,74 @@ def muon(
     groups: Groups | None = None,
 ) -> torch.optim.Optimizer:
     """Muon for the matrices between the first and the last layer, AdamW for everything else."""
-    hidden = [item for item in trained if item.is_hidden]
-    others = [item for item in trained if not item.is_hidden]
-    by_kind = [group | {"kind": kind} for kind, items in (("muon", hidden), ("adamw", others))
-               for group in param_groups(items, rules_of(groups or []))]  # fmt: skip
-    return Muon(
-        by_kind,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        adamw_lr=adamw_lr,
-        adamw_betas=_pair(adamw_betas),
-        adamw_eps=adamw_eps,
-    )
+    rules = rules_of(groups or [])
+    of_muon = {"kind": "muon", "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    of_adamw = {"kind": "adamw", "lr": adamw_lr, "betas": _pair(adamw_betas), "eps": adamw_eps, "weight_decay": 0.0}
+    hidden = param_groups([item for item in trained if item.is_hidden], rules)
+    others = param_groups([item for item in trained if not item.is_hidden], rules)
+    return Muon([*(of_muon | group for group in hidden), *(of_adamw | group for group in others)])
 
 
 def _pair(betas: list[float]) -> tuple[float, float]:
     if len(betas) != 2:
         raise ValueError(f"betas={betas} must be two numbers, as in [0.9, 0.999]")
     return betas[0], betas[1]
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum orthogonalised by a Newton-Schulz iteration, and AdamW for what is not a hidden matrix.
+
+    torch.optim.Muon takes matrices only, and iterates in bfloat16, where rounding depends on how a matrix is sharded.
+    This one iterates in the parameter's own precision (fp32 or fp64) and on the WHOLE matrix: a shard is gathered
+    first, so every strategy takes the same step.
+    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers"; the scale 0.2 sqrt(max(rows, columns)), which
+    lets it share AdamW's learning rates and decay, is Liu et al. 2025, "Muon is scalable for LLM training".
+    """
+
+    _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+    _NUM_ITERATIONS = 5
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        """`groups` are torch's, each with its `kind` (muon or adamw) and all options of that kind."""
+        super().__init__(groups, defaults={})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the Engine has run backward
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    (self._muon if group["kind"] == "muon" else self._adamw)(parameter, group)
+
+    def _muon(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum, lr, weight_decay = group["momentum"], group["lr"], group["weight_decay"]
+        buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(buffer, momentum)  # Nesterov
+        update = part_of(self._orthogonalise(whole(update)), like=parameter)
+        parameter.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * 0.2 * max(parameter.shape) ** 0.5)
+
+    def _orthogonalise(self, matrix: Tensor) -> Tensor:
+        """Return roughly the nearest (semi-)orthogonal matrix: its singular values are between 0.7 and 1.2."""
+        a, b, c = self._COEFFICIENTS
+        x = matrix / (matrix.norm() + 1e-7)
+        x = x.T if matrix.shape[0] > matrix.shape[1] else x
+        for _ in range(self._NUM_ITERATIONS):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+    def _adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        (beta1, beta2), lr, eps = group["betas"], group["lr"], group["eps"]
+        state["step"] += 1
+        step = state["step"].item()
+        state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(eps)
+        parameter.addcdiv_(state["exp_avg"], root, value=-lr / (1 - beta1**step))

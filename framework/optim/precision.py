@@ -1,29 +1,30 @@
-"""Precisions by name: what the parameters are, what the forward pass computes in, and what keeps fp16 from underflow."""
+"""Precisions by name: the types of the parameters and of the forward pass, and the loss scale of fp16."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from framework.modules.shards import by_mesh
+from framework.modules.tensors import by_mesh
 from framework.runtime.exits import Diverged
 from framework.runtime.torch_internals import multiply_all
 
 
+@dataclass(eq=False)
 class LossScale:
-    """The scale that keeps fp16 gradients from underflow: halved after an overflow, doubled after a quiet spell.
+    """The scale that keeps fp16 gradients from underflow: halved after an overflow, doubled after steps without overflow.
 
     torch.amp.GradScaler decides by each rank's own gradients, which on shards differ; this one decides by the global
     gradient norm, which every rank has. For other precisions it is the constant 1.
     Source: Micikevicius et al. 2018, "Mixed precision training".
     """
 
-    def __init__(self, *, initial: float, growth_interval: int) -> None:
-        self.value = initial
-        self.growth_interval = growth_interval  # steps without overflow before a doubling; 0 = constant
-        self.num_quiet_steps = 0
-        self.num_skipped = 0
+    value: float = 1.0
+    growth_interval: int = 0  # steps without overflow before a doubling; 0 = constant
+    num_quiet_steps: int = 0  # since the last overflow or doubling
+    num_skipped: int = 0
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divide the gradients by the scale, in place."""
@@ -36,9 +37,9 @@ class LossScale:
         return self.growth_interval > 0
 
     def accepts(self, grad_norm: Tensor | None) -> bool:
-        """Return whether to take the step, and adapt. `grad_norm` is the global one, so that all ranks agree.
+        """Return whether to take the step, and adapt. `grad_norm` is global, so that all ranks agree.
 
-        Diverged if a gradient overflows that is not scaled any more.
+        Diverged if a gradient overflows although the scale is 1.
         """
         if not self.is_dynamic:
             return True
@@ -69,17 +70,13 @@ class Precision:
     parameters: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     matmul: str = "highest"
-    initial_loss_scale: float = 1.0
-    growth_interval: int = 0
-
-    def loss_scale(self) -> LossScale:
-        return LossScale(initial=self.initial_loss_scale, growth_interval=self.growth_interval)
+    loss_scale: Callable[[], LossScale] = LossScale
 
 
 PRECISIONS = {
     "fp32": Precision(),
     "tf32": Precision(matmul="high"),
     "bf16": Precision(autocast=torch.bfloat16),
-    "fp16": Precision(autocast=torch.float16, initial_loss_scale=2.0**16, growth_interval=2000),
+    "fp16": Precision(autocast=torch.float16, loss_scale=partial(LossScale, 2.0**16, growth_interval=2000)),
     "fp64": Precision(parameters=torch.float64),
 }

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so that there is nothing to save. They return the share of `lr`."""
+"""Learning-rate schedules: pure functions of the step, so there is nothing to save. They return the share of `lr`."""
 
 import math
 from collections.abc import Callable
@@ -44,9 +44,9 @@ def wsd(step: int, total_steps: int, *, warmup_steps: Count, decay_steps: Count,
 
 
 def tabulated(make: Callable[[torch.optim.Optimizer], Any], *, lr: float) -> Callable[[int], float]:
-    """Return the shares of `lr` that one of torch's schedulers gives, step by step: again a pure function of the step.
+    """Return the shares of `lr` that one of torch's schedulers gives, as a pure function of the step.
 
-    `make` builds it for an optimizer of the peak `lr`. What it does besides (to the momentum, say) is not taken.
+    `make` builds it for an optimizer of the peak `lr`. Its other effects (on the momentum, for example) are not used.
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = make(optimizer)

@@ -7,49 +7,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.modules.shards import by_mesh, local, part_of
+from framework.modules.tensors import by_mesh, local, part_of
 from framework.optim.groups import Trainable
 from framework.optim.precision import LossScale
 from framework.randomness import key
 from framework.runtime.torch_internals import move_all_towards
 
-ChangeGradients = Callable[[int], None]  # of this rank's parameters or shards, in the step of that number, from 0. Collective
+ChangeGradients = Callable[[int], None]  # of this rank, in a step, counted from 0. Collective
 
 
+@dataclass(eq=False)
 class ClipValues:
-    """Brings every element of the gradient into [-max_value, max_value]."""
+    """Clips every element of the gradient to [-max_value, max_value]."""
 
-    def __init__(self, trained: list[Trainable], *, max_value: float) -> None:
-        self.max_value = max_value
-        self._parameters = [item.parameter for item in trained]
+    trained: list[Trainable]
+    _: KW_ONLY
+    max_value: float
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
-        for parameter in self._parameters:
-            if (gradient := _gradient_of(parameter)) is not None:
+        for item in self.trained:
+            if (gradient := _gradient_of(item.parameter)) is not None:
                 mine = local(gradient)
-                # one that is infinite is to be found out as a divergence, which a clamp would hide
+                # an infinite element means divergence, which a clamp would hide
                 mine.masked_fill_(mine.isinf(), torch.nan).clamp_(-self.max_value, self.max_value)
 
 
+@dataclass(eq=False)
 class Noise:
     """Adds Gaussian noise of variance eta / (1 + step)^gamma to the gradient.
 
-    A parameter's noise is drawn whole, by the run's seed, the step and the parameter's name, and cut as the gradient is:
-    it does not depend on who holds which part of it.
+    A parameter's noise is drawn whole, by the run's seed, the step and the parameter's name, and then cut like the
+    gradient: it does not depend on which rank has which part.
     Source: Neelakantan et al. 2015, "Adding gradient noise improves learning for very deep networks".
     """
 
-    def __init__(self, trained: list[Trainable], *, seed: int, eta: float, gamma: float) -> None:
-        self.seed = seed
-        self.eta = eta
-        self.gamma = gamma
-        self._trained = trained
+    trained: list[Trainable]
+    _: KW_ONLY
+    seed: int
+    eta: float
+    gamma: float
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
         std = (self.eta / (1 + step) ** self.gamma) ** 0.5
-        for item in self._trained:
+        for item in self.trained:
             if (gradient := _gradient_of(item.parameter)) is not None:
                 generator = torch.Generator(gradient.device).manual_seed(key(self.seed, "gradient noise", step, item.name))
                 noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device)
@@ -57,7 +59,7 @@ class Noise:
 
 
 def _gradient_of(parameter: Any) -> Tensor | None:
-    """Return the gradient, cut as its parameter is: tensor parallelism leaves some as sums that nobody has taken yet."""
+    """Return the gradient, cut like its parameter: tensor parallelism leaves some as sums that are not yet taken."""
     gradient = parameter.grad
     if gradient is not None and getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -65,7 +67,7 @@ def _gradient_of(parameter: Any) -> Tensor | None:
 
 
 class AveragedWeights:
-    """An exponential moving average of the trainable parameters, on this rank's shards: no gather, no copy of the model."""
+    """An exponential moving average of the trained parameters, on this rank's shards: no gather, no copy of the model."""
 
     def __init__(self, trained: list[Trainable], *, decay: float) -> None:
         self.decay = decay
@@ -80,7 +82,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the weights and the average: once before an evaluation, once after."""
+        """Exchange the weights and the average: before an evaluation, and again after it."""
         for parameter, average in zip(self._parameters, self.tensors.values()):
             current = parameter.clone()
             parameter.copy_(average)
@@ -89,7 +91,7 @@ class AveragedWeights:
 
 @dataclass(eq=False)
 class Update:
-    """The optimizer with its learning rate, the loss scale, what changes the gradients, and the weights' average.
+    """The optimizer with its learning rate, the loss scale, the changes of the gradients, and the weights' average.
 
     `schedule` gives the share of `peak_lr` for a step, counted from 0; the parameter groups of a rank may have other peaks.
     """
@@ -110,9 +112,9 @@ class Update:
         return self.peak_lr * self.schedule(step)
 
     def take(self, step: int, *, grad_norm: Tensor | None) -> None:
-        """Move the parameters by the gradients, or skip the step where fp16's have overflowed.
+        """Move the parameters by the gradients, or skip the step if fp16 gradients have overflowed.
 
-        `grad_norm` is the global one, shape (); only fp16 needs it. Diverged if no loss scale is left to lower.
+        `grad_norm` is global, shape (); only fp16 needs it. Diverged if no loss scale is left to lower.
         """
         if not self.loss_scale.accepts(grad_norm):
             return

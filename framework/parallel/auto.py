@@ -1,18 +1,18 @@
-"""Automatic: the plainest strategy under which what a process holds of the model fits into its memory."""
+"""Automatic: the plainest strategy under which the model fits into the memory of each process."""
 
 import os
-from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.parallel.ddp import ddp
-from framework.parallel.fsdp import fsdp
+from framework.parallel.ddp import Buckets, replicated
+from framework.parallel.fsdp import sharded
 from framework.parallel.single import single
-from framework.parallel.zero import zero
+from framework.parallel.zero import owned
 from framework.runtime.log import LOGGER
 
 _GIB = 2**30
@@ -25,10 +25,9 @@ def auto(
     forward: Forward,
     replicate: int | None,
     memory_gib: float | None,
-    bucket_cap_mb: int,
-    gradient_as_bucket_view: bool,
     find_unused_parameters: bool,
     reshard_after_forward: bool,
+    **buckets: Unpack[Buckets],
 ) -> Engine:
     """Run the model as `ddp` if it fits, else as `zero`, else as `fsdp`; in one process as it is. Collective."""
     budget = memory_gib * _GIB if memory_gib is not None else _memory(world) / 2  # the rest is for activations
@@ -39,21 +38,26 @@ def auto(
                     choice, held / _GIB)  # fmt: skip
     if held > budget and world.rank == 0:
         LOGGER.warning("that is more than the %.2g GiB which each process has for them: take more processes", budget / _GIB)
-    given: dict[str, Any] = {"world": world, "forward": forward}
     if choice == "single":
-        return single(model, **given)
+        return single(model, world=world, forward=forward)
     if choice == "fsdp":
-        given |= {"param_dtype": None, "reduce_dtype": None, "cpu_offload": False}
-        return fsdp(model, shard=replicate, reshard_after_forward=reshard_after_forward, **given)
-    given |= {"replicate": replicate, "bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view,
-              "static_graph": False, "find_unused_parameters": find_unused_parameters}  # fmt: skip
-    return zero(model, **given) if choice == "zero" else ddp(model, compression=None, **given)
+        mesh = world.mesh(shard=replicate)
+        return sharded(model, mesh=mesh, world=world, forward=forward, reshard_after_forward=reshard_after_forward)
+    return replicated(
+        model,
+        world=world,
+        forward=forward,
+        mesh=world.mesh(replicate=replicate),
+        make_optimizer=owned(world) if choice == "zero" else None,
+        find_unused_parameters=find_unused_parameters,
+        **buckets,
+    )
 
 
 def choose(model: nn.Module, *, num_ranks: int, budget: float) -> tuple[str, float]:
-    """Return the plainest strategy of which a process holds at most `budget` bytes, fsdp at the worst, and how many it holds.
+    """Return the plainest strategy that needs at most `budget` bytes in each process (if none, fsdp), and its bytes.
 
-    Counted are parameters, gradients and an optimizer state of twice the trained parameters, which is AdamW's.
+    They count parameters, gradients and an optimizer state of twice the trained parameters, which is AdamW's.
     """
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

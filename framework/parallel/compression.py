@@ -1,10 +1,11 @@
 """Compressed gradients for DistributedDataParallel: one communication hook a name.
 
-A hook gets a bucket of this rank's gradients and returns the mean over the ranks, in a future. What compression loses
-of a gradient, `int8`, `top_k` and `powersgd` add to the next one (error feedback); that remainder is a rank's own and is
-not in a checkpoint.
+A hook gets a bucket of this rank's gradients and returns the mean over the ranks, in a future. `int8`, `top_k` and
+`powersgd` add what compression loses of a gradient to the next gradient (error feedback); each rank has its own remainder,
+which is not in a checkpoint.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,12 +30,12 @@ class State:
     """What a hook keeps between steps."""
 
     group: dist.ProcessGroup
-    dtype: torch.dtype | None = None  # in which `half` sums
+    dtype: torch.dtype | None = None  # of the sums in `half`
     errors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by bucket and size: DDP rebuilds its buckets
 
 
 def register(wrapper: DistributedDataParallel, name: Name, *, group: dist.ProcessGroup) -> None:
-    """Make the wrapper sum its gradients through the hook of that name. Collective."""
+    """Let the wrapper sum its gradients by the hook of this name. Collective."""
     if name == "powersgd":
         # before step 10, gradients are sent complete: the first ones are far from low rank
         state = PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=10)
@@ -46,7 +47,7 @@ def register(wrapper: DistributedDataParallel, name: Name, *, group: dist.Proces
 
 
 def half(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sum in 16 bits. Not by torch's hooks: DDP takes that for bfloat16 with NCCL alone."""
+    """Sum in 16 bits. Not by torch's hooks: DDP accepts the hook for bfloat16 with NCCL only."""
     gradient = bucket.buffer()
     # divided first: the sum of many could overflow
     sent = gradient.to(state.dtype).div_(state.group.size())
@@ -63,16 +64,11 @@ def int8(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     levels = (blocks / scales).round_().to(torch.int8)
     state.errors[where] = wanted - (levels * scales).flatten()[: wanted.numel()]
 
-    all_levels = levels.new_empty(num_ranks, *levels.shape)
-    all_scales = scales.new_empty(num_ranks, *scales.shape)
-    all_gather_single(all_scales.flatten(), scales.flatten(), group=state.group)
-    work = all_gather_single(all_levels.flatten(), levels.flatten(), group=state.group, async_op=True)
-
-    def mean(_: object) -> Tensor:
+    def mean(all_scales: Tensor, all_levels: Tensor) -> Tensor:
         summed = (all_levels * all_scales).sum(dim=0).flatten()[: gradient.numel()]
         return gradient.copy_(summed / num_ranks)
 
-    return work.get_future().then(mean)
+    return _gathered(scales, levels, group=state.group, then=mean)
 
 
 def top_k(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -84,21 +80,27 @@ def top_k(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     wanted[places] = 0.0
     state.errors[where] = wanted
 
-    all_values, all_places = values.new_empty(num_ranks, len(values)), places.new_empty(num_ranks, len(places))
-    all_gather_single(all_values.flatten(), values, group=state.group)
-    work = all_gather_single(all_places.flatten(), places, group=state.group, async_op=True)
-
-    def mean(_: object) -> Tensor:
+    def mean(all_values: Tensor, all_places: Tensor) -> Tensor:
         gradient.zero_()
         for theirs, at in zip(all_values, all_places):  # in rank order, so that every rank sums the same way
             gradient.index_add_(0, at, theirs)
         return gradient.div_(num_ranks)
 
-    return work.get_future().then(mean)
+    return _gathered(values, places, group=state.group, then=mean)
 
 
 def _with_error(state: State, bucket: dist.GradBucket) -> tuple[Tensor, tuple[int, int]]:
-    """Return a new tensor, the gradient with what earlier steps have lost, and the key of that remainder."""
+    """Return a new tensor, the gradient plus the remainder of earlier steps, and the remainder's key."""
     gradient = bucket.buffer()
     where = (bucket.index(), gradient.numel())
     return gradient + state.errors[where] if where in state.errors else gradient.clone(), where
+
+
+def _gathered(
+    first: Tensor, second: Tensor, *, group: dist.ProcessGroup, then: Callable[[Tensor, Tensor], Tensor]
+) -> Future[Tensor]:
+    """Gather two tensors of each rank, and call `then` with both, rank by rank."""
+    all_first, all_second = (part.new_empty(group.size(), *part.shape) for part in (first, second))
+    all_gather_single(all_first.flatten(), first.flatten(), group=group)
+    work = all_gather_single(all_second.flatten(), second.flatten(), group=group, async_op=True)
+    return work.get_future().then(lambda _: then(all_first, all_second))

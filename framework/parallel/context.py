@@ -2,48 +2,35 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, EngineAround, MicroBatch, Step, Sums
 from framework.modules.structure import has_dropout, own_answer
-from framework.parallel.ddp import replicated
+from framework.parallel.ddp import Buckets, replicated
 
 
 def context(
-    model: nn.Module,
-    *,
-    world: World,
-    forward: Forward,
-    replicate: int | None,
-    context: int | None,
-    bucket_cap_mb: int,
-    gradient_as_bucket_view: bool,
+    model: nn.Module, *, world: World, forward: Forward, replicate: int | None, context: int | None, **buckets: Unpack[Buckets]
 ) -> Engine:
     """Replicate the model; the processes along the inner axis of the mesh share the tokens of the same samples. Collective."""
     mesh = world.mesh(replicate=replicate, context=context)
     group = mesh.get_group("context")
     cut = Cut(rank=group.rank(), size=group.size())
-    for mixer in model.mixers():  # type: ignore[operator]  # `problems` has asked whether it answers
+    for mixer in model.mixers():  # type: ignore[operator]  # `problems` has checked that it answers
         mixer.forward = by_heads(mixer.forward, cut=cut, group=group)
-    engine = replicated(
-        model,
-        world=world,
-        forward=forward,
-        mesh=mesh,
-        bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-    )
+    engine = replicated(model, world=world, forward=forward, mesh=mesh, **buckets)
     return ContextEngine(engine, cut=cut, dp_rank=mesh.get_local_rank("replicate"))
 
 
 def problems(model: nn.Module, *, context: int, **others: object) -> list[str]:
-    """Say why this model's tokens cannot be cut over so many processes."""
+    """Return why this model's tokens cannot be cut over so many processes."""
     any_model = "ddp, zero, fsdp and hsdp take any model"
     if own_answer(model, "mixers") is None:
         return [f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {any_model}"]
@@ -58,35 +45,27 @@ def problems(model: nn.Module, *, context: int, **others: object) -> list[str]:
 
 @dataclass(kw_only=True)
 class Cut:
-    """How the tokens of the samples at hand are cut over the ranks. `length` is set by the engine, for its mixers."""
+    """How the tokens of the current samples are cut over the ranks."""
 
     rank: int
     size: int
-    length: int = 0  # tokens of a whole sample
-
-    def bounds(self, rank: int) -> tuple[int, int]:
-        """Return the first of a rank's tokens and the first that is not; counts differ by one at most."""
-        return rank * self.length // self.size, (rank + 1) * self.length // self.size
-
-    @property
-    def counts(self) -> list[int]:
-        return [last - first for first, last in map(self.bounds, range(self.size))]
+    counts: list[int] = field(default_factory=list)  # of each rank's tokens in a sample; they differ by one at most
 
     @property
     def share(self) -> float:
-        return self.counts[self.rank] / self.length
+        return self.counts[self.rank] / sum(self.counts)
 
     def of(self, whole: MicroBatch) -> MicroBatch:
-        """Return this rank's tokens; inputs and targets are (B, T)."""
-        self.length = whole.inputs.shape[1]
-        at = slice(*self.bounds(self.rank))
-        return whole._replace(inputs=whole.inputs[:, at], targets=whole.targets[:, at])
+        """Return this rank's tokens; inputs and targets are (B, T). The mixers then exchange `counts` tokens."""
+        inputs, targets = (tensor.tensor_split(self.size, dim=1) for tensor in (whole.inputs, whole.targets))
+        self.counts = [part.shape[1] for part in inputs]
+        return whole._replace(inputs=inputs[self.rank], targets=targets[self.rank])
 
 
 class ContextEngine(EngineAround):
     """An Engine whose ranks run the same samples, a slice of the tokens each.
 
-    A sample's loss is the mean over its tokens, so a slice counts by its share of them.
+    A sample's loss is the mean over its tokens, so the weight of a slice is its share of the tokens.
     """
 
     def __init__(self, engine: Engine, *, cut: Cut, dp_rank: int) -> None:
@@ -112,43 +91,47 @@ class ContextEngine(EngineAround):
         self._engine.warm_up(self._sliced(step))
 
 
+Parts = tuple[int, list[int]]  # how a tensor is cut over the ranks: a dim, and the size of each rank's part
+
+
 def by_heads(mix: Callable[..., Tensor], *, cut: Cut, group: dist.ProcessGroup) -> Callable[..., Tensor]:
     """Wrap a mixer of (B, N, T, E) tensors, called with every head of some tokens, to run on all tokens of some heads.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
 
+    def heads(tensor: Tensor) -> Parts:
+        return 1, [tensor.shape[1] // cut.size] * cut.size
+
     def run(*tensors: Tensor) -> Tensor:
-        mixed = mix(*(_Exchange.apply(tensor, cut.counts, group, "to heads") for tensor in tensors))
-        return _Exchange.apply(mixed, cut.counts, group, "to tokens")
+        tokens = 2, cut.counts
+        mixed = mix(*(_Exchange.apply(tensor, heads(tensor), tokens, group) for tensor in tensors))
+        return _Exchange.apply(mixed, tokens, (1, [mixed.shape[1]] * cut.size), group)
 
     return run
 
 
 class _Exchange(torch.autograd.Function):
-    """All heads of some tokens <-> all tokens of some heads; each direction is the other's gradient."""
+    """All heads of some tokens <-> all tokens of some heads. The gradient is exchanged back."""
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, counts: list[int], group: dist.ProcessGroup, direction: str) -> Tensor:  # type: ignore[no-untyped-def,override]  # torch's own signature
-        ctx.counts, ctx.group, ctx.direction = counts, group, direction
-        return _exchange(tensor, counts=counts, group=group, direction=direction)
+    def forward(ctx, tensor: Tensor, sent: Parts, received: Parts, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def,override]  # torch's own signature
+        ctx.back = received, sent, group
+        return _exchange(tensor, sent, received, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def,override]
-        back = "to tokens" if ctx.direction == "to heads" else "to heads"
-        return _exchange(gradient, counts=ctx.counts, group=ctx.group, direction=back), None, None, None
+        return _exchange(gradient, *ctx.back), None, None, None
 
 
-def _exchange(tensor: Tensor, *, counts: list[int], group: dist.ProcessGroup, direction: str) -> Tensor:
-    if direction == "to heads":
-        sent = list(tensor.chunk(group.size(), dim=1))
-        shapes = [[*sent[0].shape[:2], count, *sent[0].shape[3:]] for count in counts]
-    else:
-        sent = list(tensor.split(counts, dim=2))
-        shapes = [list(sent[group.rank()].shape)] * group.size()
-    flat = torch.cat([part.flatten() for part in sent])
-    sizes = [math.prod(shape) for shape in shapes]
-    received = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(received, flat, sizes, [part.numel() for part in sent], group=group)
-    parts = [part.view(shape) for part, shape in zip(received.split(sizes), shapes)]
-    return torch.cat(parts, dim=2 if direction == "to heads" else 1)
+def _exchange(tensor: Tensor, sent: Parts, received: Parts, group: dist.ProcessGroup) -> Tensor:
+    """Send each rank its part along one dim; join the parts received from the ranks along another."""
+    dim, sizes = received
+    parts = tensor.split(sent[1], dim=sent[0])
+    shape = parts[group.rank()].shape
+    shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
+    flat = torch.cat([part.flatten() for part in parts])
+    counts = [math.prod(shape) for shape in shapes]
+    result = flat.new_empty(sum(counts))
+    dist.all_to_all_single(result, flat, counts, [part.numel() for part in parts], group=group)
+    return torch.cat([part.view(shape) for part, shape in zip(result.split(counts), shapes)], dim=dim)

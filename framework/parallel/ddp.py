@@ -1,10 +1,12 @@
 """DistributedDataParallel: every process holds the whole model; gradients are summed over processes."""
 
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
@@ -19,37 +21,39 @@ from framework.runtime.torch_internals import import_dynamo, set_gradient_sync, 
 import_dynamo()  # here, so that workers inherit it from their warm parent
 
 
+class Buckets(TypedDict):
+    """How gradients are packed into messages: DistributedDataParallel's own arguments."""
+
+    bucket_cap_mb: int
+    gradient_as_bucket_view: bool
+
+
+class DDPOptions(Buckets):
+    """All of DistributedDataParallel's own arguments that a user can set."""
+
+    static_graph: bool
+    find_unused_parameters: bool
+
+
 def ddp(
     model: nn.Module,
     *,
     world: World,
     forward: Forward,
     replicate: int | None,
-    bucket_cap_mb: int,
-    gradient_as_bucket_view: bool,
-    static_graph: bool,
-    find_unused_parameters: bool,
     compression: Name | None,
     bitwise: int | None = None,
+    **options: Unpack[DDPOptions],
 ) -> Engine:
     """Replicate the model; with `bitwise`, sum the gradients of micro-batches of that size along a tree. Collective."""
     if bitwise is not None:
         return invariant(model, world=world, forward=forward, micro_batch_size=bitwise)
-    return replicated(
-        model,
-        world=world,
-        forward=forward,
-        mesh=world.mesh(replicate=replicate),
-        compression=compression,
-        bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        static_graph=static_graph,
-        find_unused_parameters=find_unused_parameters,
-    )
+    mesh = world.mesh(replicate=replicate)
+    return replicated(model, world=world, forward=forward, mesh=mesh, compression=compression, **options)
 
 
 def problems(model: nn.Module, *, demands: Demands, compression: str | None = None, **others: object) -> list[str]:
-    """Say what a run cannot have together with compressed gradients."""
+    """Return what a run asks for that compressed gradients exclude."""
     if compression is None:
         return []
     found = []
@@ -73,9 +77,9 @@ def replicated(
     compression: Name | None = None,
     **options: Any,
 ) -> Engine:
-    """Return the Engine of a model that every rank of the world holds whole. `options` are DDP's own. Collective.
+    """Return the Engine of a model that every rank holds whole. `options` are DistributedDataParallel's own. Collective.
 
-    With several devices in a process, the model lies on them already.
+    If a process has several devices, the model must be on them already.
     """
     is_on_one = len(world.devices) == 1
     if is_on_one:
@@ -89,9 +93,6 @@ def replicated(
     if compression is not None:
         register(wrapper, compression, group=wrapper.process_group)
 
-    def set_sync(last: bool) -> None:
-        set_gradient_sync(wrapper, last)
-
     def run(*given: Any, **named: Any) -> Any:
         try:
             return wrapper(*given, **named)
@@ -99,7 +100,8 @@ def replicated(
             if "find_unused_parameters" not in str(error):
                 raise
             unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {_some(unused)} in "
+            some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "") or "every parameter"
+            raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {some} in "
                         "every step (true, at a small cost; or freeze what is not used)") from None  # fmt: skip
 
     return DataParallelEngine(
@@ -109,14 +111,10 @@ def replicated(
         mesh=mesh,
         dp_rank=world.rank,
         dp_size=world.world_size,
-        set_sync=set_sync,
+        set_sync=partial(set_gradient_sync, wrapper),
         broadcast=world.broadcast,
         make_optimizer=make_optimizer,
-        # The reducer lays its buckets out anew after the first backward pass, and the layout decides in which order
-        # a ring sums: a run that is resumed would take its first step in another order than one that was not.
+        # The reducer lays out its buckets again after the first backward pass, and the layout decides in which order
+        # a ring sums: without warm-up, the first step after a resume would be summed in another order.
         num_warm_ups=2,
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "every parameter"

@@ -1,7 +1,5 @@
 """Pipelines side by side: each works on its own samples, and their gradients are summed."""
 
-from typing import Literal
-
 from torch import nn
 
 from framework.distributed.world import World
@@ -9,18 +7,13 @@ from framework.engine.forward import Forward
 from framework.engine.seam import Engine
 from framework.parallel.pipeline import problems
 from framework.parallel.pipelining.engine import PipelineEngine
+from framework.parallel.pipelining.schedules import ScheduleName
 
 __all__ = ["ddp_pipeline", "problems"]  # the layers are cut as in `pipeline`
 
 
 def ddp_pipeline(
-    model: nn.Module,
-    *,
-    world: World,
-    forward: Forward,
-    replicate: int | None,
-    pipeline: int | None,
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"],
+    model: nn.Module, *, world: World, forward: Forward, replicate: int | None, pipeline: int | None, schedule: ScheduleName
 ) -> Engine:
     """Cut the model along the inner axis of the mesh, and replicate the stages along the outer. Collective."""
     model.to(world.device)

@@ -1,11 +1,12 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the processes."""
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
@@ -17,32 +18,27 @@ from framework.runtime.torch_internals import BATCH_NORMS
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
 
 
-def fsdp(
-    model: nn.Module,
-    *,
-    world: World,
-    forward: Forward,
-    shard: int | None,
-    reshard_after_forward: bool,
-    param_dtype: Literal["bf16", "fp16", "fp32"] | None,
-    reduce_dtype: Literal["bf16", "fp16", "fp32"] | None,
-    cpu_offload: bool,
-) -> Engine:
+class ShardOptions(TypedDict):
+    """The options of FSDP2."""
+
+    reshard_after_forward: bool
+    param_dtype: Literal["bf16", "fp16", "fp32"] | None
+    reduce_dtype: Literal["bf16", "fp16", "fp32"] | None
+
+
+class OffloadOptions(ShardOptions):
+    """The same, for a model whose layers are not cut already."""
+
+    cpu_offload: bool
+
+
+def fsdp(model: nn.Module, *, world: World, forward: Forward, shard: int | None, **options: Unpack[OffloadOptions]) -> Engine:
     """Shard the model, block by block: one block's parameters are gathered at a time. Collective."""
-    return sharded(
-        model,
-        mesh=world.mesh(shard=shard),
-        world=world,
-        forward=forward,
-        reshard_after_forward=reshard_after_forward,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        cpu_offload=cpu_offload,
-    )
+    return sharded(model, mesh=world.mesh(shard=shard), world=world, forward=forward, **options)
 
 
 def problems(model: nn.Module, **options: object) -> list[str]:
-    """Say why this model cannot be sharded."""
+    """Return why this model cannot be sharded."""
     scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
     return [f"the model's {scalar} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
             "ddp or zero"] if scalar else []  # fmt: skip
@@ -55,13 +51,13 @@ def sharded(
     world: World,
     forward: Forward,
     reshard_after_forward: bool,
-    param_dtype: str | None,
-    reduce_dtype: str | None,
+    param_dtype: str | None = None,
+    reduce_dtype: str | None = None,
     cpu_offload: bool = False,
 ) -> Engine:
-    """Shard each block, and what is outside of them, over the mesh's `shard` axis; replicate over `replicate` if it has one.
+    """Shard each block, and the rest of the model, over the mesh's `shard` axis; replicate over its `replicate` axis, if any.
 
-    Ranks along a `tensor` axis, over which the layers have been cut already, work on the same samples.
+    Ranks along a `tensor` axis, over which the layers are cut already, work on the same samples.
     """
     is_cut = "tensor" in (mesh.mesh_dim_names or ())
     num_parts, over = (mesh["tensor"].size(), mesh["shard"]) if is_cut else (1, mesh)
@@ -70,11 +66,11 @@ def sharded(
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[reduce_dtype])
     if not cpu_offload:
         model.to(world.device)  # every rank has built the same full weights: sharding only drops what others keep
-    if compute is not None:  # running statistics of 16 bits do not move
+    if compute is not None:  # running statistics in 16 bits would not move
         for layer in model.modules():
             if isinstance(layer, BATCH_NORMS):
                 fully_shard(layer, mesh=over, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
-    # blocks that share a weight are gathered together, with what is outside of the blocks
+    # blocks that share a weight are gathered together with the rest of the model
     for block in [*separate(blocks_of(model), model), model]:
         fully_shard(block, mesh=over, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
     reshard_after_evaluation(model)
@@ -93,10 +89,10 @@ def sharded(
 
 
 def reshard_after_evaluation(model: nn.Module) -> None:
-    """Have a forward pass without gradients free what it has gathered.
+    """Free the gathered parameters after a forward pass without gradients.
 
-    No backward pass does so then, and the next forward pass would take it for what the shards have become meanwhile: the
-    weights, say, after their average was evaluated.
+    No backward pass frees them then, and the next forward pass would use them although the shards have changed: after an
+    evaluation of the averaged weights, for example.
     """
 
     def reshard(*_: object) -> None:

@@ -12,49 +12,48 @@ from framework.engine.forward import Forward
 from framework.engine.seam import EngineAround, MicroBatch, Step, Sums
 from framework.optim.groups import MakeOptimizer
 
-Node = tuple[int, int]  # the leaves from the first to before the second
+Node = tuple[int, int]  # of a tree: its leaves, range(start, stop)
 
 
 def halves(node: Node) -> tuple[Node, Node]:
-    """Return the two nodes below one of several leaves: the left has the largest power of two of them that leaves some."""
+    """Return the two nodes below a node of several leaves: the left has the largest power of two below their number."""
     start, stop = node
     middle = start + (1 << ((stop - start - 1).bit_length() - 1))
     return (start, middle), (middle, stop)
 
 
 class TreeSum:
-    """The sum of one tensor from each leaf. Rank r has the leaves from bounds[r] to before bounds[r + 1], rank 0 the first.
+    """The sum of one tensor from each leaf. Rank r has the leaves range(bounds[r], bounds[r + 1]).
 
-    A rank keeps the sums of the complete subtrees among its leaves, log2 of their number at most; only such sums travel.
+    A rank keeps the sums of the complete subtrees among its leaves, log2 of their number at most; only these sums are sent.
     """
 
     def __init__(self, bounds: Sequence[int], *, rank: int) -> None:
         self._rank = rank
         self._num_ranks = len(bounds) - 1
         self._owners = [r for r in range(len(bounds) - 1) for _ in range(bounds[r], bounds[r + 1])]
-        self._beside: dict[Node, Node] = {}
+        self._siblings: dict[Node, Node] = {}
         self._sums: dict[Node, Tensor] = {}
         self._root = (0, bounds[-1])
-        self._find_beside(self._root)
+        self._find_siblings(self._root)
 
-    def _find_beside(self, node: Node) -> None:
+    def _find_siblings(self, node: Node) -> None:
         if node[1] - node[0] > 1:
             left, right = halves(node)
-            self._beside[left], self._beside[right] = right, left
-            self._find_beside(left)
-            self._find_beside(right)
+            self._siblings[left], self._siblings[right] = right, left
+            self._find_siblings(left)
+            self._find_siblings(right)
 
     def add(self, leaf: int, value: Tensor) -> None:
-        """Take in a leaf of this rank's; `value` may be changed. Every leaf comes once, in any order."""
+        """Add one of this rank's leaves; `value` may be changed. Every leaf is added once, in any order."""
         node = (leaf, leaf + 1)
-        while node != self._root and self._beside[node] in self._sums:
-            other = self._beside[node]
+        while node != self._root and (other := self._siblings[node]) in self._sums:
             value = self._sums.pop(other).add_(value)  # a + b is b + a, to the last bit
             node = min(node, other)[0], max(node, other)[1]
         self._sums[node] = value
 
     def total(self, like: Tensor) -> Tensor:
-        """Return the sum over all ranks' leaves, on every rank; it is shaped like `like`. Collective."""
+        """Return the sum over all ranks' leaves, in the shape of `like`, on every rank. Collective."""
         self._gather(self._root, like)
         total = self._sums.get(self._root)
         if total is None:
@@ -66,7 +65,7 @@ class TreeSum:
     def _gather(self, node: Node, like: Tensor) -> None:
         """Bring a node's sum to the owner of its first leaf."""
         if self._owners[node[0]] == self._owners[node[1] - 1]:
-            return  # it is there
+            return  # the owner has it
         left, right = halves(node)
         self._gather(left, like)
         self._gather(right, like)
@@ -101,7 +100,7 @@ def invariant(
 
 
 class InvariantEngine(EngineAround):
-    """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, whoever has run them.
+    """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, whichever ranks ran them.
 
     Source: Li et al. 2023, "EasyScale: elastic training with consistent accuracy", which calls them logical workers.
     """
@@ -118,7 +117,7 @@ class InvariantEngine(EngineAround):
         for micro_batch in step.micro_batches:
             for parameter in self._parameters:
                 parameter.grad = None
-            # the plain engine undoes a mean over ranks that nobody takes here: this quotient is exact in every world
+            # the plain engine undoes a mean over ranks, which is not taken here: this quotient is exact in every world
             alone = step._replace(num_samples=step.num_samples * self.dp_size, micro_batches=[_realigned(micro_batch)])
             sums = self._engine.forward_backward(alone, index=index, loss_scale=loss_scale, measure=measure)
             names = list(sums)
@@ -129,7 +128,7 @@ class InvariantEngine(EngineAround):
         return self._take(gradients.total(like[0]), others.total(like[1]), names)
 
     def _bounds(self, num_samples: int) -> list[int]:
-        """Return the numbers of each rank's first micro-batches, and of all (framework.data.order.parts deals them so)."""
+        """Return the number of each rank's first micro-batch, and their count (framework.data.order.parts distributes them)."""
         count = -(-num_samples // self._micro_batch_size)
         return [-(-rank * count // self.dp_size) for rank in range(self.dp_size + 1)]
 
@@ -139,12 +138,11 @@ class InvariantEngine(EngineAround):
     def _flat_others(self, sums: Sums) -> Tensor:
         """Return the sums, and for each parameter whether it has a gradient."""
         used = [p.grad is not None for p in self._parameters]
-        return torch.cat(
-            [torch.stack([*sums.values()]).double(), torch.tensor(used, device=self._parameters[0].device).double()]
-        )
+        flags = torch.tensor(used, dtype=torch.double, device=self._parameters[0].device)
+        return torch.cat([torch.stack([*sums.values()]).double(), flags])
 
     def _take(self, gradient: Tensor, others: Tensor, names: list[str]) -> Sums:
-        """Set `.grad` on every rank; return the sums, on rank 0 alone: the loop adds them up."""
+        """Set `.grad` on every rank; return the sums on rank 0, and zeros elsewhere: the loop adds them up."""
         used = others[len(names) :].tolist()
         parts = gradient.split([p.numel() for p in self._parameters])
         for parameter, part, count in zip(self._parameters, parts, used):
@@ -152,11 +150,11 @@ class InvariantEngine(EngineAround):
         return {name: value * (self.dp_rank == 0) for name, value in zip(names, others)}
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
-        """Evaluate: sums rounded to multiples of 2^-24, whose own sums are exact, and so the same in any order."""
+        """Evaluate: sums rounded to multiples of 2^-24, whose sums over the ranks are exact, so their order does not matter."""
         sums = self._engine.forward(_realigned(micro_batch))
         return {name: torch.round(value.double() * 2**24) / 2**24 for name, value in sums.items()}
 
 
 def _realigned(micro_batch: MicroBatch) -> MicroBatch:
-    """Return a micro-batch in memory of its own: a part of a larger batch begins at any address, which kernels look at."""
+    """Return a micro-batch in memory of its own: a part of a batch can start at any address, and kernels depend on it."""
     return micro_batch.mapped(Tensor.clone)

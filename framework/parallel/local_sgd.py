@@ -1,4 +1,4 @@
-"""Post-local SGD: every process trains on its own, and now and then all average what they have. NOT equal to one process."""
+"""Post-local SGD: every process trains alone, and all average their models now and then. NOT equal to one process."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -41,10 +41,10 @@ def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: o
 
 
 class LocalSGD(EngineAround):
-    """An Engine whose gradients are those of this process's samples alone, after the first `sync_first` steps.
+    """An Engine whose gradients come from this process's samples only, after the first `sync_first` steps.
 
-    After every `sync_every`-th step, parameters and optimizer state are averaged over the processes, both, so that they
-    all stand at the same point: a checkpoint can be taken there, and only there.
+    After every `sync_every`-th step, parameters and optimizer state are averaged over the processes. All processes are
+    equal then, and only then can a checkpoint be saved.
     Source: Lin et al. 2020, "Don't use large mini-batches, use local SGD"; averaged momentum: Yu et al. 2019.
     """
 
@@ -58,7 +58,7 @@ class LocalSGD(EngineAround):
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._index = index
         is_local = index >= self._sync_first
-        if is_local:  # weighed by this process's count instead of the global one
+        if is_local:  # weighted by this process's number of samples, not by the global number
             mine = sum(len(m.targets) for m in step.micro_batches if not m.is_padding)
             step = step._replace(num_samples=max(1, mine) * self.dp_size)
         sums = self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
@@ -67,7 +67,7 @@ class LocalSGD(EngineAround):
         return sums
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clip by this process's norm; return the root of the mean square over the processes, on which all agree."""
+        """Clip by this process's norm; return the root of its mean square over the processes, equal on all."""
         square = self._engine.clip_grad_norm(max_norm).square()
         dist.all_reduce(square)
         return (square / self.dp_size).sqrt()
@@ -77,7 +77,7 @@ class LocalSGD(EngineAround):
 
     def sync_buffers(self) -> None:
         self._engine.sync_buffers()
-        # at the end of a run; elsewhere they agree, and rounding must not move them
+        # at the end of a run; elsewhere the processes are equal, and rounding must not change them
         if self._optimizer is not None and not self.can_pause(self._index + 1):
             self._average_all()
 
@@ -86,12 +86,10 @@ class LocalSGD(EngineAround):
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         self._optimizer = build(trained)
-        self._optimizer.register_step_post_hook(self._after_step)
+        self._optimizer.register_step_post_hook(
+            lambda *_: self._average_all() if (self._index + 1) % self._sync_every == 0 else None
+        )
         return self._optimizer
-
-    def _after_step(self, *_: object) -> None:
-        if (self._index + 1) % self._sync_every == 0:
-            self._average_all()
 
     def _average_all(self) -> None:
         assert self._optimizer is not None

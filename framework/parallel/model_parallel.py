@@ -1,6 +1,7 @@
 """Model parallelism: the layers of one model on several devices of one process."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.nested import Tree, map_tensors
 from framework.modules.structure import chain_of, units_of
+from framework.modules.tensors import Tree, map_tensors
 from framework.parallel.pipelining.chain import costs_of, cut
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import apply_to_own
@@ -24,11 +25,11 @@ def model_parallel(model: nn.Module, *, world: World, forward: Forward, num_devi
 
 
 def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | None) -> str:
-    """Lay the model out in its layers' order, so that the dearest device is as cheap as can be; return what came of it.
+    """Lay out the model in its layers' order so that the largest cost of a device is as small as possible; describe the result.
 
-    The last layers are on the first device: where batches come from, and where the outputs meet the targets. What a layer
-    is called with follows it to its device. The layers are those of the model's chain; if that is not known, they are
-    the modules that its forward calls, and what they return comes back to the first device, where the rest is.
+    The last layers are on the first device: batches come from it, and the outputs meet the targets there. A layer's
+    arguments are moved to its device. The layers are the model's chain; if the chain is not known, they are the modules
+    that its forward calls, and what they return is moved back to the first device, where the rest of the model is.
     """
     home = devices[0]
     links = chain_of(model)
@@ -41,9 +42,9 @@ def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | 
     for part, device in zip(cuts, [*devices[1 : len(cuts)], home]):
         for unit in [units[i] for number in part for i in groups[number]]:
             unit.to(device)
-            unit.register_forward_pre_hook(_Move(device).before, with_kwargs=True)
+            unit.register_forward_pre_hook(partial(_move_arguments, device), with_kwargs=True)
             if links is None:
-                unit.register_forward_hook(_Move(home).after)
+                unit.register_forward_hook(lambda _, __, outputs: _move(outputs, home))
     if len(devices) == 1:
         return f"there is one device ({home}), which has all layers"
     shares = [100 * sum(totals[number] for number in part) / sum(totals) for part in cuts]
@@ -51,7 +52,7 @@ def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | 
 
 
 def sharing_weights(units: Sequence[nn.Module]) -> list[list[int]]:
-    """Group the units that share a weight, which can be on one device only; each group stands where its last unit does."""
+    """Group the units that share a weight, which can be on one device only; each group takes the place of its last unit."""
     groups: list[tuple[set[int], list[int]]] = []
     for number, unit in enumerate(units):
         weights = {id(parameter) for parameter in unit.parameters()}
@@ -62,24 +63,15 @@ def sharing_weights(units: Sequence[nn.Module]) -> list[list[int]]:
 
 
 def _move_own(model: nn.Module, units: Sequence[nn.Module], *, to: torch.device) -> None:
-    """Move the parameters and buffers that belong to no unit."""
     inside = {id(module) for unit in units for module in unit.modules()}
     for module in model.modules():
         if id(module) not in inside:
             apply_to_own(module, lambda tensor: tensor.to(to))
 
 
-class _Move:
-    """Hooks that bring what goes into a module, or what comes out of it, to a device."""
+def _move(tree: Tree, device: torch.device) -> Tree:
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
 
-    def before(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        return self._moved(given), self._moved(named)
-
-    def after(self, _: nn.Module, __: Any, outputs: Any) -> Any:
-        return self._moved(outputs)
-
-    def _moved(self, tree: Tree) -> Tree:
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), tree)
+def _move_arguments(device: torch.device, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    return _move(given, device), _move(named, device)

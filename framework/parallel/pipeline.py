@@ -1,7 +1,6 @@
 """Pipeline parallelism: the model's layers cut into stages, one or more a process, through which micro-batches flow."""
 
 from collections import Counter
-from typing import Literal
 
 from torch import nn
 
@@ -11,24 +10,17 @@ from framework.engine.seam import Engine
 from framework.modules.structure import chain_of
 from framework.parallel.pipelining.chain import stray_parameters, weighty
 from framework.parallel.pipelining.engine import PipelineEngine
-from framework.parallel.pipelining.schedules import STAGES_PER_RANK
+from framework.parallel.pipelining.schedules import STAGES_PER_RANK, ScheduleName
 
 
-def pipeline(
-    model: nn.Module,
-    *,
-    world: World,
-    forward: Forward,
-    pipeline: int | None,
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"],
-) -> Engine:
+def pipeline(model: nn.Module, *, world: World, forward: Forward, pipeline: int | None, schedule: ScheduleName) -> Engine:
     """Cut the model over all processes. Collective."""
     model.to(world.device)
     return PipelineEngine(model, mesh=world.mesh(pipeline=pipeline), world=world, forward=forward, schedule=schedule)
 
 
 def problems(model: nn.Module, *, pipeline: int, schedule: str, **others: object) -> list[str]:
-    """Say why this model cannot be cut into so many stages."""
+    """Return why this model cannot be cut into so many stages."""
     any_model = "ddp, zero, fsdp and hsdp take any model"
     links = chain_of(model)
     if links is None:

@@ -43,7 +43,7 @@ def pipeline_fsdp_tensor(
 
 
 def problems(model: nn.Module, *, pipeline: int, tensor: int, schedule: str, **others: object) -> list[str]:
-    """Say why this model cannot be cut so."""
+    """Return why this model cannot be cut in this way."""
     found = pipelines.problems(model, pipeline=pipeline, schedule=schedule) or fsdp.problems(model)
     return found or (tensors.problems(model, tensor=tensor, sequence=False) if tensor > 1 else [])
 
@@ -51,9 +51,9 @@ def problems(model: nn.Module, *, pipeline: int, tensor: int, schedule: str, **o
 def cut_and_shard(
     model: nn.Module, stage: Stage, *, styles: dict[str, ParallelStyle], mesh: DeviceMesh, reshard_after_forward: bool
 ) -> None:
-    """Turn this process's stage into shards: of the layers that `styles` names, over two axes. Collective.
+    """Shard this process's stage; the layers that `styles` names, over two axes. Collective.
 
-    A link is gathered at a time. Those that share a weight are gathered together, with what is left.
+    One link is gathered at a time; links that share a weight are gathered together with the rest of the stage.
     """
     inside = set(stage.modules())
     here = {name for name, layer in model.named_modules() if layer in inside}
@@ -66,7 +66,7 @@ def cut_and_shard(
         fully_shard(link, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
     reshard_after_evaluation(stage)
-    for several in places.values():  # a link of another stage that is here for the sake of a weight's name
+    for several in places.values():  # a link of another stage, kept because it has a name of the weight
         holder, name = next((module, name) for module, name in several if module in inside)
         for module, alias in several:
             if module not in inside:

@@ -12,9 +12,9 @@ from framework.runtime.torch_internals import BATCH_NORMS
 
 
 def synchronise(model: nn.Module, *, group: dist.ProcessGroup, forward: Forward) -> None:
-    """Have every BatchNorm layer in training take its statistics over all ranks of `group`. Names and state stay.
+    """Let every BatchNorm layer in training take its statistics over all ranks of `group`. Names and state do not change.
 
-    Every rank of the group runs the same number of micro-batches; `forward` knows which are padding, and do not count.
+    Every rank of the group runs the same number of micro-batches; `forward` knows which are padding: they do not count.
     """
     for layer in model.modules():
         if isinstance(layer, BATCH_NORMS):
@@ -24,7 +24,7 @@ def synchronise(model: nn.Module, *, group: dist.ProcessGroup, forward: Forward)
 def _normalise(
     layer: BATCH_NORMS, alone: Callable[[Tensor], Tensor], group: dist.ProcessGroup, forward: Forward, x: Tensor
 ) -> Tensor:
-    """Normalise x (B, C, ...) by the mean and the variance of all ranks' x, in two passes: first the mean, then the rest."""
+    """Normalise x (B, C, ...) by the mean and the variance of all ranks' x, in two passes: the mean, then the variance."""
     if not layer.training:
         return alone(x)
     dims = [dim for dim in range(x.ndim) if dim != 1]
@@ -43,7 +43,7 @@ def _normalise(
 
 
 def _follow(layer: BATCH_NORMS, mean: Tensor, variance: Tensor) -> None:
-    """Move the running statistics as nn.BatchNorm does."""
+    """Update the running statistics as nn.BatchNorm does."""
     if layer.running_mean is None or layer.running_var is None or layer.num_batches_tracked is None:
         return
     layer.num_batches_tracked.add_(1)
@@ -53,7 +53,7 @@ def _follow(layer: BATCH_NORMS, mean: Tensor, variance: Tensor) -> None:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks of a group. Its gradient is the sum of the ranks' gradients: each has used it."""
+    """The sum over the ranks of a group. Its gradient is the sum of the ranks' gradients: every rank has used it."""
 
     @staticmethod
     def forward(ctx, value: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def,override]  # torch's own signature

@@ -1,24 +1,16 @@
 """Tensor parallelism: each layer's matrices are cut over the processes, which all work on the same samples.
 
-With sequence parallelism, each of them works on its part of the tokens between layers so cut.
+With sequence parallelism, each process works on its part of the tokens between these layers.
 """
 
 import fnmatch
 from collections import Counter
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as styling
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
@@ -38,38 +30,38 @@ def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | No
 
 
 def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object) -> list[str]:
-    """Say why this model cannot be cut over so many processes."""
+    """Return why this model cannot be cut over so many processes."""
     try:
         styles = styles_of(model, num_parts=tensor)
     except ValueError as error:
         return [str(error)]
-    if tensor > 1 and has_dropout(model) and any(isinstance(style, RowwiseParallel) for style in styles.values()):
+    if tensor > 1 and has_dropout(model) and any(isinstance(style, styling.RowwiseParallel) for style in styles.values()):
         return ["the model has dropout, whose draws between layers cut by columns and by rows would depend on the number "
                 "of processes; set model.dropout=0"]  # fmt: skip
     return sequence_problems(model, styles, num_parts=tensor) if sequence else []
 
 
 def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool) -> None:
-    """Turn the weights that the plan names into shards over the one-dimensional mesh. Collective.
+    """Shard the weights that the plan names over the one-dimensional mesh. Collective.
 
-    What no plan names stays whole, and is computed by every process alike.
+    The other weights stay whole, and every process computes the same with them.
     """
     styles = styles_of(model, num_parts=mesh.size())
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    parallelize_module(model, mesh, with_sequence(model, styles) if sequence else styles)
-    for name in frozen:  # SequenceParallel makes parameters anew, which want a gradient
+    styling.parallelize_module(model, mesh, with_sequence(model, styles) if sequence else styles)
+    for name in frozen:  # SequenceParallel makes new parameters, which want a gradient
         model.get_parameter(name).requires_grad_(False)
 
 
-def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:
+def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, styling.ParallelStyle]:
     """Return how each layer is cut, by its name.
 
     The plan is the model's own (`tensor_plan()`: a pattern of layer names -> colwise, rowwise, or gather, which is
-    colwise with its outputs gathered at once), or else `derived_plan`. ValueError if it cannot be followed.
+    colwise with its outputs gathered at once), or else `derived_plan`. ValueError if the model does not fit it.
     """
     answer = own_answer(model, "tensor_plan")
     plan: dict[str, str] = answer() if answer is not None else derived_plan(model, num_parts=num_parts)
-    styles: dict[str, ParallelStyle] = {}
+    styles: dict[str, styling.ParallelStyle] = {}
     for name, layer in model.named_modules():
         cut = next((cut for pattern, cut in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if cut is not None:
@@ -78,7 +70,7 @@ def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:
         raise ValueError(f"tensor={num_parts}: divides the features of no linear layer of {type(model).__name__}; let the "
                          "model answer tensor_plan(), or take ddp, zero, fsdp or hsdp, which take any model")  # fmt: skip
     heads = getattr(model, "num_heads", num_parts) if answer is not None else num_parts
-    if heads % num_parts:  # a head cut in two would attend to the wrong numbers
+    if heads % num_parts:  # half a head would attend to the wrong numbers
         raise ValueError(f"tensor={num_parts}: does not divide the {heads} heads of the model; take a divisor, or ddp, "
                          "zero, fsdp or hsdp, which take any number")  # fmt: skip
     return styles
@@ -87,15 +79,15 @@ def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, ParallelStyle]:
 def derived_plan(model: nn.Module, *, num_parts: int) -> dict[str, str]:
     """Return a plan that is right for any model: linear layers are cut by their outputs, which are gathered at once.
 
-    Only layers that divide, that are nn.Linear itself (what derives from it may use its weight in other ways) and whose
-    weight is theirs alone.
+    Only layers whose features divide, that are nn.Linear itself (a subclass may use its weight in other ways) and that
+    share no weight.
     """
     uses = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
     return {name: "gather" for name, layer in model.named_modules()
             if type(layer) is nn.Linear and uses[id(layer.weight)] == 1 and layer.out_features % num_parts == 0}  # fmt: skip
 
 
-def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> ParallelStyle:
+def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> styling.ParallelStyle:
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"tensor_plan() says to cut {name}, a {type(layer).__name__}; only linear layers can be cut")
     size = layer.in_features if cut == "rowwise" else layer.out_features
@@ -103,20 +95,20 @@ def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> Parallel
         raise ValueError(f"tensor={num_parts}: does not divide the {size} features of {name}; take a divisor, or ddp, "
                          "zero, fsdp or hsdp, which take any number")  # fmt: skip
     if cut == "colwise":
-        return ColwiseParallel()
+        return styling.ColwiseParallel()
     if cut == "rowwise":
-        return RowwiseParallel()
+        return styling.RowwiseParallel()
     if cut == "gather":
-        return ColwiseParallel(output_layouts=Replicate())
+        return styling.ColwiseParallel(output_layouts=Replicate())
     raise ValueError(f"tensor_plan() says {cut!r} of {name}; it can say colwise, rowwise or gather")
 
 
-def sequence_problems(model: nn.Module, styles: dict[str, ParallelStyle], *, num_parts: int) -> list[str]:
-    """Say why the tokens of this model's samples cannot be cut between the layers that `styles` names."""
+def sequence_problems(model: nn.Module, styles: dict[str, styling.ParallelStyle], *, num_parts: int) -> list[str]:
+    """Return why the tokens of this model's samples cannot be cut between the layers that `styles` names."""
     blocks = {id(block) for block in blocks_of(model)}
     inside = [name for name, module in model.named_modules() if id(module) in blocks]
     kinds = {type(styles[name]) for name in styles if name.startswith(tuple(f"{block}." for block in inside))}
-    if not {ColwiseParallel, RowwiseParallel} <= kinds:
+    if not {styling.ColwiseParallel, styling.RowwiseParallel} <= kinds:
         return [f"sequence=true: {type(model).__name__} has no blocks() in which its tensor_plan() cuts layers by columns and "
                 "by rows; take sequence=false, or ddp, zero, fsdp or hsdp, which take any model"]  # fmt: skip
     seq_len = getattr(model, "seq_len", num_parts)
@@ -126,11 +118,11 @@ def sequence_problems(model: nn.Module, styles: dict[str, ParallelStyle], *, num
     return []
 
 
-def with_sequence(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Return the styles by which tensors (B, T, D) go through the model's blocks with their tokens cut.
+def with_sequence(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> dict[str, styling.ParallelStyle]:
+    """Return the styles with which the model's blocks pass on tensors (B, T, D) whose tokens are cut.
 
     Tokens are gathered where layers cut by columns need them all, once for all layers of a module; layers cut by rows
-    give each process the sums for its own tokens; layers that no style names (norms) work on those.
+    give each process the sums for its own tokens; layers that no style names (norms) work on these tokens.
     Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
     """
     names = {id(module): name for name, module in model.named_modules()}
@@ -141,22 +133,17 @@ def with_sequence(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[st
             own = list(layer.named_parameters(prefix=name))
             is_leaf = any(True for _ in layer.parameters(recurse=False))
             if is_leaf and name not in styles:
-                changed[name] = SequenceParallel(use_local_output=True)
-            elif isinstance(styles.get(name), RowwiseParallel):
-                changed[name] = RowwiseParallel(output_layouts=Shard(1))
+                changed[name] = styling.SequenceParallel(use_local_output=True)
+            elif isinstance(styles.get(name), styling.RowwiseParallel):
+                changed[name] = styling.RowwiseParallel(output_layouts=Shard(1))
             elif own and all(parameter.rpartition(".")[0] in styles for parameter, _ in own) and name not in styles:
-                changed[name] = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+                changed[name] = styling.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     first, last = names[id(blocks[0])], names[id(blocks[-1])]
-    whole, part = Replicate(), Shard(1)
+    inputs: dict[str, Any] = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1)}
+    outputs: dict[str, Any] = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
     if first == last:
-        changed[first] = PrepareModuleInputOutput(
-            input_layouts=whole,
-            desired_input_layouts=part,
-            use_local_input=True,
-            output_layouts=part,
-            desired_output_layouts=whole,
-        )
+        changed[first] = styling.PrepareModuleInputOutput(**inputs, use_local_input=True, **outputs)
     else:
-        changed[first] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=part, use_local_output=True)
-        changed[last] = PrepareModuleOutput(output_layouts=part, desired_output_layouts=whole)
+        changed[first] = styling.PrepareModuleInput(**inputs, use_local_output=True)
+        changed[last] = styling.PrepareModuleOutput(**outputs)
     return changed

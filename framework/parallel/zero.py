@@ -3,13 +3,14 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
 from framework.optim.groups import BuildOptimizer, MakeOptimizer, Trainable
 from framework.optim.optimizers import stand_in
-from framework.parallel.ddp import replicated
+from framework.parallel.ddp import DDPOptions, replicated
 from framework.parallel.invariant import invariant
 
 
@@ -19,37 +20,23 @@ def zero(
     world: World,
     forward: Forward,
     replicate: int | None,
-    bucket_cap_mb: int,
-    gradient_as_bucket_view: bool,
-    static_graph: bool,
-    find_unused_parameters: bool,
     bitwise: int | None = None,
+    **options: Unpack[DDPOptions],
 ) -> Engine:
     """Replicate the model; each process updates the parameters that it owns and sends them to the others. Collective.
 
-    With `bitwise`, the gradients of micro-batches of that size are summed along a tree.
-
-    torch's ZeroRedundancyOptimizer does the same, but keeps its state by position in a partition of the world; here a
-    parameter's state has the parameter's name, as everywhere, and any optimizer will do.
+    With `bitwise`, the gradients of micro-batches of that size are summed along a tree. Not torch's ZeroRedundancyOptimizer:
+    its state is kept by position in a partition of the world; here it has the parameter's name, for any optimizer.
     Source: Rajbhandari et al. 2020, "ZeRO", stage 1.
     """
     if bitwise is not None:
         return invariant(model, world=world, forward=forward, micro_batch_size=bitwise, make_optimizer=owned(world))
-    return replicated(
-        model,
-        world=world,
-        forward=forward,
-        mesh=world.mesh(replicate=replicate),
-        make_optimizer=owned(world),
-        bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        static_graph=static_graph,
-        find_unused_parameters=find_unused_parameters,
-    )
+    mesh = world.mesh(replicate=replicate)
+    return replicated(model, world=world, forward=forward, mesh=mesh, make_optimizer=owned(world), **options)
 
 
 def owned(world: World) -> MakeOptimizer:
-    """Return the way to build an optimizer of the parameters that this rank owns, which sends them to the others."""
+    """Return a function that builds an optimizer of the parameters that this rank owns, and sends them after each step."""
 
     def make_optimizer(build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         owners = owners_of(trained, num_ranks=world.world_size)

@@ -17,8 +17,7 @@ from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection, Node, RunConfig, TrainerSection
 from framework.distributed.mesh import resolve_axes
 from framework.engine.seam import Demands
-from framework.modules.freeze_parameters import freeze_parameters
-from framework.modules.structure import switch_off_dropout
+from framework.modules.structure import freeze_parameters, switch_off_dropout
 from framework.optim.groups import require_matches
 from framework.optim.optimizers import hidden_matrices, stand_in, trainable
 from framework.preflight.processes import axes_of

@@ -11,7 +11,7 @@ from framework.tasks.outputs import main_output
 class LanguageModeling:
     """Cross-entropy of the next token, in nats. outputs (B, T, V) logits, targets_BT int64.
 
-    `bytes_per_token`: how many bytes of text a token stands for on average; None where it is not known.
+    `bytes_per_token`: how many bytes of text a token has on average; None if not known.
     """
 
     def __init__(self, *, bytes_per_token: float | None) -> None:
@@ -28,10 +28,8 @@ class LanguageModeling:
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         """Return what follows from the means over all samples."""
-        derived = {"perplexity": math.exp(min(means["loss"], _LARGEST))}
+        # the exponential of 700 nats is still a number
+        derived = {"perplexity": math.exp(min(means["loss"], 700.0))}
         if self.bytes_per_token is not None:
             derived["bits_per_byte"] = means["bits_per_token"] / self.bytes_per_token
         return derived
-
-
-_LARGEST = 700.0  # nats, whose exponential is still a number

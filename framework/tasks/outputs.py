@@ -1,4 +1,4 @@
-"""What of a model's outputs a task looks at."""
+"""Which of a model's outputs a task uses."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def main_output(outputs: "Tensor | Mapping[str, Tensor]") -> Tensor:
-    """Return the outputs, or of a dictionary (as many libraries' models return) its `logits`, or else its only entry."""
+    """Return the outputs; of a dictionary (which many libraries' models return) the `logits`, or else its only entry."""
     if not isinstance(outputs, Mapping):
         return outputs
     if "logits" in outputs:

@@ -1,4 +1,4 @@
-"""A trace of a few of a run's steps, by torch.profiler, and what in them takes the most time."""
+"""A trace of a few of a run's steps, by torch.profiler, and the operations that take the most time."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from framework.runtime.environment import set_default
 from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER
 
-WAIT, WARM_UP, ACTIVE = 2, 1, 3  # steps that are passed over, thrown away, and recorded
-_NUM_TOLD = 5
+WAIT, WARM_UP, ACTIVE = 2, 1, 3  # steps that are skipped, discarded, and recorded
+_NUM_SHOWN = 5
 
 
 class Profile:
-    """Records the steps of this process, with what lies between them, into `folder`. Not collective.
+    """Records the steps of this process, and the time between them, into `folder`. Not collective.
 
     The file, `step_STEP_rank_RANK.json` by the first step in it, is for chrome://tracing or ui.perfetto.dev.
     """
@@ -35,12 +35,12 @@ class Profile:
         )
 
     def begin_step(self, number: int) -> None:
-        """Note that a step begins, and that the one before is over. Steps count from 1."""
+        """Note that a step begins and the step before has ended. Steps count from 1."""
         if self._profiler is None:
             return
         self._num_begun += 1
         if self._num_begun == 1:
-            set_default("KINETO_LOG_LEVEL", "6")  # it tells every start and stop on stderr
+            set_default("KINETO_LOG_LEVEL", "6")  # it prints every start and stop to stderr
             self._profiler.start()
         elif self._num_begun > WAIT + WARM_UP + ACTIVE:
             self.close()
@@ -50,7 +50,7 @@ class Profile:
             self._first_step = number
 
     def close(self) -> None:
-        """End the recording, if it has not ended yet, and write what there is."""
+        """End the recording if it runs, and write what it has recorded."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -64,21 +64,21 @@ class Profile:
         path = self._folder / f"step_{self._first_step:08d}_rank_{self._rank}.json"
         try:
             self._folder.mkdir(exist_ok=True)
-            with replacing(path) as beside:
-                profiler.export_chrome_trace(str(beside))
-        except (OSError, RuntimeError) as error:  # the second is Kineto's
+            with replacing(path) as staging:
+                profiler.export_chrome_trace(str(staging))
+        except (OSError, RuntimeError) as error:  # RuntimeError is Kineto's
             LOGGER.warning("trainer.profile: %s could not be written (%s)", path, error)
             return
         if self._rank == 0:
-            self._tell(path, profiler)
+            self._report(path, profiler)
 
-    def _tell(self, path: Path, profiler: Any) -> None:
-        # a device's kernels are listed too, beside the operations that have launched them and count their time
+    def _report(self, path: Path, profiler: Any) -> None:
+        # a device's kernels are listed too, but the operations that launched them already count their time
         operations = [event for event in profiler.key_averages()
                       if event.device_type == DeviceType.CPU and not event.key.startswith("ProfilerStep")]  # fmt: skip
         own_us = {event.key: getattr(event, self._own_time) for event in operations}
         total = sum(own_us.values()) or 1
-        LOGGER.info("%s", f"profile in {path}; the {_NUM_TOLD} most expensive operations, by their own time:")
-        for event in sorted(operations, key=lambda event: own_us[event.key], reverse=True)[:_NUM_TOLD]:
+        LOGGER.info("%s", f"profile in {path}; the {_NUM_SHOWN} most expensive operations, by their own time:")
+        for event in sorted(operations, key=lambda event: own_us[event.key], reverse=True)[:_NUM_SHOWN]:
             own = own_us[event.key]
             LOGGER.info("%s", f"  {own / 1000:9.1f} ms {own / total:4.0%}  {event.key}  x {event.count}")

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes: rows to every sink, and the summary. Rank 0 writes; elsewhere it is silent."""
+"""What a run records: rows to every sink, and the summary. Rank 0 writes; other ranks do nothing."""
 
 import dataclasses
 import math
@@ -16,13 +16,13 @@ from framework.runtime.log import LOGGER
 
 
 class Recorder:
-    """Takes the same calls on every rank, and acts on rank 0. `open`, `rewind` and `flush` are collective."""
+    """Gets the same calls on every rank, and acts on rank 0. `open`, `rewind` and `flush` are collective."""
 
     def __init__(self, directory: RunDirectory, *, world: World, sinks: Mapping[str, Sink]) -> None:
         self.directory = directory
-        self.record_id: str | None = None  # a checkpoint's, or made by `open`; rank 0 alone needs it
+        self.record_id: str | None = None  # a checkpoint's, or made by `open`; only rank 0 needs it
         self._world = world
-        self._sinks = dict(sinks)  # those that work
+        self._sinks = dict(sinks)  # the sinks that work
         self._metrics: MetricsFile | None = None
 
     def open(self, run: RunInfo, **facts: Any) -> None:
@@ -42,18 +42,18 @@ class Recorder:
         self._metrics = MetricsFile(self.directory.metrics, step=run.step)
 
     def rewind(self, step: int) -> None:
-        """Take back the rows after `step`, from where the run goes on. Collective."""
-        what = "the run's record could not be cut back"
-        self._world.agreement.together(lambda: self._cut_back(step), what=what, rank_0_only=True)
+        """Remove the rows after `step`, from which the run continues. Collective."""
+
+        def cut_back() -> None:
+            if self._metrics is not None:
+                self._metrics.close()
+                self._metrics = MetricsFile(self.directory.metrics, step=step)
+
+        self._world.agreement.together(cut_back, what="the run's record could not be cut back", rank_0_only=True)
         summary = self.directory.read_summary()
         again = dataclasses.replace(self._run, step=step)
         self._each(lambda sink: sink.close(summary))
         self._each(lambda sink: sink.open(again))
-
-    def _cut_back(self, step: int) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = MetricsFile(self.directory.metrics, step=step)
 
     def log(self, row: Row) -> None:
         if self._metrics is not None:
@@ -61,7 +61,7 @@ class Recorder:
         self._each(lambda sink: sink.log(row))
 
     def _each(self, call: Callable[[Sink], None]) -> None:
-        """Have every sink that works do something: a logger's failure is a warning, not the end of a run."""
+        """Call every sink that works: a logger's failure is a warning, not the end of a run."""
         for name, sink in list(self._sinks.items()):
             try:
                 call(sink)
@@ -70,19 +70,17 @@ class Recorder:
                 del self._sinks[name]
 
     def flush(self, **values: Any) -> None:
-        """Put the rows on the disk and `values` into the summary: before a checkpoint that counts on them."""
-        self._world.agreement.together(lambda: self._flush_files(values), what="metrics not written", rank_0_only=True)
+        """Write the rows to the disk and `values` into the summary, before a checkpoint that relies on them."""
 
-    def _flush_files(self, values: dict[str, Any]) -> None:
-        if self._metrics is not None:
-            self._metrics.flush()
-            self.directory.update_summary(**values)
+        def write() -> None:
+            if self._metrics is not None:
+                self._metrics.flush()
+                self.directory.update_summary(**values)
+
+        self._world.agreement.together(write, what="metrics not written", rank_0_only=True)
 
     def close(self, *, within_s: float = math.inf, **values: Any) -> None:
-        """Write the summary's last values and stop every sink, waiting `within_s` for each at most.
-
-        Raises nothing: the run has ended, this only tells it.
-        """
+        """Write the summary's last values and stop every sink, waiting `within_s` for each at most. Raises nothing."""
         if self._world.rank != 0:
             return
         is_open = self._metrics is not None

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from framework.checkpoint.canonical import restore
 from framework.checkpoint.saver import Saver
+from framework.checkpoint.state import Progress
 from framework.config.schema import Divergence
 from framework.distributed.world import World
 from framework.engine.data_parallel import persistent_buffers
@@ -14,7 +15,6 @@ from framework.engine.seam import Engine, Step
 from framework.optim.update import Update
 from framework.runtime.exits import Diverged
 from framework.runtime.log import LOGGER
-from framework.training.progress import Progress
 from framework.training.recorder import Recorder
 
 
@@ -30,28 +30,28 @@ class Recovery:
     recorder: Recorder
 
     def __post_init__(self) -> None:
-        self.is_watching = self.policy.action != "raise"  # then every step must be known to be finite before it is taken
+        self.is_watching = self.policy.action != "raise"  # then every step is checked to be finite before it is taken
         self.rolls_back = self.policy.action == "rollback"
         self._buffers = persistent_buffers(self.engine.module) if self.is_watching else []
         self._before: list[Tensor] = []  # the buffers before the step
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Return whether the run has to save one before it starts: there is none to go back to."""
+        """Return whether the run must save a checkpoint before it starts: there is none to go back to."""
         return self.rolls_back and self.saver.store.newest_valid() is None
 
     def begin_step(self) -> None:
-        """Keep what a step changes before it is known to be finite."""
+        """Keep what a step changes before it is checked to be finite."""
         self._before = [buffer.clone() for buffer in self._buffers]
 
     def recover(self, error: Diverged, *, step: Step, progress: Progress) -> dict[str, Any] | None:
-        """Return the state of the checkpoint that the run continues from; None where `step` was left out instead.
+        """Return the state of the checkpoint that the run continues from; None if `step` was left out instead.
 
-        Raises Diverged where the policy ends the run.
+        Diverged if the policy ends the run.
         """
-        policy, count = self.policy, progress.num_divergences + 1
         if not self.is_watching:
             raise error
+        policy, count = self.policy, progress.num_divergences + 1
         if count > policy.limit:
             raise Diverged(f"{error.what} (it has been got over {policy.limit} times, which is trainer.divergence.limit)")
         progress.num_divergences = count
@@ -67,19 +67,16 @@ class Recovery:
         return state
 
     def _roll_back(self, *, past: Step, progress: Progress) -> dict[str, Any]:
-        """Load an earlier checkpoint; return its state, in which the samples continue behind the step `past`."""
+        """Load an earlier checkpoint; return its state, in which the samples continue after the step `past`."""
         self.saver.settle()
         found = self.saver.store.newest_valid(back=self.policy.back - 1)
-        if found is None:  # the disk has refused even the first, of step 0
+        if found is None:  # the disk has refused even the checkpoint of step 0
             raise Diverged(f"step {progress.step + 1} is not finite, and there is no checkpoint to go back to")
         path, state = found
         restore(path, module=self.engine.module, optimizer=self.update.optimizer, average=self.update.average, world=self.world)
-        state["progress"] |= {
-            "samples_seen": progress.samples_seen + past.num_samples,
-            "wall_s": progress.wall_s,
-            "num_divergences": progress.num_divergences,
-        }
+        kept = {"wall_s": progress.wall_s, "num_divergences": progress.num_divergences}
+        state["progress"] |= kept | {"samples_seen": progress.samples_seen + past.num_samples}
         step = state["progress"]["step"]
-        self.saver.store.drop_after(step)  # a restart must not take them for this run's newest
+        self.saver.store.drop_after(step)  # a restart must not continue from them
         self.recorder.rewind(step)
         return state

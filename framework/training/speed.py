@@ -14,15 +14,15 @@ from framework.training.profile import Profile
 Phase = Literal["start", "data", "forward_backward", "optimizer", "checkpoint", "evaluation", "loop", "end"]
 PARTS: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "checkpoint")  # of a step's time; "loop" is the rest
 _STEPPING: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "loop")
-_MOST_EVENTS = 4000  # that are kept between two rows: the last thousand steps
+_MOST_EVENTS = 4000  # kept between two rows: of the last thousand steps
 
 
 @dataclass(eq=False)
 class Speed:
-    """A stop-watch that the loop tells which phase it enters, and the numbers that follow. Each rank has its own.
+    """A stop-watch of the loop's phases, and the numbers that follow from it. Each rank has its own.
 
-    Entering is reading a clock. On CUDA it is also recording an event, for which nothing waits: a row is made when the
-    device has done what came before it. `peak_flops` is that of all devices of the run.
+    Entering a phase reads a clock. On CUDA it also records an event, without waiting: a row is made when the device has
+    finished what came before it. `peak_flops` is the peak of all devices of the run together.
     """
 
     device: torch.device
@@ -51,12 +51,12 @@ class Speed:
             self._events.append((phase, event))
 
     def begin(self, *, step: int, samples_seen: int) -> None:
-        """Have the next row tell of what comes after now."""
+        """Let the next row count from now."""
         self.enter(self._phase)
         self._at_row = step, samples_seen, self._seconds.copy()
 
     def row(self, *, step: int, samples_seen: int) -> dict[str, float]:
-        """Return this part of a training row: of the steps since the last one, as this rank has seen them."""
+        """Return this part of a training row: of the steps since the last row, as this rank has measured them."""
         last_step, last_samples, before = self._at_row
         self.begin(step=step, samples_seen=samples_seen)
         spent = self._since_then(before)
@@ -71,12 +71,12 @@ class Speed:
         return row
 
     def _of_device(self) -> dict[Phase, float]:
-        """Return the seconds of a step that the device was in each phase: in `data`, those that it had to wait."""
+        """Return the seconds of a step that the device spent in each phase: in `data`, it waits."""
         assert self._events is not None
         spent = dict.fromkeys(self._seconds, 0.0)
         num_steps = 0
-        for (phase, begun), (_, ended) in pairwise(self._events):
-            spent[phase] += begun.elapsed_time(ended) / 1000
+        for (phase, start), (_, end) in pairwise(self._events):
+            spent[phase] += start.elapsed_time(end) / 1000
             num_steps += phase == "optimizer"
         last = self._events[-1]
         self._events.clear()
@@ -84,7 +84,7 @@ class Speed:
         return {phase: spent[phase] / max(num_steps, 1) for phase in PARTS}
 
     def tick(self) -> tuple[float, float]:
-        """Return the seconds since the last call, and how many of them went into steps."""
+        """Return the seconds since the last call, and how many of them were spent in steps."""
         self.enter(self._phase)
         spent, self._at_tick = self._since_then(self._at_tick), self._seconds.copy()
         return sum(spent.values()), sum(spent[phase] for phase in _STEPPING)
@@ -94,7 +94,7 @@ class Speed:
 
 
 def peak_memory_gib(devices: list[torch.device]) -> float:
-    """Return the most memory this process has had: allocated on its CUDA devices together, or resident on a CPU."""
+    """Return this process's peak memory: allocated on its CUDA devices together, or resident on a CPU."""
     if devices[0].type == "cuda":
         return sum(torch.cuda.max_memory_allocated(device) for device in devices) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB

@@ -1,6 +1,7 @@
-"""The last and the best of what a run measures, and early stopping."""
+"""The last and the best values that a run measures, and early stopping."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from framework.config.schema import EarlyStopping
@@ -18,16 +19,16 @@ def require_metric(name: str, row: Row, *, key: str) -> None:
         raise Unfit(f"{key}: {row['split']}/{name} is not measured here (there are {measured})")
 
 
+@dataclass(eq=False)
 class Patience:
-    """Early stopping: how many evaluations in a row brought no improvement."""
+    """Early stopping: counts the evaluations in a row that brought no improvement."""
 
-    def __init__(self, settings: EarlyStopping) -> None:
-        self.settings = settings
-        self.best: float | None = None
-        self.num_bad = 0
+    settings: EarlyStopping
+    best: float | None = None
+    num_bad: int = 0
 
     def note(self, row: Row) -> None:
-        """Take a row in. Unfit if it lacks what is monitored."""
+        """Note a row. Unfit if it lacks what is monitored."""
         split, _, metric = self.settings.monitor.partition("/")
         if row["split"] != split:
             return
@@ -49,26 +50,29 @@ class Patience:
         return self.settings.patience is not None and self.num_bad >= self.settings.patience
 
 
+@dataclass(kw_only=True, eq=False)
 class Tracker:
     """The last and the best row of each split. `monitor` is SPLIT/METRIC; other splits are compared by their loss.
 
     `derive` is the task's: from the means over samples to the metrics that follow from them.
     """
 
-    def __init__(self, *, monitor: str, mode: str, patience: Patience, derive: Derive) -> None:
-        self.patience = patience
-        self.derive = derive
-        self.monitor_split, _, self.monitor_metric = monitor.partition("/")
-        self.mode = mode
+    monitor: str
+    mode: str
+    patience: Patience
+    derive: Derive
+
+    def __post_init__(self) -> None:
+        self.monitor_split, _, self.monitor_metric = self.monitor.partition("/")
         self.splits: dict[str, dict[str, Row]] = {}
 
     def note(self, row: Row) -> None:
-        """Take a row in. Unfit if it lacks what is monitored."""
+        """Note a row. Unfit if it lacks what is monitored."""
         metric = self.monitor_metric if row["split"] == self.monitor_split else "loss"
         sign = -1 if metric == self.monitor_metric and self.mode == "max" else 1
         require_metric(metric, row, key="checkpoint.monitor")
         split = self.splits.setdefault(row["split"], {})
-        before = split.get("best", {}).get(metric)  # None also where another run, continued from, did not measure it
+        before = split.get("best", {}).get(metric)  # None also if the run that this run continues did not measure it
         is_best = before is None or sign * row[metric] < sign * before
         split["last"] = row
         if is_best:

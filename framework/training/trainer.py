@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,25 +11,37 @@ from torch import Tensor
 
 from framework.checkpoint.canonical import state_tensors
 from framework.checkpoint.saver import Saver
+from framework.checkpoint.state import Progress
 from framework.data.loader import Splits
 from framework.data.source import Split
 from framework.distributed.world import World
-from framework.engine.seam import Engine, Step, Sums
+from framework.engine.data_parallel import add
+from framework.engine.seam import Engine, MicroBatch, Step, Sums
 from framework.optim.update import Update
 from framework.runs.metrics_file import Row
 from framework.runtime.exits import Diverged
 from framework.runtime.preemption import PREEMPTION
-from framework.training.evaluation import measure, totals
-from framework.training.progress import Plan, Progress
 from framework.training.recorder import Recorder
 from framework.training.recovery import Recovery
 from framework.training.speed import Speed, peak_memory_gib
 from framework.training.tracking import Tracker
 
 
+@dataclass(frozen=True)
+class Plan:
+    """When things are due, in optimizer steps; None is "only at the end"."""
+
+    total_steps: int
+    log_every: int
+    eval_every: int | None
+    checkpoint_every: int | None
+    clip_grad_norm: float | None
+    grace_s: float | None  # between the signal that asks a run to stop and the signal that kills it; None if not known
+
+
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Trains an engine's model to the plan's last step from wherever `progress` stands. Every method is collective."""
+    """Trains an engine's model from `progress` to the plan's last step. Every method is collective."""
 
     world: World
     engine: Engine
@@ -41,12 +53,12 @@ class Trainer:
     tracker: Tracker
     recovery: Recovery
     speed: Speed
-    progress: Progress = field(init=False, default_factory=Progress)
 
     def __post_init__(self) -> None:
+        self.progress = Progress(step=0, samples_seen=0, wall_s=0.0)
         self.parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
-        self.loss_watch = torch.zeros((), device=self.world.device)  # adding up losses, it stays non-finite once one was
-        self.memory_gib: list[float] = []  # of each rank, at its peak
+        self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: once a loss is not finite, it stays so
+        self.memory_gib: list[float] = []  # the peak of each rank
 
     def fit(self) -> bool:
         """Train. Returns True when the run is finished, False when it was preempted, after a committed checkpoint."""
@@ -89,7 +101,7 @@ class Trainer:
             step = next(steps)
 
     def begin(self) -> tuple[Step, Iterator[Step]]:
-        """Start at `progress`: return the first step and those that follow."""
+        """Start at `progress`: return the first step and an iterator of the following steps."""
         self.speed.enter("start")
         steps = self.splits.loader("train").train(self.progress.samples_seen)
         step = next(steps)
@@ -106,7 +118,7 @@ class Trainer:
         return at >= self.plan.total_steps or (every is not None and at % every == 0)
 
     def take(self, step: Step) -> None:
-        """Take one optimizer step, and log it if that is due. Diverged, with nothing taken, if it is not finite."""
+        """Take one optimizer step, and log it if due. Diverged, without a step, if it is not finite."""
         if self.speed.profile is not None:
             self.speed.profile.begin_step(self.progress.step + 1)
         is_logged = self.is_due(self.plan.log_every, at=self.progress.step + 1)
@@ -115,7 +127,7 @@ class Trainer:
             self.log_step(step, sums, grad_norm)
 
     def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
-        """Take one optimizer step. Returns this rank's sums and, if it was measured, the global gradient norm."""
+        """Take one optimizer step. Returns this rank's sums and, if measured, the global gradient norm."""
         progress, plan, scale, is_watching = self.progress, self.plan, self.update.loss_scale, self.recovery.is_watching
         self.world.at("training", step=progress.step + 1)
         self.speed.enter("forward_backward")
@@ -139,7 +151,7 @@ class Trainer:
         return sums, grad_norm
 
     def require_finite(self, grad_norm: Tensor, *, step: int) -> None:
-        """Raise Diverged on every rank, the norm being the global one; but fp16 skips such a step and goes on."""
+        """Raise Diverged on every rank if the global norm is not finite; but fp16 skips such a step and continues."""
         if not self.update.loss_scale.is_dynamic and not torch.isfinite(grad_norm):
             raise Diverged(f"the gradient of step {step} is not finite (norm {grad_norm.item()})")
 
@@ -174,7 +186,7 @@ class Trainer:
         return {name: total.item() / num_samples for name, total in found.items()}
 
     def record(self, row: Row) -> None:
-        """Take a row in, and write it. Unfit if it lacks what is monitored."""
+        """Note a row, and write it. Unfit if it lacks what is monitored."""
         self.tracker.patience.note(row)
         self.tracker.note(row)
         self.recorder.log(row)
@@ -182,7 +194,7 @@ class Trainer:
     def evaluate(self, split: Split) -> None:
         """Measure every sample of a split once.
 
-        Diverged if the loss is not finite: no batch is to blame for that, so there is none to leave out.
+        Diverged if the loss is not finite: leaving out a batch would not help.
         """
         self.world.at("evaluation", step=self.progress.step)
         self.speed.enter("evaluation")
@@ -199,11 +211,11 @@ class Trainer:
         self.record({"step": self.progress.step, "split": split, **means, **self.tracker.derive(means)})
 
     def save(self) -> None:
-        """Save a checkpoint. Diverged instead, if what it would hold is not finite."""
+        """Save a checkpoint. Diverged instead, if its content would not be finite."""
         self.world.at("saving", step=self.progress.step)
         self.speed.enter("checkpoint")
         self.means({}, num_samples=1)
-        if not self.recovery.is_watching:  # where it is, a step that was left out has left its gradient
+        if not self.recovery.is_watching:  # where it is, a step that was left out leaves its gradient behind
             # the gradients of the step just taken are still there
             self.require_finite(self.engine.clip_grad_norm(None), step=self.progress.step)
         self.commit()
@@ -223,12 +235,12 @@ class Trainer:
 
     def summary(self) -> dict[str, Any]:
         measured = {"goodput": self.progress.goodput, "memory_gib": self.memory_gib}
-        return asdict(self.progress) | measured | {"metrics": self.tracker.splits, "saves": self.saver.counts}
+        return self.progress.model_dump() | measured | {"metrics": self.tracker.splits, "saves": self.saver.counts}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plain part of a checkpoint: everything but tensors."""
         return {
-            "progress": asdict(self.progress),
+            "progress": self.progress.model_dump(),
             "metrics": self.tracker.splits,
             "patience": self.tracker.patience.state_dict(),
             "monitor": self.tracker.monitored(step=self.progress.step),
@@ -238,9 +250,30 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's plain part. The tensors are `checkpoint.canonical.restore`'s."""
+        """Continue from a checkpoint's plain part. `checkpoint.canonical.restore` loads the tensors."""
         self.progress = Progress(**state["progress"])
         self.tracker.splits = state["metrics"]
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.record_id = state.get("record_id") or self.recorder.record_id
+
+
+def measure(engine: Engine, micro_batches: Iterable[MicroBatch]) -> Sums:
+    """Return this rank's sums over a whole split, in float64: the loss and the task's metrics. Collective.
+
+    Added over the ranks (by `totals`), they count each sample once.
+    """
+    engine.sync_buffers()
+    engine.module.eval()
+    sums: Sums = {}
+    for micro_batch in micro_batches:
+        add(sums, {name: value.double() for name, value in engine.forward(micro_batch).items()})
+    engine.module.train()
+    return sums
+
+
+def totals(sums: Sums, *, world: World) -> Sums:
+    """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message."""
+    flat = world.agreement.sum(torch.cat([value.double().reshape(-1) for value in sums.values()]).cpu())
+    parts = flat.split([value.numel() for value in sums.values()])
+    return {name: part.reshape(value.shape) for (name, value), part in zip(sums.items(), parts)}

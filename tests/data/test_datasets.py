@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from framework.data.digits import Digits
+from framework.data.loader import arrays_of
 from framework.data.source import Arrays, Source, Windows
 from framework.data.synthetic import Synthetic
 
@@ -103,9 +104,9 @@ def test_a_source_without_a_sample_is_refused():
 
 @pytest.mark.parametrize("source", [Digits().load("val"), Synthetic(kind="tokens").load("val")])
 def test_source_over_memory_mapped_arrays_is_the_same_source(source, tmp_path: Path):
-    for name, array in source.arrays.items():
+    for name, array in arrays_of(source).items():
         np.save(tmp_path / f"{name}.npy", array)
-    mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in source.arrays}
+    mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in arrays_of(source)}
     other = dataclasses.replace(source, **mapped)
     assert len(other) == len(source)
     for array, mapped_array in zip(everything(source), everything(other), strict=True):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from framework.data.images import augment, normalise, prepare
+from framework.data.images import augment, normalise
+from framework.data.source import Images
 from framework.randomness import permutation, random_bits, random_integers, random_uniform
 
 KEYS = random_bits(np.arange(20_000))
@@ -13,6 +14,12 @@ KEYS = random_bits(np.arange(20_000))
 def images(num: int, *, channels: int = 3, size: int = 8) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(1, 256, (num, channels, size, size), dtype=torch.uint8, generator=generator)
+
+
+def prepare(batch: torch.Tensor, *, keys: np.ndarray | None, **arguments) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    dataset = Images()
+    vars(dataset).update(arguments, augment=True)
+    return dataset.transform(batch, torch.zeros(len(batch)), keys=keys)[0]
 
 
 def shift_and_mirror(image: np.ndarray, *, top: int, left: int, mirrored: bool, padding: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.data import loader
+from framework.build import training
 from framework.data.source import Source
 from framework.runtime.environment import Environment
 from tests.harness import finished
@@ -30,15 +30,15 @@ def note_places(folder: Path) -> Callable[[], None]:
     """Return what makes each rank of a command write down where its arrays are."""
 
     def plant() -> None:
-        original = loader.load_shared
+        original = training.load_shared
 
         def load_shared(*args: object, **kwargs: object) -> Source:
             source = original(*args, **kwargs)  # type: ignore[arg-type]
-            places = {name: place_of(array) for name, array in source.arrays.items()}
+            places = {name: place_of(array) for name, array in vars(source).items()}
             (folder / f"{Environment.read().rank}.json").write_text(json.dumps(places))
             return source
 
-        loader.load_shared = load_shared  # type: ignore[assignment]
+        training.load_shared = load_shared  # type: ignore[assignment]
 
     return plant
 

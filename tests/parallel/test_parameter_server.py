@@ -22,7 +22,7 @@ from framework.data.order import Order
 from framework.engine.data_parallel import DataParallelEngine
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.parallel.server.asynchronous import Hogwild
-from framework.parallel.server.exchange import Notices, Server
+from framework.parallel.server.synchronous import Notices, Server
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, slow_but
@@ -152,8 +152,8 @@ def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
                 assert has_come.acquire(timeout=30)
             return compute(engine, *args, **options)
 
-        def tell(serving: Any, gradients: Any, *, rank: int) -> None:
-            hand_in(serving, gradients, rank=rank)
+        def tell(serving: Any, gradients: Any, rank: int) -> None:
+            hand_in(serving, gradients, rank)
             if rank == 2:
                 has_come.release()
 

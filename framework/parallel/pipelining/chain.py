@@ -1,9 +1,8 @@
-"""A model as a chain of modules, cut into stages of about equal cost, and which of them are on which process."""
+"""A model as a chain of modules, cut into stages of about equal cost, and which stages are on which process."""
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from framework.modules.nested import Tree, call, map_tensors
+from framework.modules.tensors import Tree, call, map_tensors
 
 
 def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:
@@ -22,9 +21,9 @@ def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:
 
 
 class Shapes:
-    """What goes in and out of each link of a chain: shapes and types, found without computing a number.
+    """The shapes and types of each link's output, found without computing a number.
 
-    It works on copies of the links, without storage: the links themselves may be cut, or dropped, later.
+    It keeps copies of the links, without storage: the links themselves may be cut, or dropped, later.
     """
 
     def __init__(self, links: Sequence[nn.Module]) -> None:
@@ -33,17 +32,15 @@ class Shapes:
 
     def outputs(self, inputs: Tree) -> list[Tensor]:
         """Return each link's output, as meta tensors, for a batch like `inputs`."""
-        shape = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
-        key = repr(shape)
+        value = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
+        key, outputs = repr(value), []
         if key not in self._found:
-            self._found[key] = list(self._run(shape))
+            for link in self._links:
+                with torch.no_grad():
+                    value = call(link, value)
+                outputs.append(value)
+            self._found[key] = outputs
         return self._found[key]
-
-    def _run(self, value: Tree) -> Iterator[Tensor]:
-        for link in self._links:
-            with torch.no_grad():
-                value = call(link, value)
-            yield value
 
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
@@ -56,60 +53,44 @@ def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
 
 
 def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | None) -> list[int]:
-    """Return what each of the model's units costs: floating-point operations for a batch, and a little for each weight.
+    """Return the cost of each of the model's units: floating-point operations for a batch, plus one for each weight.
 
-    Weights alone if the kind of batch is not known, or if the model asks for numbers, not only for shapes.
+    Weights only if the kind of batch is not known, or if the model reads numbers, not only shapes.
     """
     weights = [1 + sum(p.numel() for p in unit.parameters()) for unit in units]
     if example is None:
         return weights
     copied, copies = on_meta(model)
     units = [copies[id(unit)] for unit in units]
+    paths: dict[nn.Module, list[str]] = {}  # of a module in several places, several: its operations count under one of them
+    for path, module in copied.named_modules(prefix=type(copied).__name__, remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
     try:
-        with torch.no_grad(), _flops_of(units) as flops:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
             call(copied, example)
     except (NotImplementedError, RuntimeError):
         return weights
-    return [size + flops.get(id(unit), 0) // units.count(unit) for size, unit in zip(weights, units)]
-
-
-@contextmanager
-def _flops_of(units: Sequence[nn.Module]) -> Iterator[dict[int, int]]:
-    """Count the operations of each unit, by its id, over all its calls."""
-    flops: dict[int, int] = {}
-    with FlopCounterMode(display=False) as counter:
-
-        def begin(unit: nn.Module, _: Any) -> None:
-            flops[id(unit)] = flops.get(id(unit), 0) - counter.get_total_flops()
-
-        def end(unit: nn.Module, *_: Any) -> None:
-            flops[id(unit)] += counter.get_total_flops()
-
-        for unit in dict.fromkeys(units):
-            unit.register_forward_pre_hook(begin)
-            unit.register_forward_hook(end)
-        yield flops
+    counts = counter.get_flop_counts()
+    flops = [sum(sum(counts.get(path, {}).values()) for path in paths[unit]) for unit in units]
+    return [size + count // units.count(unit) for size, count, unit in zip(weights, flops, units)]
 
 
 def weighty(links: Sequence[nn.Module]) -> list[range]:
-    """Group the links so that each group has weights: those without go with the one before, or at the start after, them."""
+    """Group the links so that each group has weights: a link without weights joins the link before it; the first, the next."""
     starts = [i for i, link in enumerate(links) if any(True for _ in link.parameters())]
     return [range(start, end) for start, end in zip([0, *starts[1:]], [*starts[1:], len(links)])]
 
 
 def cut(costs: Sequence[int], *, num_stages: int) -> list[range]:
-    """Cut a row of costs into stages, none of them empty, so that the dearest is as cheap as can be."""
-    # best[s][n]: the least cost of the dearest of s stages that hold the first n links, and where the last one starts
+    """Cut a list of costs into stages, none of them empty, so that the largest cost of a stage is as small as possible."""
+    # best[s][n]: of s stages that hold the first n links, the least possible largest cost, and where the last stage starts
     totals = [0, *itertools.accumulate(costs)]
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(1, num_stages + 1):
         best.append({})
         for end in range(stage, len(costs) - (num_stages - stage) + 1):
-            best[stage][end] = min(
-                (max(before, totals[end] - totals[start]), start)
-                for start, (before, _) in best[stage - 1].items()
-                if start < end
-            )
+            starts = [(start, before) for start, (before, _) in best[stage - 1].items() if start < end]
+            best[stage][end] = min((max(before, totals[end] - totals[start]), start) for start, before in starts)
     stages, end = [], len(costs)
     for stage in range(num_stages, 0, -1):
         start = best[stage][end][1]
@@ -119,7 +100,7 @@ def cut(costs: Sequence[int], *, num_stages: int) -> list[range]:
 
 
 class Stage(nn.Module):
-    """Some links of the chain, as one module. The engine, which knows what micro-batches come, runs them."""
+    """Some links of the chain, as one module. The engine sets `run`, which runs them."""
 
     def __init__(self, links: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -139,10 +120,10 @@ def spans_of(links: Sequence[nn.Module], costs: Sequence[int], *, num_stages: in
 
 
 def keep_own(model: nn.Module, links: Sequence[nn.Module], spans: Sequence[range], *, rank: int, size: int) -> dict[int, Stage]:
-    """Return the stages of one of the pipeline's processes, by number; stages are dealt to them in turn.
+    """Return the stages of one of the pipeline's processes, by number; the processes get stages in turn.
 
-    The parameters and buffers of the other links are taken out of the model, but for weights that its own share with
-    them: a weight keeps all its names.
+    The parameters and buffers of the other links are removed from the model, except weights that this process's links share:
+    a weight keeps all its names.
     """
     stages = {n: Stage([links[i] for i in span]) for n, span in enumerate(spans) if n % size == rank}
     own_modules = {module for stage in stages.values() for module in stage.modules()}
@@ -158,7 +139,7 @@ def keep_own(model: nn.Module, links: Sequence[nn.Module], spans: Sequence[range
 
 
 def shared_weights(model: nn.Module, *, mesh: DeviceMesh) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-    """Return the weights that lie on several processes of this pipeline (tied ones), each with their group. Collective."""
+    """Return the weights that several processes of this pipeline have (tied weights), each with its group. Collective."""
     axes = mesh.mesh_dim_names or ()
     place = tuple(mesh.get_local_rank(axis) for axis in axes if axis != "pipeline")
     mine = dict(model.named_parameters())

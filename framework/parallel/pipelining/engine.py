@@ -1,4 +1,4 @@
-"""The Engine of a model whose layers lie on several processes."""
+"""The Engine of a model whose layers are on several processes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,23 +15,22 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import add, persistent_buffers, put_back
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, MicroBatch, Step, Sums
-from framework.modules.nested import map_tensors
-from framework.modules.shards import by_mesh, local, whole
 from framework.modules.structure import chain_of
+from framework.modules.tensors import by_mesh, local, map_tensors, whole
 from framework.optim.groups import BuildOptimizer, Trainable
 from framework.optim.optimizers import stand_in
 from framework.parallel.pipelining.chain import Shapes, Stage, costs_of, keep_own, shared_weights, spans_of
-from framework.parallel.pipelining.schedules import STAGES_PER_RANK, Loss, make_schedule, waiting_share
+from framework.parallel.pipelining.schedules import STAGES_PER_RANK, LossFunction, make_schedule, waiting_share
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import is_view
 
 
 class PipelineEngine(Engine):
-    """The Engine of a model whose layers lie on the processes of the mesh's `pipeline` axis.
+    """The Engine of a model whose layers are on the processes of the mesh's `pipeline` axis.
 
-    Along a `replicate` axis every process runs a pipeline of its own on its own samples, and their gradients are summed
-    here. So does every process along a `shard` axis, but there the stages, wrapped by `shard_stage`, average their
-    gradients themselves. Processes along a `tensor` axis work on the same samples.
+    Along a `replicate` axis every pipeline has its own samples, and this engine sums their gradients. Along a `shard` axis
+    too, but there the stages, wrapped by `shard_stage`, average their gradients themselves. Processes along a `tensor` axis
+    work on the same samples.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class PipelineEngine(Engine):
         shard_stage: Callable[[Stage], None] | None = None,
     ) -> None:
         links = chain_of(model)
-        assert links is not None  # `problems` has asked
+        assert links is not None  # `problems` has checked it
         axes = mesh.mesh_dim_names or ()
         self.module = model
         self.mesh: DeviceMesh | None = mesh
@@ -70,7 +69,8 @@ class PipelineEngine(Engine):
             if shard_stage is not None:
                 shard_stage(stage)
         self._schedules: dict[Any, Any] = {}
-        self._numbers: dict[int, list[int]] = {}  # of the micro-batches that are still to come, by stage
+        self._loss_of: LossFunction  # of the current pass
+        self._numbers: dict[int, list[int]] = {}  # of the micro-batches that each stage still has to run
         self._index = 0
         self._buffers = persistent_buffers(model)
         self._after_first: dict[int, Tensor] = {}  # the buffers that micro-batch 0 has changed, by position
@@ -84,17 +84,16 @@ class PipelineEngine(Engine):
         if micro_batch is not None:
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch)
         first, *rest = stage.links
-        with torch.autocast(
-            self._forward.device.type, dtype=self._forward.autocast, enabled=self._forward.autocast is not None
-        ):
+        dtype = self._forward.autocast
+        with torch.autocast(self._forward.device.type, dtype=dtype, enabled=dtype is not None):
             value = first(*arguments, **named)
             for link in rest:
                 value = link(value)
         if micro_batch == 0:
             own = {id(buffer) for buffer in stage.buffers()}
             self._after_first |= {i: buffer.clone() for i, buffer in enumerate(self._buffers) if id(buffer) in own}
-        # what goes to the next stage is of one type whatever autocast has made of it, in one piece, no view, which
-        # zero-bubble could not detach, and no wrapper around what is still to come from the processes of a layer
+        # the next stage expects one type, whatever autocast returns, and contiguous memory; not a view, which zero-bubble
+        # cannot detach, and not the wrapper of an unfinished collective
         value = value.to(self._dtype).contiguous()
         return value.clone() if is_view(value) or type(value) is not Tensor else value
 
@@ -106,8 +105,8 @@ class PipelineEngine(Engine):
         self._after_first = {}
         sums = self._zeros(step.micro_batches[0], with_metrics=measure)
         scale = loss_scale / step.num_samples * (self.dp_size if self._is_sharded else 1)
-        for alike in _passes(step):
-            self._pass(alike, scale=scale, sums=sums, measure=measure)
+        for micro_batches in _passes(step):
+            self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
         put_back(self._buffers, [self._after_first.get(i, buffer) for i, buffer in enumerate(before)])
         for parameter, group in self._shared:
             if parameter.requires_grad:
@@ -119,11 +118,10 @@ class PipelineEngine(Engine):
         return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
 
     def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool) -> None:
-        """Send micro-batches of one size through the pipeline, forward and back."""
         waiting = list(micro_batches)
 
         def loss_of(outputs: Any, targets: Tensor) -> Tensor:
-            micro_batch = waiting.pop(0)  # the last stage sees them in order
+            micro_batch = waiting.pop(0)  # the last stage gets them in order
             loss = self._forward.task.loss(outputs, targets)
             if micro_batch.is_padding:
                 return loss * 0.0
@@ -133,10 +131,10 @@ class PipelineEngine(Engine):
             return loss * scale
 
         num_schedules = len(self._schedules)
-        schedule, runner = self._schedule_for(micro_batches)
-        # the gradients so far: when a schedule runs for the first time, torch clears those of shards
+        schedule = self._schedule_for(micro_batches)
+        # the gradients so far: when a schedule runs for the first time, torch clears the gradients of shards
         held = [p.grad for p in self._parameters] if len(self._schedules) > num_schedules else []
-        runner.loss_of = loss_of
+        self._loss_of = loss_of
         for number in self._stages:
             self._numbers[number] = [micro_batch.number for micro_batch in micro_batches]
         inputs = torch.cat([m.inputs for m in micro_batches]) if 0 in self._stages else None
@@ -147,43 +145,37 @@ class PipelineEngine(Engine):
         try:
             schedule.step(*arguments, **({} if targets is None else {"target": targets}), return_outputs=False)
         except RuntimeError as error:
-            raise (error.__cause__ or error) from None  # torch wraps a link's own error into all of its arguments
+            raise (error.__cause__ or error) from None  # torch wraps a link's error in one that prints all arguments
         for parameter, gradient in zip(self._parameters, held):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> tuple[Any, Loss]:
-        """Return the schedule for so many micro-batches of this size, made when it is first needed."""
+    def _loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self._loss_of(outputs, targets)  # a schedule keeps its loss function, but the loss changes with each pass
+
+    def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> Any:
+        """Return the schedule for this number of micro-batches of this size, made when it is first needed."""
         inputs = micro_batches[0].inputs
         key = (len(micro_batches), tuple(inputs.shape))
         if key not in self._schedules:
-            runner = Loss()
             outputs = [value.to(self._dtype).contiguous() for value in self._shapes.outputs(inputs)]
             stages = []
             for number, stage in self._stages.items():
-                given = inputs if number == 0 else outputs[self._spans[number - 1][-1]]
-                stages.append(
-                    PipelineStage(
-                        stage,
-                        number,
-                        self._num_stages,
-                        self._world.device,
-                        input_args=_like(given, requires_grad=number > 0),
-                        output_args=_like(outputs[self._spans[number][-1]], requires_grad=True),
-                        group=self._group,
-                    )
-                )
-            schedule = make_schedule(self._schedule, stages, num_micro_batches=len(micro_batches), loss=runner)
+                given = _like(inputs if number == 0 else outputs[self._spans[number - 1][-1]], requires_grad=number > 0)
+                made = _like(outputs[self._spans[number][-1]], requires_grad=True)
+                where = (number, self._num_stages, self._world.device)
+                stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self._group))
+            schedule = make_schedule(self._schedule, stages, num_micro_batches=len(micro_batches), loss=self._loss)
             if self._world.rank == 0 and not self._schedules:
                 count, kind = len(micro_batches), type(schedule).__name__.removeprefix("Schedule")
                 waiting = waiting_share(schedule, num_micro_batches=count, num_ranks=self._size)
                 LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s), %.0f %% of the time waiting",
                             self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip
-            self._schedules[key] = schedule, runner
+            self._schedules[key] = schedule
         return self._schedules[key]
 
     def _zeros(self, micro_batch: MicroBatch, *, with_metrics: bool) -> Sums:
-        """Return a zero for each thing that is measured: every rank must know, the last stage alone measures."""
+        """Return a zero for each measured sum: every rank must know its name, but only the last stage measures it."""
         names = ["loss"]
         if with_metrics:
             outputs = self._shapes.outputs(micro_batch.inputs)[-1]
@@ -194,7 +186,7 @@ class PipelineEngine(Engine):
     # --- evaluation
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
-        """Run the stages one after the other, each where it lies."""
+        """Run the stages one after the other, each on its process."""
         outputs = self._shapes.outputs(micro_batch.inputs)
         value: Any = micro_batch.inputs
         with torch.no_grad():
@@ -217,7 +209,7 @@ class PipelineEngine(Engine):
     # --- the rest of an Engine
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        foreign = {id(parameter) for parameter, group in self._shared if group.rank() != 0}  # counted elsewhere
+        foreign = {id(parameter) for parameter, group in self._shared if group.rank() != 0}  # counted by another rank
         own = [p.grad for p in self._parameters if p.grad is not None and id(p) not in foreign]
         square = torch.zeros((), dtype=self._dtype, device=self._world.device)
         for kind in by_mesh(own):
@@ -241,8 +233,8 @@ class PipelineEngine(Engine):
 def _passes(step: Step) -> list[Sequence[MicroBatch]]:
     """Cut a step into passes through the pipeline: a schedule is made for one shape.
 
-    A short micro-batch is the last of its rank's, and goes alone; so does the last one of every other rank, since shards
-    are gathered by all ranks in each pass.
+    A short micro-batch is the last of its rank, and is run alone. Then every other rank runs its last micro-batch alone too:
+    all ranks gather shards in each pass.
     """
     if step.is_even or len(step.micro_batches) == 1:
         return [step.micro_batches]

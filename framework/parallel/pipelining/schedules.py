@@ -1,6 +1,7 @@
-"""In which order the stages of a pipeline work: torch's schedules by our names, and how much of the time is waiting."""
+"""In which order the stages of a pipeline work: torch's schedules by name, and the share of time that is spent waiting."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed.pipelining import (
@@ -13,6 +14,8 @@ from torch.distributed.pipelining import (
 
 from framework.runtime.torch_internals import actions_of, gpipe, is_single_stage
 
+LossFunction = Callable[[Any, Tensor], Tensor]  # of the outputs and the targets
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 _KINDS: dict[str, Any] = {
     "gpipe": gpipe,
     "1f1b": Schedule1F1B,
@@ -22,19 +25,10 @@ _KINDS: dict[str, Any] = {
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
-class Loss:
-    """The loss function that a schedule keeps; what it computes changes with each step."""
+def make_schedule(name: str, stages: list[PipelineStage], *, num_micro_batches: int, loss: LossFunction) -> Any:
+    """Return the schedule, or the plain schedule of its kind if it cannot run this number of micro-batches.
 
-    loss_of: Any = None
-
-    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        return self.loss_of(outputs, targets)
-
-
-def make_schedule(name: str, stages: list[PipelineStage], *, num_micro_batches: int, loss: Loss) -> Any:
-    """Return the schedule, or, for a number of micro-batches that it cannot do, the plain one of its kind.
-
-    That is for fewer than stages, or no multiple of its rounds: the short micro-batch of an epoch comes alone.
+    It cannot run fewer micro-batches than stages, or no multiple of its rounds: an epoch's short micro-batch comes alone.
     """
     is_single = STAGES_PER_RANK[name] == 1
     given: Any = stages[0] if is_single else stages
@@ -46,7 +40,7 @@ def make_schedule(name: str, stages: list[PipelineStage], *, num_micro_batches: 
 
 
 def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> float:
-    """Return the share of a pass in which a process waits for others (the bubble), were all stages alike."""
+    """Return the share of a pass in which a process waits for others (the bubble), if all stages cost the same."""
     if is_single_stage(schedule):  # GPipe and 1F1B: Huang et al. 2019, Narayanan et al. 2021
         return (num_ranks - 1) / (num_micro_batches + num_ranks - 1)
     return simulated_waiting(actions_of(schedule))
@@ -56,10 +50,10 @@ _TIMES = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWAR
 
 
 def simulated_waiting(order: dict[int, list[tuple[str, int, int]]]) -> float:
-    """Play an order through and return the share of waiting; sending costs nothing.
+    """Simulate an order and return the share of waiting; sending costs nothing.
 
-    `order` has each process's actions, as torch's schedules of several stages list them (what Schedule1F1B lists is not
-    what it does: its last process begins with the second micro-batch).
+    `order` has each process's actions, as torch's schedules of several stages list them (Schedule1F1B lists other actions
+    than it runs: its last process begins with the second micro-batch).
     """
     rows = {rank: [action for action in row if action[0] in _TIMES] for rank, row in order.items()}
     last_stage = max(stage for row in rows.values() for _, stage, _ in row)

@@ -1,1 +1,1 @@
-"""What the parameter server is made of: remote calls, the exchange of gradients, asynchronous updates."""
+"""The parameter server: remote calls, and its synchronous and its asynchronous mode."""

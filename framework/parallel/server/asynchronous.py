@@ -6,21 +6,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import rpc
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.seam import EngineAround, Step, Sums
 from framework.optim.groups import BuildOptimizer, Trainable
 from framework.optim.optimizers import stand_in
-from framework.parallel.server.rpc import Gradients, join, name_of, on_cpu
+from framework.parallel.server.rpc import Gradients, call, gradients_of, join, on_cpu, serve
 
 
 class Hogwild(EngineAround):
     """An Engine whose ranks never wait for each other's gradients: pull, compute, push, and the server takes a step.
 
-    A rank's gradient is the mean over its own samples, made at parameters that others may have moved since. Where the
-    loop needs one number of all (a row, an evaluation, a checkpoint, the flags that end a run) the ranks do meet.
+    A rank's gradient is the mean over its own samples, at parameters that other ranks may have changed since. The ranks
+    meet only where the loop needs one number of all (a row, an evaluation, a checkpoint, the flags that end a run).
     Sources: Recht et al. 2011, "Hogwild!"; Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD).
     """
 
@@ -30,7 +29,7 @@ class Hogwild(EngineAround):
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._server: ParameterStore | None = None  # rank 0's
         self._optimizer: torch.optim.Optimizer  # from make_optimizer on
-        self._num_samples = 0  # this rank's, in the step at hand
+        self._num_samples = 0  # this rank's, in the current step
         self._is_measured = False
         self._pushed: Gradients = []
         join(world)
@@ -43,9 +42,8 @@ class Hogwild(EngineAround):
         return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clip by this rank's own norm; return the root of the mean square over the ranks, where one number is asked for.
-
-        That is in a measured step and before a checkpoint; elsewhere ranks do not wait to agree on it.
+        """Clip by this rank's own norm. In a measured step and before a checkpoint, return the root of its mean square over
+        the ranks; elsewhere, ranks do not wait to agree on it.
         """
         norm = self._engine.clip_grad_norm(max_norm)
         if max_norm is not None and not self._is_measured:
@@ -55,13 +53,13 @@ class Hogwild(EngineAround):
         return (square / self.dp_size).sqrt()
 
     def warm_up(self, step: Step) -> None:
-        """Begin from what the module and the optimizer hold, which may come from a checkpoint."""
+        """Start from the values of the module and the optimizer, which may come from a checkpoint."""
         if self._server is not None:
             self._server.begin(self._parameters, self._optimizer.state)
         self._world.agreement.barrier()
 
     def sync_buffers(self) -> None:
-        """Bring all ranks to the server's parameters. None pushes again before all have them: collectives follow."""
+        """Bring all ranks to the server's parameters. No rank pushes again before all have them: collectives follow."""
         self._world.agreement.barrier()  # a push returns when its step is taken: now all are
         self._engine.sync_buffers()
         self._pull()
@@ -69,10 +67,10 @@ class Hogwild(EngineAround):
             self._optimizer.state.update(self._server.state_by(self._parameters))
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        """Return what the loop takes for the optimizer: its step pushes. On rank 0 it shows the server's state."""
+        """Return an optimizer whose step pushes the gradients. On rank 0 it shows the server's state."""
         if self.dp_rank == 0:
             self._server = ParameterStore(build, trained)
-            _AT_RANK_0[:] = [self._server]
+            serve(self._server)
             self._optimizer = build(trained)
         else:
             self._optimizer = build(stand_in(self._world.device))
@@ -84,21 +82,21 @@ class Hogwild(EngineAround):
 
     @torch.no_grad()
     def _pull(self) -> None:
-        values = self._server.current() if self._server is not None else rpc.rpc_sync(name_of(0), _current)
+        values = self._server.current() if self._server is not None else call("current")
         for parameter, value in zip(self._parameters, values):
             parameter.copy_(value)
 
     def _push(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        sent = gradients_of(self._parameters) if self._server is None else []
         self._pushed = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None  # the replica is not stepped: it is pulled
         if self._num_samples == 0:  # in a short batch; momentum and decay must not act for a rank without samples
             return
         if self._server is not None:
-            self._server.update(self._pushed, lrs=[group["lr"] for group in optimizer.param_groups])
+            self._server.update(self._pushed, [group["lr"] for group in optimizer.param_groups])
         else:
-            gradients = [None if g is None else g.to("cpu") for g in self._pushed]
-            rpc.rpc_sync(name_of(0), _update, args=(gradients, optimizer.param_groups[0]["lr"]))
+            call("update_by_factor", sent, optimizer.param_groups[0]["lr"])
 
     def _put_back(self, *_: object) -> None:
         for parameter, gradient in zip(self._parameters, self._pushed):
@@ -106,15 +104,15 @@ class Hogwild(EngineAround):
 
 
 class ParameterStore:
-    """The parameters and their optimizer, in rank 0's process, apart from the replica that this process works on.
+    """The parameters and their optimizer, in rank 0's process, separate from the replica that this process trains.
 
-    Updates come from handlers' threads and from rank 0's own; each is whole, one after the other.
+    Updates come from the threads of rpc handlers and from rank 0's own; a lock makes each of them complete before the next.
     """
 
     def __init__(self, build: BuildOptimizer, trained: list[Trainable]) -> None:
         self._parameters = [nn.Parameter(item.parameter.detach().clone()) for item in trained]
         self._optimizer = build([item._replace(parameter=p) for item, p in zip(trained, self._parameters)])
-        self.peak_lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self._peak_lrs = [group["lr"] for group in self._optimizer.param_groups]
         self._lock = threading.Lock()
 
     @torch.no_grad()
@@ -136,23 +134,15 @@ class ParameterStore:
         with self._lock:
             return [on_cpu(parameter) for parameter in self._parameters]
 
-    def update(self, gradients: Gradients, *, lrs: list[float]) -> None:
-        """Take an optimizer step. `lrs` are those of the parameter groups."""
+    def update_by_factor(self, gradients: Gradients, factor: float) -> None:
+        """Take an optimizer step at `factor` times the peak learning rates."""
+        self.update(gradients, [peak * factor for peak in self._peak_lrs])
+
+    def update(self, gradients: Gradients, lrs: list[float]) -> None:
+        """Take an optimizer step. `lrs` has the learning rate of each parameter group."""
         with self._lock:
             for parameter, gradient in zip(self._parameters, gradients):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
             for group, lr in zip(self._optimizer.param_groups, lrs):
                 group["lr"] = lr
             self._optimizer.step()
-
-
-_AT_RANK_0: list[ParameterStore] = []  # rpc calls functions by name; this is where they find the server
-
-
-def _current() -> list[Tensor]:
-    return _AT_RANK_0[0].current()
-
-
-def _update(gradients: Gradients, factor: float) -> None:
-    server = _AT_RANK_0[0]
-    server.update(gradients, lrs=[peak * factor for peak in server.peak_lrs])

@@ -2,11 +2,11 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.futures import Future
 
@@ -17,7 +17,8 @@ from framework.runtime.torch_internals import rpc_options
 Gradients = list[Tensor | None]
 
 _SCHEME = "steadfast"
-_ENDED: "Future[None]" = Future()  # done when this process takes leave: rank 0 waits for it, to notice one that dies
+_ENDED: "Future[None]" = Future()  # done when this process leaves: rank 0 waits for it, to notice a process that dies
+_SERVED: list[Any] = []  # rank 0's object: rpc calls functions by name, and they find the object here
 
 
 def name_of(rank: int) -> str:
@@ -25,16 +26,16 @@ def name_of(rank: int) -> str:
 
 
 def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) -> None:
-    """Have this rank answer calls of the others until the world ends. Collective.
+    """Let this rank answer the calls of the others until the world ends. Collective.
 
-    Rank 0 calls `lost`, from another thread, with a rank that has died and the error that says so.
-    RPC unpickles what it receives, and a pickle is a program: on one machine only this machine is listened to.
+    Rank 0 calls `lost`, from another thread, with a rank that has died and the error that rpc gave.
+    RPC unpickles what it receives, and a pickle is a program: a run on one machine listens to this machine only.
     """
     if world.world_size == world.local_world_size:
         set_default("TP_SOCKET_IFNAME", "lo")
 
     def rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        yield world.store("rpc"), world.rank, world.world_size
+        yield world.groups.store("rpc"), world.rank, world.world_size
 
     dist.register_rendezvous_handler(_SCHEME, rendezvous)  # no port of its own, and a new store for every attempt
     options = rpc_options(
@@ -46,14 +47,14 @@ def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) 
         # torch's own: about the group that init_rpc makes for itself
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(name_of(world.rank), rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
-    world.at_end(
+    world.groups.at_end(
         leave=functools.partial(_leave, timeout_s=world.timeout.total_seconds()),
         abandon=functools.partial(rpc.shutdown, graceful=False),
     )
     if world.rank == 0 and lost is not None:
         for rank in range(1, world.world_size):
-            call = rpc.rpc_async(name_of(rank), _until_its_end, timeout=0)  # 0: for ever
-            call.add_done_callback(functools.partial(_tell_loss, rank=rank, lost=lost))
+            call = rpc.rpc_async(name_of(rank), _until_its_end, timeout=0)  # 0: no timeout
+            call.add_done_callback(functools.partial(_report_loss, rank=rank, lost=lost))
 
 
 def _leave(*, timeout_s: float) -> None:
@@ -66,13 +67,41 @@ def _until_its_end() -> "Future[None]":
     return _ENDED
 
 
-def _tell_loss(call: "Future[None]", *, rank: int, lost: Callable[[int, Exception], None]) -> None:
+def _report_loss(call: "Future[None]", *, rank: int, lost: Callable[[int, Exception], None]) -> None:
     try:
         call.value()
     except Exception as error:
         lost(rank, error)
 
 
+def serve(server: Any) -> None:
+    """Let the other ranks call the methods of this object, on rank 0."""
+    _SERVED[:] = [server]
+
+
+def call(method: str, *arguments: Any) -> Any:
+    """Call a method of the object that rank 0 serves, in rank 0's process, and return its result.
+
+    A method that returns a future keeps no thread of rank 0 waiting.
+    """
+    return rpc.rpc_sync(name_of(0), _run, args=(method, arguments))
+
+
+@rpc.functions.async_execution
+def _run(method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
+    result = getattr(_SERVED[0], method)(*arguments)
+    if isinstance(result, Future):
+        return result
+    done: Future[Any] = Future()
+    done.set_result(result)
+    return done
+
+
 def on_cpu(tensor: Tensor) -> Tensor:
-    """Return a copy that can be sent: what becomes of `tensor` meanwhile does not reach it."""
+    """Return a copy that can be sent: later changes of `tensor` do not change it."""
     return tensor.detach().to("cpu", copy=True)
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
+    """Return the gradients, on the CPU, to be sent."""
+    return [None if p.grad is None else p.grad.to("cpu") for p in parameters]

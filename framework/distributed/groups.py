@@ -1,0 +1,87 @@
+"""The process groups of a run: the stores through which its ranks meet, the groups, and the actions at the end."""
+
+import functools
+import socket
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from framework.distributed.mpi import start as mpi
+from framework.runtime.environment import Environment
+from framework.runtime.torch_internals import set_group_timeout
+
+
+@dataclass
+class Groups:
+    """One rank's membership in the default process group, which training uses, and in the groups made from it."""
+
+    backend: str
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    timeout: timedelta
+    _store: dist.Store = field(default_factory=dist.HashStore, init=False)
+    _at_end: list[tuple[Callable[[], None], Callable[[], None]]] = field(default_factory=list, init=False)
+
+    def join(self, store: dist.Store) -> None:
+        """Join the default group. Collective."""
+        self._store = store
+        set_group_timeout(self.timeout)
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout)
+
+    def new_group(self) -> dist.ProcessGroup:
+        """Return a group of all ranks for training, whose collectives pair with no others'. Collective."""
+        return dist.new_group(backend=self.backend, timeout=self.timeout)
+
+    def store(self, name: str) -> dist.Store:
+        """Return a part of this attempt's store, whose keys nothing else uses. Collective."""
+        # a group over MPI has a store that is not shared
+        is_shared = not isinstance(self._store, dist.HashStore)
+        return dist.PrefixStore(name, self._store if is_shared else mpi.store(timeout=self.timeout))
+
+    def at_end(self, *, leave: Callable[[], None], abandon: Callable[[], None]) -> None:
+        """Call `leave` when every rank is done, while all still answer; `abandon` instead where this rank has failed."""
+        self._at_end.append((leave, abandon))
+
+    def leave(self) -> None:
+        """Carry out the `leave` actions, the last one first. Collective."""
+        while self._at_end:
+            self._at_end.pop()[0]()
+
+    def abandon(self) -> None:
+        """Carry out the `abandon` actions: ranks that wait for this rank's answer learn that none will come."""
+        while self._at_end:
+            self._at_end.pop()[1]()
+
+
+def attempt_store(environment: Environment, *, scratch: Path | None, timeout: timedelta) -> dist.Store:
+    """Return this attempt's store. Keys of a failed attempt must not be seen by the next: gloo would hang on them."""
+    if scratch is not None:
+        return dist.FileStore(str(scratch / f"store_{environment.attempt}"), environment.world_size)
+    return launcher_store(environment, timeout=timeout, part="attempt")
+
+
+def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -> dist.Store:
+    """Return a part of the launcher's TCP store, which rank 0 starts where there is none. Collective."""
+    if environment.uses_mpi:
+        return dist.PrefixStore(part, mpi.store(timeout=timeout))
+    if environment.uses_agent_store:  # it outlives an attempt, but each torchrun counts the restarts for itself
+        part = f"{part}_{environment.attempt}"
+    store = _tcp_store(environment)
+    store.set_timeout(timeout)
+    return dist.PrefixStore(part, store)
+
+
+@functools.cache  # rank 0 serves it, so it lives as long as the process: other ranks may still be asking
+def _tcp_store(environment: Environment) -> dist.Store:
+    host, port, timeout = environment.master_addr, environment.master_port, timedelta(minutes=10)
+    serves = environment.rank == 0 and not environment.uses_agent_store
+    listener = None
+    if environment.local_world_size == environment.world_size and not environment.uses_agent_store:
+        host = "127.0.0.1"
+        # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
+        listener = socket.create_server((host, port)).detach() if serves else None
+    return dist.TCPStore(host, port, environment.world_size, is_master=serves, timeout=timeout, master_listen_fd=listener)

@@ -1,0 +1,76 @@
+"""Tensors in a batch (tuples and dictionaries of them), and tensors that may be shards of larger ones (DTensor)."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T", bound=Tensor)
+Tree = Any  # a tensor, or a tuple or dictionary of trees
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """Return the tree with `function` applied to each tensor; other values stay as they are."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return tuple(map_tensors(function, value) for value in tree)
+    return tree
+
+
+def call(model: Callable[..., Any], inputs: Tree) -> Any:
+    """Call a model: a tensor is its argument, a tuple its arguments, a dictionary its named arguments."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+# --- shards, recognised without importing DTensor's module, which takes a while
+
+
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Group tensors by the mesh of their shards, plain tensors apart: no operation on many tensors takes a mixture."""
+    groups: dict[object, list[T]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of the tensor, sharing its memory, or the tensor itself if it is not a shard."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@torch.no_grad()
+def copy_to_host(tensor: Tensor, *, onto: Tensor | None = None) -> Tensor:
+    """Return a copy in the CPU's memory, sharded like the tensor. `onto`, an earlier copy of it, is overwritten."""
+    mine = local(tensor)
+    if onto is not None:
+        local(onto).copy_(mine)
+        return onto
+    copy = mine.to("cpu", copy=True)
+    if mine is tensor:
+        return copy
+    shard: Any = tensor
+    return type(shard).from_local(
+        copy, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )
+
+
+def part_of(whole: Tensor, *, like: Tensor) -> Tensor:
+    """Return `whole`, which every rank has, cut like `like`; unchanged if `like` is not a shard. Nothing is sent."""
+    if not hasattr(like, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    replicated = DTensor.from_local(whole, like.device_mesh, run_check=False)
+    return replicated.redistribute(like.device_mesh, like.placements)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the tensor that this is a shard of, or the tensor itself. Collective for a shard."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

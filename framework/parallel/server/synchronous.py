@@ -1,0 +1,148 @@
+"""The synchronous parameter server: rank 0 adds up the ranks' gradients and takes one step. Equal to one process."""
+
+import queue
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from framework.distributed.world import World
+from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.seam import EngineAround, Step, Sums
+from framework.optim.groups import BuildOptimizer, Trainable
+from framework.optim.optimizers import stand_in
+from framework.parallel.server.rpc import Gradients, call, gradients_of, join, on_cpu, serve
+
+
+class Synchronous(EngineAround):
+    """An Engine equal to one process: one optimizer step, on rank 0, from the sum of all ranks' gradients.
+
+    Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server", in its sequential mode.
+    """
+
+    def __init__(self, engine: DataParallelEngine, *, world: World) -> None:
+        super().__init__(engine)
+        self._device = world.device
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._side = Server(world) if world.rank == 0 else Client(world)
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        # the plain engine undoes a mean over the ranks; here their gradients are summed
+        step = step._replace(num_samples=step.num_samples * self.dp_size)
+        sums = self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
+        self._side.add_up(self._parameters)
+        return sums
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Clip the sum, which only rank 0 has; return its norm on every rank."""
+        (norm,) = self._side.share(lambda: [self._engine.clip_grad_norm(max_norm)])
+        return norm.to(self._device)
+
+    def warm_up(self, step: Step) -> None:
+        self._pull()
+
+    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+        optimizer = build(trained if self.dp_rank == 0 else stand_in(self._device))
+        # at once, not before the next forward pass: an average of the weights follows them after each step
+        optimizer.register_step_post_hook(lambda *_: self._pull())
+        return optimizer
+
+    @torch.no_grad()
+    def _pull(self) -> None:
+        for parameter, value in zip(self._parameters, self._side.share(lambda: [*self._parameters])):
+            parameter.copy_(value)
+
+
+# Both sides have the same methods, which every rank calls in the same order: `add_up` leaves in rank 0's `.grad` the sum
+# over the ranks; `share` returns what `compute` gives on rank 0, the only rank that calls it.
+
+
+class Server:
+    """Rank 0's side. All arithmetic happens in the thread of the training loop; rpc handlers only store and hand out.
+
+    So no handler waits: a request for what is not there yet gets a future.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._inboxes: list[queue.SimpleQueue[Gradients | Exception]] = [queue.SimpleQueue() for _ in range(world.world_size)]
+        self._timeout_s = world.timeout.total_seconds()
+        self._notices = Notices(num_readers=world.world_size - 1)
+        self.read = self._notices.read
+        self._num_shared = 0
+        serve(self)  # before any other rank can call
+        join(world, lost=lambda rank, error: self._inboxes[rank].put(error))
+
+    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        # in the order of the ranks, whichever comes first: the same bits whenever the step is taken again
+        for rank in range(1, len(self._inboxes)):
+            for parameter, gradient in zip(parameters, self._take(rank)):
+                if gradient is not None and parameter.grad is not None:
+                    parameter.grad.add_(gradient.to(parameter.device))
+                elif gradient is not None:
+                    parameter.grad = gradient.to(parameter.device)
+
+    def _take(self, rank: int) -> Gradients:
+        try:
+            taken = self._inboxes[rank].get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"no gradient from rank {rank} within {self._timeout_s:g} s (launch.timeout_s)") from None
+        if isinstance(taken, Exception):
+            raise taken
+        return taken
+
+    def hand_in(self, gradients: Gradients, rank: int) -> None:
+        """Keep a rank's gradients until they are added. Called by handlers."""
+        self._inboxes[rank].put(gradients)
+
+    def share(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
+        values = compute()
+        self._notices.post(self._num_shared, [on_cpu(value) for value in values])
+        self._num_shared += 1
+        return values
+
+
+class Notices:
+    """Numbered values that each of the readers takes once, before or after they are there."""
+
+    def __init__(self, *, num_readers: int) -> None:
+        self._num_readers = num_readers
+        self._lock = threading.Lock()
+        self._open: defaultdict[int, Future[list[Tensor]]] = defaultdict(Future)
+        self._num_reads: Counter[int] = Counter()
+
+    def post(self, number: int, values: list[Tensor]) -> None:
+        with self._lock:
+            self._open[number].set_result(values)
+            self._forget_if_read(number)
+
+    def read(self, number: int) -> "Future[list[Tensor]]":
+        with self._lock:
+            future = self._open[number]
+            self._num_reads[number] += 1
+            self._forget_if_read(number)
+            return future
+
+    def _forget_if_read(self, number: int) -> None:
+        if self._num_reads[number] == self._num_readers and self._open[number].done():
+            del self._open[number], self._num_reads[number]
+
+
+class Client:
+    """The side of every other rank."""
+
+    def __init__(self, world: World) -> None:
+        self._rank = world.rank
+        self._num_shared = 0
+        join(world)
+
+    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        # it waits until the gradients have arrived: the loop will change them
+        call("hand_in", gradients_of(parameters), self._rank)
+
+    def share(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
+        values: list[Tensor] = call("read", self._num_shared)
+        self._num_shared += 1
+        return values
