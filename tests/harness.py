@@ -5,6 +5,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 import traceback
@@ -70,6 +71,23 @@ def checked(*overrides: str) -> RunConfig:
 def files_below(root: Path, pattern: str) -> list[Path]:
     """Return the files below `root` of such names, also while a run deletes there (pathlib's `**` fails at that before Python 3.13)."""
     return sorted(Path(folder, name) for folder, _, names in os.walk(root) for name in fnmatch.filter(names, pattern))
+
+
+class Says:
+    """Equal to a line that begins with the words' first, the key, and has the others in this order: wording is free to change.
+
+    `...` only shows the reader that words are left out.
+    """
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+        self._pattern = ".*".join(re.escape(word) for word in words.split() if word != "...") + ".*\n?"
+
+    def __eq__(self, line: object) -> bool:
+        return isinstance(line, str) and re.fullmatch(self._pattern, line) is not None
+
+    def __repr__(self) -> str:
+        return f"Says({self.words!r})"
 
 
 def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float = 60.0) -> None:

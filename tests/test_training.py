@@ -17,7 +17,7 @@ from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues, Noise
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, MODELS, RUN, SMALL, name
 from tests.test_divergence import infinite_gradient
@@ -243,24 +243,24 @@ def test_a_frozen_first_layer_leaves_the_hidden_matrices_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (["trainer.freeze=[head]"], "trainer.freeze: 'head' matches no parameter of the model (did you mean head.*?)"),
-        (["trainer.freeze=[layer.0.*]"], "trainer.freeze: 'layer.0.*' matches no parameter of the model (did you mean layers.0.*?)"),
-        (["trainer.freeze=[head.wieght]"], "trainer.freeze: 'head.wieght' matches no parameter of the model (did you mean head.weight?)"),
-        (["trainer.freeze=[head.*,zzz]"], "trainer.freeze: 'zzz' matches no parameter of the model (there are layers.*, layers.0.*, "),
-        (["trainer.freeze=['*']"], "trainer.freeze: *: every parameter is frozen, and nothing is left to train"),
-        (["trainer.freeze=stem.*"], "trainer.freeze: 'stem.*' is not valid (a list of texts, as in [a, b])"),
+        (["trainer.freeze=[head]"], "trainer.freeze: 'head' ... mean"),
+        (["trainer.freeze=[layer.0.*]"], "trainer.freeze: 'layer.0.*' ... mean layers.0.*"),
+        (["trainer.freeze=[head.wieght]"], "trainer.freeze: 'head.wieght' ... mean head.weight"),
+        (["trainer.freeze=[head.*,zzz]"], "trainer.freeze: 'zzz' ... layers.0.*"),
+        (["trainer.freeze=['*']"], "trainer.freeze: ... frozen ... nothing"),
+        (["trainer.freeze=stem.*"], "trainer.freeze: 'stem.*'"),
         (["trainer.clip_grad_value=0"], "trainer.clip_grad_value: 0 is out of range (above 0)"),
         (["trainer.grad_noise.eta=0"], "trainer.grad_noise.eta: 0 is out of range (above 0)"),
-        (["trainer.grad_noise=0.1"], "trainer.grad_noise: 0.1 is not valid (a section, whose keys are set as in trainer.grad_noise.KEY=VALUE)"),
-        (["trainer.profile=everyone"], "trainer.profile: 'everyone' is not valid (true or false, or all"),
+        (["trainer.grad_noise=0.1"], "trainer.grad_noise: 0.1 ... trainer.grad_noise.KEY=VALUE"),
+        (["trainer.profile=everyone"], "trainer.profile: 'everyone' ... true ... false"),
         (["parallel=parameter-server", "parallel.mode=async", "launch.nproc_per_node=2", NOISE],
-         "trainer.grad_noise.eta: 0.001, but under parallel.mode=async each process is at a point of its own (parallel.mode=sync"),
+         "trainer.grad_noise.eta: 0.001 ... parallel.mode=async ... parallel.mode=sync"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_start(line: list[str], problem: str, tmp_path: Path) -> None:
     refused = command(*SMALL, "model=mlp", *line, root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output.startswith(problem) and refused.output.count("\n") == 1
+    assert refused.output == Says(problem)
     assert not list((tmp_path / "runs").iterdir())
 
 

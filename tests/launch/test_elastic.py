@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests import harness
-from tests.harness import Ended, assert_close, command, exact_rows, finished, wait_for
+from tests.harness import Ended, Says, assert_close, command, exact_rows, finished, wait_for
 from tests.launch.paced import ROOT, pace
 from tests.launch.test_local import assert_gone
 from tests.test_bitwise import digest
@@ -252,18 +252,18 @@ def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Calla
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (["launch.nnodes=0:2"], "launch.nnodes: '0:2' is not valid (a number of nodes, or MIN:MAX for a run that nodes "),
+        (["launch.nnodes=0:2"], "launch.nnodes: '0:2' ... MIN:MAX"),
         (["launch.nnodes=2:1"], "launch.nnodes: '2:1' is not valid ("),
         (["launch.nnodes=0"], "launch.nnodes: 0 is not valid ("),
         (["launch.nnodes=x"], "launch.nnodes: 'x' is not valid ("),
-        (["parallel=single"], "parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2 processes ("),
-        (["parallel=fsdp", "parallel.shard=2"], "parallel.shard: 2, but 1 nodes of launch.nproc_per_node=1 give 1 process ("),
+        (["parallel=single"], "parallel: ... 2 ... launch.nproc_per_node=1 ... 2"),
+        (["parallel=fsdp", "parallel.shard=2"], "parallel.shard: 2 ... 1 ... launch.nproc_per_node=1 ... 1"),
     ],
 )  # fmt: skip
 def test_numbers_of_nodes_that_cannot_be_are_refused(line: list[str], problem: str, tmp_path: Path) -> None:
     refused = command(*RUN, *ELASTIC, *line, root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output.startswith(problem) and refused.output.count("\n") == 1, refused.output
+    assert refused.output == Says(problem), refused.output
     assert not list(refused.root.iterdir())
 
 

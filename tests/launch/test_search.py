@@ -15,7 +15,7 @@ from optuna.trial import Trial
 from framework.runtime.preemption import PREEMPTION
 from framework.sweep.search import _Watched
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, finished, wait_for
+from tests.harness import Ended, Says, assert_same_bits, finished, wait_for
 from tests.launch.test_sweep import SHORT, TWO_AT_A_TIME, job, no_process, swept, table
 from tests.test_resume import RUN, after_step
 
@@ -174,9 +174,9 @@ def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None
     ]
     ended = swept(*line, root=tmp_path / "runs")
     assert ended.code == 0, ended.output
-    problem = "micro_batch_size: 8 is more than global_batch_size=4 (at most 4)"
+    problem = Says("micro_batch_size: 8 ... global_batch_size=4")
     refused = [row for row in table(ended) if row["state"] == "failed"]
-    assert 0 < len(refused) < 5 and {row["error"] for row in refused} == {problem}
+    assert 0 < len(refused) < 5 and all(row["error"] == problem for row in refused)
     assert {(row["global_batch_size"], row["micro_batch_size"]) for row in refused} == {("4", "8")}
 
 
@@ -246,19 +246,19 @@ def test_optuna_is_in_the_parent_alone() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("seed=1", "hydra/sweeper: optuna, but there is nothing to search (as in "),
-        ("optimizer.lr=tag(log,interval(0,1))", "optimizer.lr: an interval to search goes up, with tag(log, ...) from above 0 (as in "),
+        ("seed=1", "hydra/sweeper: ... nothing ... search"),
+        ("optimizer.lr=tag(log,interval(0,1))", "optimizer.lr: ... search goes ... 0"),
         ("optimizer.lr=interval(-1,1)", "optimizer.lr: -1.0 is out of range (above 0)"),
         ("lr=interval(0,1)", "lr: unknown key (did you mean optimizer.lr?)"),
         ("seed=1,2 hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials: 0 is out of range (at least 1)"),
-        ("seed=1,2 hydra.sweeper.prunner=none", "hydra.sweeper.prunner: unknown key (did you mean hydra.sweeper.pruner?)"),
-        ("seed=1,2 hydra.sweeper.sampler=cmaes", "hydra.sweeper.sampler: 'cmaes' is not valid (one of tpe, random)"),
+        ("seed=1,2 hydra.sweeper.prunner=none", "hydra.sweeper.prunner: unknown ... mean hydra.sweeper.pruner"),
+        ("seed=1,2 hydra.sweeper.sampler=cmaes", "hydra.sweeper.sampler: 'cmaes'"),
     ],
 )  # fmt: skip
 def test_a_search_with_a_mistake_starts_nothing(line: str, problem: str, tmp_path: Path) -> None:
     refused = swept("hydra/sweeper=optuna", *line.split(), root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output.startswith(problem) and refused.output.count("\n") == 1, refused.output
+    assert refused.output == Says(problem), refused.output
     assert not list((tmp_path / "runs").iterdir())
 
 

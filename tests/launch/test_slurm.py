@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from framework.cli.run import checked_line
-from tests.harness import Ended, assert_close, command, finished, slow_but, wait_for, wait_for_checkpoint
+from tests.harness import Ended, Says, assert_close, command, finished, slow_but, wait_for, wait_for_checkpoint
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN, Cluster
 
@@ -406,18 +406,18 @@ def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Cal
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (["launch.slurm.partition=hihg"], "launch.slurm.partition: there is no partition 'hihg' (one of main, short, high; did you mean high?)"),
-        (["launch.nnodes=5"], "launch.nnodes: 5, but partition main has 4 such nodes (at most 4)"),
-        (["launch.nproc_per_node=5"], "launch.nproc_per_node: 5 CPUs, but partition main has no more than 4 (at most 4)"),
-        (["launch.slurm.cpus_per_task=5"], "launch.slurm.cpus_per_task: 5 CPUs, but partition main has no more than 4 (at most 4)"),
-        (["launch.slurm.mem_gb=8"], "launch.slurm.mem_gb: 8192 MB, but partition main has no more than 4000 (at most 4000)"),
-        (["launch.slurm.gpus_per_node=3", "launch.nproc_per_node=1"], "launch.slurm.gpus_per_node: 3 GPUs, but partition main has no more than 2 (at most 2)"),
-        (["launch.nproc_per_node=3", "launch.slurm.gpus_per_node=2"], "launch.nproc_per_node: 3, but there are 2 CUDA devices (at most 2, or backend=gloo for the CPU)"),
-        (["launch.slurm.partition=short", "launch.slurm.time_min=3", "launch.slurm.signal_s=60"], "launch.slurm.time_min: 3 minutes, but partition short has no more than 2 (at most 2)"),
-        (["launch.slurm.time_min=2"], "launch.slurm.time_min: 2 minutes, but Slurm has the job stop launch.slurm.signal_s=120 before the end, or up to a minute earlier (at least 4)"),
-        (["launch.slurm.constraint=gold"], "launch.slurm: Slurm refuses such a job: allocation failure: Invalid feature specification (what the site allows)"),
-        (["name=a%j"], "run.dir: holds a %, which Slurm replaces in the names of its output (a path without)"),
-        (["launch.slurm.partitoin=main"], "launch.slurm.partitoin: unknown key (did you mean launch.slurm.partition?)"),
+        (["launch.slurm.partition=hihg"], "launch.slurm.partition: ... 'hihg' ... mean high"),
+        (["launch.nnodes=5"], "launch.nnodes: 5 ... 4 ... 4"),
+        (["launch.nproc_per_node=5"], "launch.nproc_per_node: 5 CPUs ... 4 ... 4"),
+        (["launch.slurm.cpus_per_task=5"], "launch.slurm.cpus_per_task: 5 CPUs ... 4 ... 4"),
+        (["launch.slurm.mem_gb=8"], "launch.slurm.mem_gb: 8192 MB ... 4000 ... 4000"),
+        (["launch.slurm.gpus_per_node=3", "launch.nproc_per_node=1"], "launch.slurm.gpus_per_node: 3 GPUs ... 2 ... 2"),
+        (["launch.nproc_per_node=3", "launch.slurm.gpus_per_node=2"], "launch.nproc_per_node: 3 ... 2 CUDA devices ... backend=gloo"),
+        (["launch.slurm.partition=short", "launch.slurm.time_min=3", "launch.slurm.signal_s=60"], "launch.slurm.time_min: 3 ... 2 ... 2"),
+        (["launch.slurm.time_min=2"], "launch.slurm.time_min: 2 ... launch.slurm.signal_s=120 ... 4"),
+        (["launch.slurm.constraint=gold"], "launch.slurm: ... Invalid feature"),
+        (["name=a%j"], "run.dir: ... %"),
+        (["launch.slurm.partitoin=main"], "launch.slurm.partitoin: unknown ... mean launch.slurm.partition"),
         (["launch.slurm.time_min=0"], "launch.slurm.time_min: 0 is out of range (at least 1)"),
         (["launch=local", "launch.slurm.partition=main"], "launch.slurm.partition: unknown key (only with launch=slurm)"),
     ],
@@ -425,7 +425,7 @@ def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Cal
 )  # fmt: skip
 def test_what_the_cluster_does_not_have_is_refused(line: list[str], problem: str, cluster: Path, tmp_path: Path) -> None:
     refused = command(*RUN, *TWO, *line, root=tmp_path / "runs")
-    assert (refused.code, refused.output) == (78, problem + "\n")
+    assert (refused.code, refused.output) == (78, Says(problem))
     assert not list(refused.root.iterdir())
 
 
@@ -437,8 +437,8 @@ def test_all_problems_come_in_one_report(cluster: Path, tmp_path: Path) -> None:
 
 def test_a_launcher_does_not_submit() -> None:
     problems = checked_line([*RUN, "launch=slurm", "parallel=ddp"], world_size=2).problems
-    expected = "launch: slurm, but the launcher started 2 already (launch=local, or this command without a launcher)"
-    assert [str(problem) for problem in problems] == [expected]
+    expected = "launch: slurm ... 2 ... launch=local"
+    assert [str(problem) for problem in problems] == [Says(expected)]
 
 
 def test_a_machine_without_slurm_is_no_place_to_submit_from(
@@ -446,8 +446,7 @@ def test_a_machine_without_slurm_is_no_place_to_submit_from(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     refused = command(*RUN, *TWO, root=tmp_path / "runs")
-    expected = "launch: slurm, but there is no sbatch on PATH (a machine from which jobs are submitted, or launch=local)\n"
-    assert (refused.code, refused.output) == (78, expected)
+    assert (refused.code, refused.output) == (78, Says("launch: slurm ... no sbatch on PATH ... launch=local"))
 
 
 def test_a_controller_that_is_gone_is_said_to_be(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

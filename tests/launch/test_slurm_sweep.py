@@ -18,7 +18,7 @@ from framework.cli.run import start
 from framework.config.frozen_file import recall
 from framework.sweep.line import read
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, assert_close, begin, checked, command, end, files_below, finished, wait_for
+from tests.harness import Ended, Says, assert_close, begin, checked, command, end, files_below, finished, wait_for
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN
 from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
@@ -285,30 +285,30 @@ def test_an_account_and_a_quality_of_service_are_asked_for(held: None, submitted
 
 def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submitted: Sweep) -> None:
     told = submitted.submit(*ARRAY, "parallel=single,ddp", "launch.nproc_per_node=99", code=78)  # single alone could go
-    assert told.output.startswith("launch.nproc_per_node: 99 CPUs, but partition main has no more than 4")
+    assert told.output.splitlines()[0] == Says("launch.nproc_per_node: 99 CPUs ... 4")
     assert not ask("squeue", "--noheader") and not list(submitted.root.glob("*"))
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (["launch=local,slurm"], "launch: is local and slurm in one sweep (the same for all jobs)"),
+        (["launch=local,slurm"], "launch: ... local ... slurm ... one sweep"),
         (["launch=slurm", "seed=0,1", "hydra/launcher=joblib"],
-         "hydra/launcher: runs jobs on this machine, but launch=slurm on others (one of the two)"),
+         "hydra/launcher: ... launch=slurm"),
         (["launch=slurm", "seed=0,1", "hydra/sweeper=optuna"],
-         "launch: slurm, which returns at once, but a search draws from results (hydra/launcher=submitit_slurm, which waits for them)"),
+         "launch: slurm ... search ... hydra/launcher=submitit_slurm"),
         (["launch=local", "seed=0,1", "hydra/launcher=submitit_slurm"],
-         "launch: is not slurm, but hydra/launcher=submitit_slurm is (one of the two)"),
+         "launch: ... slurm ... hydra/launcher=submitit_slurm"),
         (["seed=0,1", "hydra/launcher=submitit_slrum"],
-         "hydra/launcher: no option 'submitit_slrum' (one of basic, joblib, submitit_local, submitit_slurm; did you mean submitit_slurm?)"),
+         "hydra/launcher: ... 'submitit_slrum' ... submitit_local submitit_slurm ... mean submitit_slurm"),
         (["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.partitoin=main"],
-         "hydra.launcher.partitoin: unknown key (did you mean hydra.launcher.partition?)"),
+         "hydra.launcher.partitoin: unknown ... mean hydra.launcher.partition"),
         (["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.nodes=two"], "hydra.launcher.nodes: 'two' is not valid (an integer)"),
     ],
     ids=lambda value: "",
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(line: list[str], problem: str, submitted: Sweep) -> None:
-    assert submitted.submit(*RUN, *line, code=78).output == problem + "\n"
+    assert submitted.submit(*RUN, *line, code=78).output == Says(problem)
 
 
 # --- mode=status

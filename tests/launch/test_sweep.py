@@ -21,7 +21,7 @@ from framework.sweep.jobs import Job, Pool, exit_code
 from framework.sweep.line import Interval, read
 from framework.sweep.picture import draw, panels
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, assert_same_bits, begin, checked, command, end, finished, wait_for
+from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, wait_for
 from tests.test_resume import RUN, after_step, preempt
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -282,22 +282,22 @@ def test_the_plan_of_one_run_is_its_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("seed=1,2 hydra/launcher=jblib", "hydra/launcher: no option 'jblib' (one of basic, joblib, submitit_local, submitit_slurm; did you mean joblib?)"),
-        ("seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2", "hydra.launcher.njobs: unknown key (did you mean hydra.launcher.n_jobs?)"),
-        ("seed=1,2 hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs: unknown key (only with hydra/launcher=joblib or submitit_local or submitit_slurm)"),
-        ("seed=1,2 hydra/launcher=joblib hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs: 0 is out of range (at least 1, or -1 for one each CPU)"),
-        ("seed=1,2 hydra.verbose=true", "hydra.verbose: is Hydra's own and does nothing here (run.root and run.dir say where runs go)"),
-        ("optimizer.lr=interval(1,2)", "optimizer.lr: an interval has no end of values: hydra/sweeper=optuna searches it (as in "),
+        ("seed=1,2 hydra/launcher=jblib", "hydra/launcher: ... 'jblib' ... submitit_local submitit_slurm ... mean"),
+        ("seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2", "hydra.launcher.njobs: unknown ... mean hydra.launcher.n_jobs"),
+        ("seed=1,2 hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs: unknown ... hydra/launcher=joblib ... submitit_local ... submitit_slurm"),
+        ("seed=1,2 hydra/launcher=joblib hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs: 0 ... 1 ... -1 ... CPU"),
+        ("seed=1,2 hydra.verbose=true", "hydra.verbose: ... Hydra's ... nothing ... run.root ... run.dir"),
+        ("optimizer.lr=interval(1,2)", "optimizer.lr: ... hydra/sweeper=optuna"),
         ("seed=range(3,3)", "seed: no value is left to run (as in "),
         ("mode=train,plan", "mode: cannot be swept (one value for all jobs)"),
-        ("global_batch_size=16,4 micro_batch_size=2,8", "micro_batch_size: 8 is more than global_batch_size=4 (at most 4)"),
-        ("seed=1,2 run.dir=there", "run.dir: there would hold several runs (seed=1; seed=2) (run.root and name can be given to a sweep)"),
+        ("global_batch_size=16,4 micro_batch_size=2,8", "micro_batch_size: 8 ... global_batch_size=4 ... 4"),
+        ("seed=1,2 run.dir=there", "run.dir: ... several ... seed=1 seed=2 run.root"),
     ],
 )  # fmt: skip
 def test_a_sweep_with_a_mistake_starts_nothing(line: str, problem: str, tmp_path: Path) -> None:
     refused = swept(*line.split(), root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output.startswith(problem) and refused.output.count("\n") == 1, refused.output
+    assert refused.output == Says(problem), refused.output
     assert not list((tmp_path / "runs").iterdir())
 
 
@@ -324,7 +324,7 @@ def test_flags_that_print_are_not_for_sweeps(tmp_path: Path) -> None:
         [sys.executable, "train.py", "-m", "--cfg", "job", "seed=1,2"], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert ended.returncode == 78
-    assert "--cfg: is about one run, and -m about several (without -m; mode=plan -m lists the jobs)" in ended.stderr
+    assert ended.stderr == Says("--cfg: ... -m ... mode=plan -m")
 
 
 def test_a_line_is_taken_apart_as_hydra_does() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Ended, assert_close, command, finished
+from tests.harness import Ended, Says, assert_close, command, finished
 from tests.test_conformance import MODELS, OPTIMIZERS, RUN
 from tests.test_resume import after_step, preempt
 
@@ -53,12 +53,12 @@ def test_a_run_goes_on_with_it_and_without(one: dict[str, Ended], tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (["dataset.seq_len=13"], "parallel.sequence: true: tensor=2 does not divide the 13 tokens of a sample; take a divisor, or sequence=false"),
-        (["dataset=synthetic", "dataset.kind=images", "task=classification", "model=mlp"], "parallel.sequence: true: MLP has no blocks() in which its tensor_plan() cuts"),
+        (["dataset.seq_len=13"], "parallel.sequence: true tensor=2 ... 13 ... sequence=false"),
+        (["dataset=synthetic", "dataset.kind=images", "task=classification", "model=mlp"], "parallel.sequence: true MLP ... blocks() ... tensor_plan()"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_do_is_refused(line: list[str], problem: str, tmp_path: Path) -> None:
     begin = RUN if "model=mlp" in line else LINE
     refused = command(*begin, *line, *MESHES["tensor 2"], "parallel.sequence=true", root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output.startswith(problem) and refused.output.count("\n") == 1
+    assert refused.output == Says(problem)
