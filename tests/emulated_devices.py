@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from framework.distributed import world as worlds
+from framework.distributed.groups import Groups
 from framework.distributed.world import World
 
 
@@ -157,17 +157,16 @@ def plant(num_devices: int) -> None:
     """Make every World of this process one with so many emulated devices."""
     dist.Backend.register_backend("emu", _Gloo, devices=["emu"])
     start: Callable[..., World] = World.start
-    join = worlds._join
-    backend = "cpu:gloo,emu:emu"
+    join = Groups.join
 
-    def emulated_join(store: dist.Store, **where: Any) -> None:
-        join(store, **where | {"backend": backend})
+    def emulated_join(self: Groups, store: dist.Store) -> None:
+        self.backend = "cpu:gloo,emu:emu"
+        join(self, store)
 
     def emulated_start(*args: Any, **kwargs: Any) -> World:
         world = start(*args, **kwargs)
         first = world.local_rank * num_devices
-        devices = [torch.device("emu", first + index) for index in range(num_devices)]
-        return dataclasses.replace(world, devices=devices, backend=backend)
+        return dataclasses.replace(world, devices=[torch.device("emu", first + index) for index in range(num_devices)])
 
-    worlds._join = emulated_join
+    Groups.join = emulated_join  # type: ignore[method-assign]
     World.start = emulated_start  # type: ignore[method-assign,assignment]
