@@ -115,7 +115,7 @@ NUM_SECONDS = 5  # strategies under which each strategy's run is continued; as m
 
 
 def pairs() -> Iterator[Any]:
-    """Yield pairs of strategies: each is as often the first as the second. The quick ones are the first of them.
+    """Yield pairs of strategies: each is as often the first as the second. In the quick ones each is either.
 
     A checkpoint is one format, whoever writes it: what a strategy writes wrongly shows with any reader, what it reads
     wrongly with any writer. The strides share no factor with the number of strategies, so that pairs of kin come too.
@@ -125,7 +125,7 @@ def pairs() -> Iterator[Any]:
     for stride in strides:
         for i, first in enumerate(STRATEGIES):
             second = STRATEGIES[(i + stride) % count]
-            yield pytest.param(first, second, marks=[] if stride == 1 else [pytest.mark.slow])
+            yield pytest.param(first, second, marks=[] if stride == 1 and i % 2 == 0 else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("first", "second"), [*pairs()])
@@ -158,7 +158,7 @@ def longer(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFact
     return finished(*LONGER, root=tmp_path_factory.mktemp("longer") / "runs", before=own_option)
 
 
-@pytest.mark.parametrize("chain", slow_but([CHAINS[1], CHAINS[3]], CHAINS))
+@pytest.mark.parametrize("chain", slow_but([CHAINS[3]], CHAINS))
 def test_a_chain_of_strategies_comes_to_the_same_end(
     chain: list[tuple[str, int | None]], own_option: Callable[[], None], longer: Ended, tmp_path: Path
 ) -> None:

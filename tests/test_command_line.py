@@ -91,6 +91,7 @@ runpy.run_path({str(REPOSITORY / "train.py")!r}, run_name="__main__")
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_run_says_where_its_things_are_first_and_last(tmp_path: Path) -> None:
     done = shell(f"train {TINY}; train {TINY}", directory=tmp_path)
     (directory,) = tmp_path.glob("runs/*/*")
@@ -128,6 +129,7 @@ def _read(leader: int) -> bytes:
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
+@pytest.mark.slow
 def test_no_colour_but_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
     assert not COLOUR.search(on_a_terminal(TINY, directory=tmp_path, NO_COLOR="1", TERM="xterm"))
     done = shell(f"train {TINY} seed=9", directory=tmp_path, FORCE_COLOR="1")
@@ -158,6 +160,7 @@ COMPLETIONS = {
 }
 
 
+@pytest.mark.slow
 def test_bash_completes_groups_options_and_keys(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -209,6 +212,7 @@ def test_help_says_how_to_get_completion() -> None:
     assert 'eval "$(python train.py --shell-completion install=bash)"' in help_text([])
 
 
+@pytest.mark.slow
 def test_from_another_directory_a_run_lives_there(tmp_path: Path) -> None:
     assert shell(f"train {TINY}", directory=tmp_path).returncode == 0
     assert list(tmp_path.glob("runs/default/*/model.safetensors"))

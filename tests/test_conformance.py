@@ -188,14 +188,14 @@ CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with Ba
             if "parallel.tensor=2" not in variant[2] or model == "gpt, tied"]  # fmt: skip
 
 
-# on more ranks the smallest model is quick; the whole is CI's
-QUICK = ["mlp", "cnn with BatchNorm", "gpt, tied"]
+# the whole is CI's
+QUICK = {1: ["gpt, tied"], 2: ["cnn with BatchNorm", "gpt, tied"], 3: ["mlp"]}  # models by the number of ranks
 
 
 def crossed() -> Iterator[Any]:
     for strategy, ranks, mesh, model in CROSSED:
         for optimizer in OPTIMIZERS if ranks <= 2 and model != RESNET18 else ["adamw"]:
-            is_quick = optimizer == "adamw" and model in (QUICK if ranks <= 2 else QUICK[:1])
+            is_quick = optimizer == "adamw" and model in QUICK.get(ranks, [])
             marks = [] if is_quick else [pytest.mark.slow]
             case = f"{name(strategy, ranks, mesh)}-{model}-{optimizer}"
             yield pytest.param(strategy, ranks, mesh, model, optimizer, id=case, marks=marks)
@@ -230,7 +230,9 @@ def one_process_whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
     [
-        pytest.param(*case, id=name(*case), marks=[] if case[1] in (1, 3) else [pytest.mark.slow])
+        pytest.param(
+            *case, id=name(*case), marks=[] if case[1] == 3 and case[0] in ("ddp", "fsdp", "pipeline") else [pytest.mark.slow]
+        )
         for case in CASES
         if case[0] != "context"  # a CNN has no tokens
     ],

@@ -432,6 +432,7 @@ def test_wandbs_own_switch_is_heard(mode: str, tmp_path: Path) -> None:
     assert (run.directory / "wandb").exists() == (mode == "offline")
 
 
+@pytest.mark.slow
 def test_online_steps_never_go_backwards_and_none_is_lost(tmp_path: Path) -> None:
     line, root = [*RUN, *ONLINE, "logger.wandb.timeout_s=60"], tmp_path / "runs"
     with wandb_server() as server:

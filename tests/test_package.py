@@ -75,6 +75,7 @@ def test_init_writes_a_project_whose_test_passes(environment: Path, tmp_path: Pa
     assert before == {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_path: Path) -> None:
     write(
         tmp_path, **{"models/net.py": MYNET, "data/__init__.py": "", "conf__model__mine": NODE.replace("mynet", "models.net")}

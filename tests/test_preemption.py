@@ -16,7 +16,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.engine.forward import Forward
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished
+from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, slow_but
 from tests.test_resume import RUN, STRATEGIES
 
 LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
@@ -47,11 +47,11 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "saving": (CheckpointStore, "_write", lambda store, beside, tensors: beside.name.endswith("4")),
 }
 VICTIMS = ["rank 0", "rank 1", "all ranks", "agent"]
-CASES = list(itertools.product(MOMENTS, VICTIMS, SIGNALS))
 # every pair of a moment with a victim, of a moment with a signal and of a victim with a signal is among these
-COVERING = {
-    (moment, victim, SIGNALS[(i + j) % 4]) for (i, moment), (j, victim) in itertools.product(enumerate(MOMENTS), enumerate(VICTIMS))
-}  # fmt: skip
+CASES = [
+    (moment, victim, SIGNALS[(i + j) % 4])
+    for (i, moment), (j, victim) in itertools.product(enumerate(MOMENTS), enumerate(VICTIMS))
+]
 
 
 def plant(moment: str, victim: str, signum: int) -> None:
@@ -101,9 +101,7 @@ def stops_and_continues(line: list[str], case: tuple[str, str, int], *, whole: E
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in COVERING else pytest.mark.slow) for case in CASES],
-    ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}",
+    "case", slow_but(CASES[::3], CASES), ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}"
 )
 def test_two_ranks(case: tuple[str, str, int], undisturbed: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"]]

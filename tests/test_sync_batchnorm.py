@@ -21,7 +21,15 @@ def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("zero", 3), ("hsdp", 4), ("parameter-server", 3)]
+    ("strategy", "ranks"),
+    [
+        ("ddp", 3),
+        ("fsdp", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("ddp", 2), ("fsdp", 3), ("zero", 3), ("hsdp", 4), ("parameter-server", 3)]
+        ),
+    ],
 )
 def test_synchronised_statistics_are_those_of_the_whole_batch(
     strategy: str, ranks: int, one_process: tuple[list[str], Ended], tmp_path: Path

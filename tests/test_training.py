@@ -74,7 +74,13 @@ def without_gradients() -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
     [
-        pytest.param(*case, id=name(*case), marks=[] if case in CASES and case[1] <= 2 else [pytest.mark.slow])
+        pytest.param(
+            *case,
+            id=name(*case),
+            marks=[]
+            if case in CASES and case[1] <= 2 and case[0] in ("ddp", "zero", "fsdp", "pipeline")
+            else [pytest.mark.slow],
+        )
         for case in STRATEGIES
     ],
 )

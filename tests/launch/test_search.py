@@ -65,6 +65,7 @@ def test_the_same_search_draws_the_same_and_a_longer_one_continues_it(whole: lis
     assert plan.output.splitlines()[-1] == "1 of 4 trials are still to be drawn"
 
 
+@pytest.mark.slow
 def test_another_seed_or_sampler_is_another_search(whole: list[dict[str, str]], tmp_path: Path) -> None:
     root = tmp_path / "runs"
     for line in (["hydra.sweeper.seed=1"], ["hydra.sweeper.sampler=random"]):
@@ -210,6 +211,7 @@ def losses(run: Ended) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in run.rows if row["split"] == "val"}
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_worse_than_the_others_is_stopped(tmp_path: Path) -> None:
     line = [*SEARCH[:-1], *SPACE, trials(8), "hydra.sweeper.sampler=random"]
     ended = swept(*line, root=tmp_path / "runs", before=watched_at_every_evaluation(tmp_path / "seen"))

@@ -184,6 +184,7 @@ def test_a_submission_from_within_another_job(
     assert_ends_as(submitted(), one, restarts=0)
 
 
+@pytest.mark.slow
 def test_scontrol_requeue(one: Ended, submitted: Callable[..., Run]) -> None:
     run = submitted()
     ask("scontrol", "requeue", run.job)
@@ -362,6 +363,7 @@ def copy(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_is_edited_after_the_submission_changes_nothing(
     one: Ended, copy: Path, tmp_path: Path, submitted: Callable[..., Run]
 ) -> None:
@@ -387,6 +389,7 @@ def test_what_is_edited_after_the_submission_changes_nothing(
     assert_ends_as(run, one, restarts=0)
 
 
+@pytest.mark.slow
 def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
     ask("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:

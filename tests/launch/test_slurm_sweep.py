@@ -129,6 +129,7 @@ def status(*line: str, run: Callable[[list[str]], int] = start, root: Path) -> d
 # --- one array
 
 
+@pytest.mark.slow
 def test_a_sweep_is_an_array_that_ends_as_on_one_machine(one: Ended, submitted: Sweep) -> None:  # noqa: F811
     told = submitted.submit(*SEEDS)
     jobs = ids(told)
@@ -192,6 +193,7 @@ def sbatch_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [["-m", "seed=0,1"], ["seed=0"]], ids=["sweep", "run"])
 def test_a_signal_while_jobs_are_submitted_loses_none_of_them(
     line: list[str], held: None, submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,12 +269,14 @@ def test_a_strategy_has_the_resources_that_its_file_says(held: None, submitted: 
     assert sorted(map(asked, jobs)) == [("1", "1", "100M"), ("1", "2", "100M"), ("2", "2", "1G")]
 
 
+@pytest.mark.slow
 def test_single_has_one_process_where_others_have_more(held: None, submitted: Sweep) -> None:
     jobs = ids(submitted.submit(*ARRAY, "parallel=single,ddp,fsdp", "launch.nproc_per_node=2"))
     assert [asked(job)[1] for job in jobs] == ["1", "2", "2"]
     assert [("_" in job) for job in jobs] == [False, True, True], "the two that agree are an array"
 
 
+@pytest.mark.slow
 def test_an_account_and_a_quality_of_service_are_asked_for(held: None, submitted: Sweep) -> None:
     user = psutil.Process().username()
     for what in (["account", "physics"], ["user", user, "account=physics"], ["qos", "patient"]):
@@ -398,6 +402,7 @@ def test_status_of_numbers_that_are_none(tmp_path: Path) -> None:
 # --- for those who are used to them
 
 
+@pytest.mark.slow
 def test_submitit_slurm_waits_for_its_jobs(one: Ended, submitted: Sweep) -> None:  # noqa: F811
     submitted.hurry()
     line = [*RUN, "seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=main", "hydra.launcher.mem_gb=1",

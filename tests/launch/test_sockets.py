@@ -69,6 +69,7 @@ def test_workers_of_torchrun_listen_on_loopback_only(folder: Path, tmp_path: Pat
     assert_loopback(folder, processes=2, besides=agent.pid)  # torchrun's own store listens everywhere (pytorch#173909)
 
 
+@pytest.mark.slow
 def test_workers_of_any_launcher_listen_on_loopback_only(folder: Path, tmp_path: Path, free_port: int) -> None:
     """One that only sets torchrun's variables: the store is rank 0's."""
     line = [sys.executable, str(ROOT / "train.py"), *LINE, "parallel=ddp", f"run.root={tmp_path / 'runs'}"]

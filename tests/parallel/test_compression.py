@@ -24,6 +24,7 @@ def final_loss(ended: Ended) -> float:
     return ended.summary["metrics"]["test"]["last"]["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_learns_nearly_as_well_from_compressed_gradients(name: str, plain: Ended, tmp_path: Path) -> None:
     run = finished(*RUN, f"parallel.compression={name}", root=tmp_path / "runs")

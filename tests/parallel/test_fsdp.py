@@ -16,6 +16,7 @@ def whole_precision(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*RUN, "parallel=fsdp", root=tmp_path_factory.mktemp("fp32") / "runs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_sixteen_bit_computing_learns_and_keeps_its_weights_in_thirty_two(
     strategy: str, whole_precision: Ended, tmp_path: Path

@@ -182,6 +182,7 @@ def test_two_ranks_are_ddp_to_the_last_bit(precision: str, tmp_path: Path) -> No
     assert (scales[0]["num_skipped"] > 0) == (precision == "fp16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["trainer.sync_batchnorm=true"], ["trainer.activation_checkpointing=true"]])
 def test_it_goes_with(options: list[str], tmp_path: Path) -> None:
     line = [*RUN, "precision=fp64", "model.dropout=0", *options]
@@ -336,6 +337,7 @@ def test_a_resumed_run_in_turns_ends_as_one_that_was_not_stopped(tmp_path: Path)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", slow_but([2], [2, 3]))
 def test_it_learns_the_digits(ranks: int, tmp_path: Path) -> None:
     line = ["trainer.max_epochs=15", "trainer.log_every=20", *ASYNC, f"launch.nproc_per_node={ranks}"]

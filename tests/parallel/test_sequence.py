@@ -39,6 +39,7 @@ def test_one_block_is_the_first_and_the_last(one: dict[str, Ended], tmp_path: Pa
     assert_close(finished(*line, root=tmp_path / "runs"), one["one block"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_it_and_without(one: dict[str, Ended], tmp_path: Path) -> None:
     cut = [*MESHES["fsdp+tp 2x2"], "parallel.sequence=true"]
     before = after_step(5, preempt)  # which two ranks agree on a step later

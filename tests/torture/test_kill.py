@@ -20,7 +20,7 @@ from tests.test_bitwise import digest
 from tests.test_resume import RUN, STRATEGIES
 
 NUM_KILLS = 20
-NUM_KILLS_ACROSS = 200
+NUM_KILLS_ACROSS = 100
 LONG = [*RUN, "trainer.max_epochs=16", "trainer.eval_every=9", "checkpoint.every=3"]  # 112 steps
 
 
@@ -118,12 +118,12 @@ BITWISE = [*LONG, "parallel=ddp", "invariance=bitwise", "micro_batch_size=4"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_hundred_kills_and_any_number_of_processes_change_no_bit(tmp_path: Path) -> None:
+def test_a_hundred_kills_and_any_number_of_processes_change_no_bit(tmp_path: Path) -> None:
     """Each attempt has one to four processes, and writes its checkpoints beside the steps or between them."""
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     rng = random.Random(seed)
-    line = [*BITWISE, "trainer.max_epochs=140", "trainer.eval_every=70", "checkpoint.every=2", "launch.max_restarts=0"]
+    line = [*BITWISE, "trainer.max_epochs=80", "trainer.eval_every=40", "checkpoint.every=2", "launch.max_restarts=0"]
     whole = finished(*line, root=tmp_path / "whole", timeout_s=900)
     num_struck = 0
     for number in range(NUM_KILLS_ACROSS):
