@@ -92,7 +92,8 @@ def stops_and_continues(line: list[str], case: tuple[str, str, int], *, whole: E
     summary = stopped.summary
     assert summary["status"] == "preempted"
     first = {"start-up": 1, "saving": 4}.get(moment, STEP)
-    assert first <= summary["step"] <= first + 2  # several ranks agree a step later
+    # several ranks agree a step later; on a loaded machine the thread that notes signals comes some steps later
+    assert first <= summary["step"] <= first + 6
     committed = sorted(path.name for path in (stopped.directory / "checkpoints").iterdir())
     assert committed == [f"step_{step:08d}" for step in sorted({4, summary["step"]}) if step <= summary["step"]]
     expected = [row for row in exact_rows(whole) if row["step"] <= summary["step"]]
