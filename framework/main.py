@@ -63,10 +63,8 @@ def _choose_folders(flags: dict[str, str]) -> list[Problem]:
     if name is not None:
         variables()["STEADFAST_CONFIG"] = name.removesuffix(".yaml")
         if not any((conf / f"{config_name()}.yaml").is_file() for conf in folders()):
-            places = " or ".join(map(str, folders()))
-            return [
-                Problem("--config-name", f"there is no {config_name()}.yaml in {places}", "a file with `defaults: [config]`")
-            ]
+            what = f"there is no {config_name()}.yaml in {' or '.join(map(str, folders()))}"
+            return [Problem("--config-name", what, "a file with `defaults: [config]`")]
     return []
 
 

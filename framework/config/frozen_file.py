@@ -28,11 +28,9 @@ class FrozenConfig:
 
 def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml") -> FrozenConfig:
     """Write `config` with its hash to the file `name` of `directory`, atomically."""
-    digest = digest_of(config)
-    path = directory / name
-    text = yaml.safe_dump(config, sort_keys=False) + f"hash: {digest}\n"
-    write_atomically(path, text)
-    return FrozenConfig(path=path, digest=digest)
+    frozen = FrozenConfig(directory / name, digest_of(config))
+    write_atomically(frozen.path, yaml.safe_dump(config, sort_keys=False) + f"hash: {frozen.digest}\n")
+    return frozen
 
 
 def thaw(frozen: FrozenConfig) -> RunConfig:

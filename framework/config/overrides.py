@@ -1,9 +1,7 @@
 """The overrides of a command line: choices of options, values, and errors."""
 
-from functools import cache
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -12,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
 from framework.config.components import locate
-from framework.config.folders import CONF, config_name, folders, groups, options
+from framework.config.folders import CONF, config_name, defaults_in, folders, groups, options
 from framework.config.schema import COMPONENTS, RunConfig
 from framework.config.spelling import did_you_mean, option_meant
 from framework.runtime.problem import Problem, shown
@@ -55,23 +53,10 @@ def is_hydras(key: str) -> bool:
 
 
 def _chosen_by_default() -> set[str]:
-    """Return the groups for which the primary configuration has a default."""
-    found: set[str] = set()
-    for folder in folders():
-        path = folder / f"{config_name()}.yaml"
-        if path.is_file():
-            entries = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
-            chosen = {str(key).split()[-1].lstrip("/") for entry in entries if isinstance(entry, dict) for key in entry}
-            found |= chosen
-            if not {"config", "/config"} & {entry for entry in entries if isinstance(entry, str)}:
-                return found
-    return found | _ours()
-
-
-@cache
-def _ours() -> set[str]:
-    entries = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
-    return {str(key).split()[-1] for entry in entries if isinstance(entry, dict) for key in entry}
+    """Return the groups for which the primary configuration has a default, or ours, if it begins with ours."""
+    paths = [folder / f"{config_name()}.yaml" for folder in folders()]
+    chosen = defaults_in(next((path for path in paths if path.is_file()), CONF / "config.yaml"))
+    return {*chosen, *(defaults_in(CONF / "config.yaml") if "config" in chosen else ())}
 
 
 _WHERE = "run.root and run.dir say where a run goes"
@@ -102,8 +87,7 @@ def _refusal(override: Override, text: str) -> Problem | None:
     if override.type == OverrideType.DEL:
         return _deletion_refusal(key, text)
     if override.is_sweep_override():
-        expected = "add -m; a list is written [1,2], a text with a comma \"'a,b'\""
-        return Problem(key, "several values make a sweep", expected)
+        return Problem(key, "several values make a sweep", "add -m; a list is written [1,2], a text with a comma \"'a,b'\"")
     if override.package is not None or "/" in key:
         word = text.partition("=")[0].lstrip("+")
         close = did_you_mean(key.split("/")[0], groups())
