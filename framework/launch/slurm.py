@@ -189,7 +189,7 @@ def _requeue(job: str, directory: RunDirectory) -> None:
         if facts["JobState"] == "RUNNING" and (PREEMPTION.signum == signal.SIGUSR1 or is_preempted):
             directory.record_end(status="queued")
             LOGGER.info("job %s requeues itself", job)
-            slurm.requeue(job)
+            slurm.ask("scontrol", "requeue", job)  # it then ends its processes, maybe including this one
     except SlurmFailed as error:
         directory.record_end(status="preempted")
         LOGGER.error("job %s is not requeued (%s); the same command submits it again", job, error)

@@ -14,7 +14,7 @@ from framework.checkpoint.tensors import read_header
 from framework.checkpoint.weights import Fit
 from framework.config.components import locate
 from framework.config.modes import MODES
-from framework.config.schema import CheckpointSection, Node, RunConfig, TrainerSection
+from framework.config.schema import Node, RunConfig
 from framework.distributed.mesh import resolve_axes
 from framework.engine.seam import Demands
 from framework.modules.structure import freeze_parameters, switch_off_dropout
@@ -35,8 +35,8 @@ def dry_build(config: RunConfig) -> list[Problem]:
         return [Problem("model", f"{config.model['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
     if MODES[config.mode].about == "existing run":
         switch_off_dropout(model)
-    if problems := _check_init(model, config.model.get("init_from")):
-        return problems
+    if (path := config.model.get("init_from")) and not (fit := Fit.of(read_header(Path(path)), model)).fitting:
+        return [Problem("model.init_from", f"nothing in {path} fits this model", "; ".join(fit.faults))]
     try:
         freeze_parameters(model, config.trainer.freeze)
     except ValueError as error:
@@ -48,23 +48,11 @@ def dry_build(config: RunConfig) -> list[Problem]:
     if not callable(getattr(task, "loss", None)) or not callable(getattr(task, "metrics", None)):
         what = f"{config.task['_target_']} gives a {type(task).__name__} without loss() and metrics()"
         return [Problem("task", what, "a task, as in framework/tasks/")]
-    demands = _demands(config.trainer, config.checkpoint, precision=config.precision.name, invariance=config.invariance)
-    if MODES[config.mode].about == "existing run":  # such a mode takes no step
-        demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, ema_decay=None, grad_noise=None)
-        demands = dataclasses.replace(demands, scales_loss=False, recovers=None)
     return (
         _check_optimizer(model, config.optimizer, config.scheduler)
-        or _check_strategy(model, config.parallel, demands, num_processes=config.launch.most_processes)
+        or _check_strategy(model, config.parallel, _demands(config), num_processes=config.launch.most_processes)
         or _check_forward(model, components.example(components.dataset(config.dataset).info))
     )
-
-
-def _check_init(model: nn.Module, init_from: str | None) -> list[Problem]:
-    """Refuse `model.init_from` if none of the file's tensors fits."""
-    fit = Fit.of(read_header(Path(init_from)), model) if init_from else None
-    if fit is None or fit.fitting:
-        return []
-    return [Problem("model.init_from", f"nothing in {init_from} fits this model", "; ".join(fit.faults))]
 
 
 def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list[Problem]:
@@ -74,8 +62,9 @@ def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list
         require_matches(optimizer.get("groups") or [], [item.name for item in trained])
         build = components.optimizer_builder(optimizer)
         built = build(trained)
-        if problem := _step_problem(build(stand_in(torch.device("cpu")))):
-            return [problem]
+        if fault := _step_fault(build(stand_in(torch.device("cpu")))):
+            expected = "an optimizer that keeps tensors for each parameter, as those of torch.optim do"
+            return [Problem("optimizer", f"{type(built).__name__} {fault}", expected)]
     except Exception as error:  # an optimizer of the user's may raise anything
         return [Problem.of_error("optimizer", error)]
     try:
@@ -86,45 +75,43 @@ def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list
     return []
 
 
-def _step_problem(optimizer: torch.optim.Optimizer) -> Problem | None:
-    """Take a step with one number, and return the problem if a checkpoint would lose some of the state."""
-    other = "an optimizer that keeps tensors for each parameter, as those of torch.optim do"
-    name = type(optimizer).__name__
+def _step_fault(optimizer: torch.optim.Optimizer) -> str:
+    """Take a step with one number. Returns what a checkpoint would lose of the optimizer's state, or an empty text."""
     parameters = inspect.signature(type(optimizer).step).parameters
     if "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty:
-        return Problem("optimizer", f"{name} takes steps by a closure, but a step here has one backward pass", other)
+        return "takes steps by a closure, but a step here has one backward pass"
     before = [{key: copy.copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for group, values in zip(optimizer.param_groups, before):
-        changed = [key for key, value in values.items() if not isinstance(value, Tensor) and group[key] != value]
-        if changed:
-            return Problem(
-                "optimizer", f"{name} counts in its parameter groups ({changed[0]}), which no checkpoint holds", other
-            )
+        for key, value in values.items():
+            if not isinstance(value, Tensor) and group[key] != value:
+                return f"counts in its parameter groups ({key}), which no checkpoint holds"
     for state in optimizer.state.values():
-        odd = [key for key, value in state.items() if value is not None and not isinstance(value, Tensor)]
-        if odd:
-            return Problem(
-                "optimizer", f"{name} keeps {odd[0]} as a {type(state[odd[0]]).__name__}, which no checkpoint holds", other
-            )
-    return None
+        for key, value in state.items():
+            if value is not None and not isinstance(value, Tensor):
+                return f"keeps {key} as a {type(value).__name__}, which no checkpoint holds"
+    return ""
 
 
-def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precision: str, invariance: str) -> Demands:
-    action = trainer.divergence.action
-    return Demands(
+def _demands(config: RunConfig) -> Demands:
+    trainer, action = config.trainer, config.trainer.divergence.action
+    demands = Demands(
         eval_every=trainer.eval_every,
-        checkpoint_every=checkpoint.every,
+        checkpoint_every=config.checkpoint.every,
         sync_batchnorm=trainer.sync_batchnorm,
         ema_decay=trainer.ema_decay,
         grad_noise=trainer.grad_noise.eta,
-        scales_loss=precision == "fp16",
+        scales_loss=config.precision.name == "fp16",
         recovers=None if action == "raise" else action,
-        bitwise=invariance == "bitwise",
+        bitwise=config.invariance == "bitwise",
     )
+    if MODES[config.mode].about == "existing run":  # such a mode takes no step
+        demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, ema_decay=None, grad_noise=None)
+        demands = dataclasses.replace(demands, scales_loss=False, recovers=None)
+    return demands
 
 
 def _check_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num_processes: int) -> list[Problem]:

@@ -83,17 +83,15 @@ class _NodeKind:
     num_gpus: int
     limit_min: float
 
-    @classmethod
-    def of(cls, partition: str, nodes: str, cpus: str, memory: str, gres: str, limit: str) -> "_NodeKind":
-        """Parse the columns of a line of sinfo."""
-        gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
-        name = partition.rstrip("*")
-        return cls(name, name != partition, int(nodes), int(cpus), int(memory), gpus, _minutes(limit))
-
 
 def _node_kinds() -> list[_NodeKind]:
-    lines = slurm.ask("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%l").splitlines()
-    return [_NodeKind.of(*line.split("|")) for line in lines]
+    kinds = []
+    for line in slurm.ask("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%l").splitlines():
+        partition, nodes, cpus, memory, gres, limit = line.split("|")
+        gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
+        name = partition.rstrip("*")
+        kinds.append(_NodeKind(name, name != partition, int(nodes), int(cpus), int(memory), gpus, _minutes(limit)))
+    return kinds
 
 
 def _minutes(limit: str) -> float:
@@ -116,8 +114,7 @@ def _memory_mb(asked: SlurmSection) -> int:
 
 def _check_partition(launch: LaunchSection, kinds: list[_NodeKind]) -> list[Problem]:
     """Compare the job's demands with the nodes of its partition."""
-    asked = slurm_section(launch)
-    there = list(dict.fromkeys(kind.partition for kind in kinds))
+    asked, there = slurm_section(launch), list(dict.fromkeys(kind.partition for kind in kinds))
     chosen = asked.partition.split(",") if asked.partition else [kind.partition for kind in kinds if kind.is_default]
     if not chosen:
         return [Problem("launch.slurm.partition", "null, but there is no default", "one of " + ", ".join(there))]

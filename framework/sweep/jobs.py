@@ -213,7 +213,7 @@ class SlurmPool:
     def stop(self, job: Job) -> None:
         """Make a job save a checkpoint and end."""
         try:
-            slurm.cancel(job.directory.job_id or "")
+            slurm.ask("scancel", job.directory.job_id or "")
         except SlurmFailed as error:
             LOGGER.warning("%s: %s", job, error)
 

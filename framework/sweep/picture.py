@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from framework.runs.report import parsed
 from framework.runs.table import TableRow, best_of
 from framework.runtime.files import replacing
 
@@ -33,8 +34,8 @@ def panels(rows: list[TableRow]) -> list[Panel]:
 def _panel(key: str, rows: list[TableRow]) -> Panel:
     values: list[Any] = [row.values[key] for row in rows]
     scale: Literal["linear", "log", "category"] = "category"
-    numbers = [_number(value) for value in values]
-    if key != "seed" and None not in numbers:
+    numbers = [parsed(value) for value in values]
+    if key != "seed" and all(number is not None and math.isfinite(number) for number in numbers):
         values, scale = numbers, "log" if _spans(numbers, 10) else "linear"
     done: dict[Any, list[float]] = {value: [] for value in (values if scale == "category" else sorted(values))}
     for value, row in zip(values, rows):
@@ -42,14 +43,6 @@ def _panel(key: str, rows: list[TableRow]) -> Panel:
             done[value].append(row.objective)
     medians = [(value, median(objectives)) for value, objectives in done.items() if objectives]
     return Panel(key, scale, values, medians if len(medians) <= _FEW else [])
-
-
-def _number(value: str) -> float | None:
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _spans(numbers: list[Any], factor: float) -> bool:

@@ -4,7 +4,6 @@ import copy
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -54,8 +53,8 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
         try:
             remove_leftovers(directory.path)
             with new_folder(directory.path) as scratch:
-                entry = _Entry(config, meeting.folder)
-                agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
+                arguments = (config, meeting.folder, scratch)
+                agent = _Agent(launch, config.run.id, _join, *arguments, scratch=scratch, directory=directory)
                 return agent.attend(meeting, timeout_s=launch.timeout_s)
         finally:
             meeting.leave()
@@ -81,38 +80,34 @@ def _enter(meeting: Meeting) -> Exit | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """How each worker of a node begins a round. `folder` is shared by all nodes."""
+def _join(config: RunConfig, folder: Path, node_folder: Path) -> int:
+    """Do one worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes.
 
-    config: RunConfig
-    folder: Path
+    `folder` is shared by all nodes.
+    """
+    environment = Environment.read()
+    log.start_console(rank=environment.rank)
+    try:
+        store = dist.FileStore(str(folder / f"start_{environment.attempt}"), environment.world_size)
+        if environment.rank == 0:
+            store.set("decision", as_text(_decide(config, folder / "began")))
+        decision = from_text(store.get("decision").decode())
+    except Exception as error:
+        record_failure(error, environment=environment, scratch=folder)
+        raise
+    return work(decision, folder, node_scratch=node_folder) if isinstance(decision, FrozenConfig) else decision
 
-    def join(self, node_folder: Path) -> int:
-        """Do one worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes."""
-        environment = Environment.read()
-        log.start_console(rank=environment.rank)
-        try:
-            store = dist.FileStore(str(self.folder / f"start_{environment.attempt}"), environment.world_size)
-            if environment.rank == 0:
-                store.set("decision", as_text(self._decide()))
-            taken = from_text(store.get("decision").decode())
-        except Exception as error:
-            record_failure(error, environment=environment, scratch=self.folder)
-            raise
-        return work(taken, self.folder, node_scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
 
-    def _decide(self) -> FrozenConfig | int:
-        """Return the frozen configuration of a round, or the exit code where there is nothing to do."""
-        began = self.folder / "began"
-        config = self.config.begun() if began.exists() else self.config
-        if is_finished(config.run):
-            return Exit.FINISHED
-        run = claim(config, party="elastic")
-        if not isinstance(run, ClaimedRun):
-            return run
-        began.touch()
-        return run.frozen  # its lock stays with this process until it ends
+def _decide(config: RunConfig, began: Path) -> FrozenConfig | int:
+    """Return the frozen configuration of a round, or the exit code if there is nothing to do."""
+    config = config.begun() if began.exists() else config
+    if is_finished(config.run):
+        return Exit.FINISHED
+    run = claim(config, party="elastic")
+    if not isinstance(run, ClaimedRun):
+        return run
+    began.touch()
+    return run.frozen  # its lock stays with this process until it ends
 
 
 class _Agent(Agent):
@@ -170,9 +165,8 @@ class _Agent(Agent):
         elif membership.may_start and (membership.is_full or waited_s > _LAST_CALL_S):
             membership.start_round()
         elif idle_s > self._timeout_s:
-            there, needed = len(membership.nodes), membership.sizes[0]
-            error = f"{there} of at least {needed} nodes have come in launch.timeout_s={self._timeout_s:g}"
-            membership.end(Exit.FAILED, error=error)
+            there = f"{len(membership.nodes)} of at least {membership.sizes[0]} nodes"
+            membership.end(Exit.FAILED, error=f"{there} have come in launch.timeout_s={self._timeout_s:g}")
         return membership
 
     def _start(self, membership: Membership) -> None:
