@@ -5,6 +5,7 @@ from typing import Any
 
 from framework.build.components import INIT
 from framework.checkpoint.manifest import candidates, step_of
+from framework.cli.overview import over_root
 from framework.config.components import locate
 from framework.config.compose import Composed, compose
 from framework.config.frozen_file import recall
@@ -12,6 +13,8 @@ from framework.config.identity import is_below
 from framework.config.modes import MODES, Command, Mode
 from framework.config.schema import RunConfig
 from framework.launch.claim import ClaimedRun, claim, is_finished, print_problems
+from framework.launch.slurm import submit
+from framework.launch.torchrun import join
 from framework.preflight.check import Checked, check
 from framework.preflight.slurm import job_problems
 from framework.runs.directory import RunDirectory
@@ -29,8 +32,6 @@ def start(overrides: list[str]) -> int:
     PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs
     PREEMPTION.watch()
     if environment.is_launched:
-        from framework.launch.torchrun import join
-
         return join(lambda: begin(overrides, world_size=environment.world_size), environment=environment)
     config = admit(overrides, world_size=None)
     return config if isinstance(config, int) else locate(MODES[config.mode].parent)(Command(overrides, config))
@@ -40,8 +41,6 @@ def launch(command: Command) -> int:
     """Start the workers of a run: as a job, as one node of several, or here. Returns the exit code."""
     config = command.config
     if config.launch.kind == "slurm":
-        from framework.launch.slurm import submit
-
         return submit([config], folder=Path(config.run.dir) / "slurm")[0]
     if config.launch.node_counts != range(1, 2):
         from framework.launch.elastic.agent import take_part
@@ -74,8 +73,6 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
     composed = compose(overrides)
     mode = MODES.get(str(composed.config.get("mode")))
     if mode is not None and mode.about == "root":
-        from framework.cli.overview import over_root
-
         return over_root(composed, mode)
     checked = _checked(composed, world_size=world_size)
     config, problems = checked.config, checked.problems

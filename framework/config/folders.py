@@ -1,4 +1,4 @@
-"""The folders that are searched for groups and options: the user's own before ours; and the folders of the user's modules."""
+"""The folders that are searched for groups and options: the user's, then the framework's; and the user's modules."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
 
 
 def own_folder() -> Path | None:
-    """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `conf` in the working directory, unless that is ours."""
+    """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `conf` here, unless it is the framework's."""
     named = variables().get("STEADFAST_CONF")
     folder = Path(named or "conf").resolve()
     return folder if folder.is_dir() and folder != CONF.resolve() else None

@@ -14,7 +14,7 @@ from framework.runtime.files import write_atomically
 
 
 def digest_of(plain: Any) -> str:
-    """Return the SHA-256 of plain data, whatever the order of its keys."""
+    """Return the SHA-256 of plain data; the order of its keys does not matter."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

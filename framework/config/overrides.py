@@ -53,7 +53,7 @@ def is_hydras(key: str) -> bool:
 
 
 def _chosen_by_default() -> set[str]:
-    """Return the groups for which the primary configuration has a default, or ours, if it begins with ours."""
+    """Return the groups with a default in the primary configuration, or in the framework's, if the primary one includes it."""
     paths = [folder / f"{config_name()}.yaml" for folder in folders()]
     chosen = defaults_in(next((path for path in paths if path.is_file()), CONF / "config.yaml"))
     return {*chosen, *(defaults_in(CONF / "config.yaml") if "config" in chosen else ())}
@@ -61,17 +61,16 @@ def _chosen_by_default() -> set[str]:
 
 _WHERE = "run.root and run.dir say where a run goes"
 # Hydra's own keys, and what to use instead; the first prefix that fits counts.
-_INSTEAD = (
+_INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
     ("hydra.run", "is Hydra's own and does nothing in a single run", _WHERE),
     ("hydra.sweep.", "is Hydra's own and does nothing here", _WHERE),
     ("hydra.job.chdir", "a run does not change its working directory", "run.dir is where a run's files go"),
     ("hydra.searchpath", "is not taken here", "--config-dir DIR or STEADFAST_CONF names your folder, which is searched first"),
-    ("hydra/job_logging", "does nothing here: a run logs to the console and to its train.log", "hydra.verbose=true for more"),
-    ("hydra/hydra_logging", "does nothing here: a run logs to the console and to its train.log", "hydra.verbose=true for more"),
+    (("hydra/job_logging", "hydra/hydra_logging"), "does nothing here: a run logs to the console and to its train.log",
+     "hydra.verbose=true for more"),
     ("hydra/launcher", "is about the jobs of a sweep", "add -m; a single run has launch=local or launch=slurm"),
-    ("hydra/sweeper", "is about the jobs of a sweep", "add -m"),
     ("hydra.launcher", "is about the jobs of a sweep", "add -m; a single run has launch.*"),
-    ("hydra.sweeper", "is about the jobs of a sweep", "add -m"),
+    (("hydra/sweeper", "hydra.sweeper"), "is about the jobs of a sweep", "add -m"),
     ("hydra", "is Hydra's own and does nothing in a single run", _WHERE),
 )  # fmt: skip
 _SWITCHED_OFF = {"scheduler": "scheduler=constant", "logger": "logger=none", "experiment": "experiment=null"}
@@ -131,6 +130,7 @@ def _class_meant(group: str, name: str) -> str:
 
 
 def apply(config: DictConfig, override: Override) -> list[Problem]:
+    """Apply an override to the configuration. Returns why that is not possible."""
     key, value = override.key_or_group, override.value()
     sections = key.split(".")
     if override.type == OverrideType.DEL:

@@ -10,10 +10,9 @@ from framework.config.modes import MODES
 from framework.config.schema import COMPONENTS, Node, RunConfig, Section
 from framework.config.validation import component_problems, validate
 from framework.data.source import Dataset
-from framework.preflight.metric_names import metric_names
 from framework.preflight.place import place_problems, writing_problems
 from framework.preflight.processes import backend_problems, with_processes
-from framework.preflight.rules import broken_rules, monitor_problems
+from framework.preflight.rules import broken_rules, metric_names, monitor_problems
 from framework.runs.directory import RunDirectory
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
@@ -30,7 +29,7 @@ class Checked(NamedTuple):
 def check(composed: Composed, *, world_size: int | None) -> Checked:
     """Complete a configuration from the data and the machine, and return it with every problem.
 
-    `world_size` is the launcher's, None if the choice is ours. Our own sections are validated first. Components, and torch
+    `world_size` is the launcher's; None: this process chooses it. Our own sections are validated first. Components, and torch
     with them, are imported only if those sections are valid or the command line sets a component's key: a mistake in
     them is reported at once.
     """

@@ -14,7 +14,7 @@ from framework.checkpoint.tensors import read_header
 from framework.checkpoint.weights import Fit
 from framework.config.components import locate
 from framework.config.modes import MODES
-from framework.config.schema import Node, RunConfig
+from framework.config.schema import CheckpointSection, Node, RunConfig, TrainerSection
 from framework.distributed.mesh import resolve_axes
 from framework.engine.seam import Demands
 from framework.modules.structure import freeze_parameters, switch_off_dropout
@@ -48,9 +48,13 @@ def dry_build(config: RunConfig) -> list[Problem]:
     if not callable(getattr(task, "loss", None)) or not callable(getattr(task, "metrics", None)):
         what = f"{config.task['_target_']} gives a {type(task).__name__} without loss() and metrics()"
         return [Problem("task", what, "a task, as in framework/tasks/")]
+    demands = _demands(config.trainer, config.checkpoint, precision=config.precision.name, invariance=config.invariance)
+    if MODES[config.mode].about == "existing run":  # such a mode takes no step
+        demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, ema_decay=None, grad_noise=None)
+        demands = dataclasses.replace(demands, scales_loss=False, recovers=None)
     return (
         _check_optimizer(model, config.optimizer, config.scheduler)
-        or _check_strategy(model, config.parallel, _demands(config), num_processes=config.launch.most_processes)
+        or _check_strategy(model, config.parallel, demands, num_processes=config.launch.most_processes)
         or _check_forward(model, components.example(components.dataset(config.dataset).info))
     )
 
@@ -96,22 +100,18 @@ def _step_fault(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _demands(config: RunConfig) -> Demands:
-    trainer, action = config.trainer, config.trainer.divergence.action
-    demands = Demands(
+def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precision: str, invariance: str) -> Demands:
+    action = trainer.divergence.action
+    return Demands(
         eval_every=trainer.eval_every,
-        checkpoint_every=config.checkpoint.every,
+        checkpoint_every=checkpoint.every,
         sync_batchnorm=trainer.sync_batchnorm,
         ema_decay=trainer.ema_decay,
         grad_noise=trainer.grad_noise.eta,
-        scales_loss=config.precision.name == "fp16",
+        scales_loss=precision == "fp16",
         recovers=None if action == "raise" else action,
-        bitwise=config.invariance == "bitwise",
+        bitwise=invariance == "bitwise",
     )
-    if MODES[config.mode].about == "existing run":  # such a mode takes no step
-        demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, ema_decay=None, grad_noise=None)
-        demands = dataclasses.replace(demands, scales_loss=False, recovers=None)
-    return demands
 
 
 def _check_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num_processes: int) -> list[Problem]:

@@ -18,7 +18,7 @@ def with_processes(
 ) -> tuple[LaunchSection, list[Problem]]:
     """Return the section with the number of processes filled in, and the problems with the mesh or the machine.
 
-    `world_size` is the launcher's, None if the choice is ours.
+    `world_size` is the launcher's; None: this process chooses it.
     """
     asked, problems = launch.nproc_per_node, []
     if world_size is not None:

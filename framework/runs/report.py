@@ -1,4 +1,4 @@
-"""What a report shows of the runs below a root, read from their files, which may be damaged, or anybody's."""
+"""What a report shows of the runs below a root, read from their files, which may be damaged or from other users."""
 
 import math
 import os

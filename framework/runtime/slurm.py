@@ -50,7 +50,7 @@ def _lists(job_ids: Iterable[str]) -> list[str]:
 
 
 def ends(job_ids: Iterable[str]) -> dict[str, str]:
-    """Return Slurm's word on how jobs ended, by id; nothing where the site keeps no accounts."""
+    """Return how jobs ended, as Slurm says it, by id; empty if the site keeps no accounts."""
     output = ""
     with suppress(SlurmFailed):
         for ids in _lists(job_ids):

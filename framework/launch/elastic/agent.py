@@ -1,9 +1,10 @@
-"""Elastic runs: the same command on every node; nodes come and go, and the run goes on with those that are there."""
+"""Elastic runs: the same command on every node; nodes come and go, and the run continues with the present nodes."""
 
 import copy
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,14 +21,14 @@ from framework.launch.worker import Agent, prepare, work
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
-from framework.runtime.environment import Environment, set_default
+from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
 _POLL_S = 0.25
-_LAST_CALL_S = 3.0  # after a node has come, before a round begins with fewer than there may be
+_LAST_CALL_S = 3.0  # from the last node's arrival until a round begins with fewer nodes than allowed
 _GRACE_S = 5.0  # for workers to notice by themselves that other workers have ended
 
 
@@ -39,7 +40,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     directory, launch = RunDirectory(Path(config.run.dir)), config.launch
     # every node has as many workers: torch then numbers them without a store
-    set_default("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+    variables().setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     meeting = Meeting(
         directory.path.with_name(f".{directory.path.name}.elastic"),
         sizes=fitting_nodes(launch, config.parallel),
@@ -53,8 +54,8 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
         try:
             remove_leftovers(directory.path)
             with new_folder(directory.path) as scratch:
-                arguments = (config, meeting.folder, scratch)
-                agent = _Agent(launch, config.run.id, _join, *arguments, scratch=scratch, directory=directory)
+                entry = _Entry(config, meeting.folder)
+                agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
                 return agent.attend(meeting, timeout_s=launch.timeout_s)
         finally:
             meeting.leave()
@@ -80,34 +81,38 @@ def _enter(meeting: Meeting) -> Exit | None:
     return None
 
 
-def _join(config: RunConfig, folder: Path, node_folder: Path) -> int:
-    """Do one worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes.
+@dataclass(frozen=True)
+class _Entry:
+    """How each worker of a node begins a round. `folder` is shared by all nodes."""
 
-    `folder` is shared by all nodes.
-    """
-    environment = Environment.read()
-    log.start_console(rank=environment.rank)
-    try:
-        store = dist.FileStore(str(folder / f"start_{environment.attempt}"), environment.world_size)
-        if environment.rank == 0:
-            store.set("decision", as_text(_decide(config, folder / "began")))
-        decision = from_text(store.get("decision").decode())
-    except Exception as error:
-        record_failure(error, environment=environment, scratch=folder)
-        raise
-    return work(decision, folder, node_scratch=node_folder) if isinstance(decision, FrozenConfig) else decision
+    config: RunConfig
+    folder: Path
 
+    def join(self, node_folder: Path) -> int:
+        """Do one worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes."""
+        environment = Environment.read()
+        log.start_console(rank=environment.rank)
+        try:
+            store = dist.FileStore(str(self.folder / f"start_{environment.attempt}"), environment.world_size)
+            if environment.rank == 0:
+                store.set("decision", as_text(self._decide()))
+            taken = from_text(store.get("decision").decode())
+        except Exception as error:
+            record_failure(error, environment=environment, scratch=self.folder)
+            raise
+        return work(taken, self.folder, node_scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
 
-def _decide(config: RunConfig, began: Path) -> FrozenConfig | int:
-    """Return the frozen configuration of a round, or the exit code if there is nothing to do."""
-    config = config.begun() if began.exists() else config
-    if is_finished(config.run):
-        return Exit.FINISHED
-    run = claim(config, party="elastic")
-    if not isinstance(run, ClaimedRun):
-        return run
-    began.touch()
-    return run.frozen  # its lock stays with this process until it ends
+    def _decide(self) -> FrozenConfig | int:
+        """Return the frozen configuration of a round, or the exit code if there is nothing to do."""
+        began = self.folder / "began"
+        config = self.config.begun() if began.exists() else self.config
+        if is_finished(config.run):
+            return Exit.FINISHED
+        run = claim(config, party="elastic")
+        if not isinstance(run, ClaimedRun):
+            return run
+        began.touch()
+        return run.frozen  # its lock stays with this process until it ends
 
 
 class _Agent(Agent):
@@ -199,8 +204,8 @@ class _Agent(Agent):
             self._meeting.wait_for_next(membership)
 
     def _patience_s(self, membership: Membership, round: int) -> float | None:
-        """Return for how many seconds workers that still run may go on; None if nothing is wrong."""
-        if membership.round != round or membership.is_short:  # the others go on without them, or wait for a dead node
+        """Return for how many seconds the running workers may continue; None if nothing is wrong."""
+        if membership.round != round or membership.is_short:  # the others continue without them, or wait for a dead node
             return 0.0
         if membership.broken == round:  # they are about to notice by themselves
             return _GRACE_S
