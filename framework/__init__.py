@@ -1,6 +1,6 @@
 """Steadfast: PyTorch training in which a run is its configuration.
 
-The public interface is `run`, `compose` and `load`, what they return, and the seams that a component implements
+The public interface is `run`, `compose` and `load`, what they return, and the protocols that a component implements
 (`framework.data.source`, `framework.engine.seam`, `framework.loggers.sink`): these follow semantic versioning. All else may
 change with any release.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the interface when it is asked for: a process that only reads an exit code needs no torch."""
+    """Import the interface at the first use: a process that only reads an exit code needs no torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from framework import api

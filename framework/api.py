@@ -22,7 +22,7 @@ from framework.runtime.problem import Problem
 
 
 class ConfigurationError(ValueError):
-    """A configuration is wrong; `problems` are all that is."""
+    """A configuration is wrong; `problems` has every problem."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))

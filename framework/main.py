@@ -1,5 +1,6 @@
 """The command line: `steadfast ...`, which is `python train.py ...`."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -7,7 +8,7 @@ from typing import NoReturn
 from framework.cli.run import checked_line, start
 from framework.config.arguments import split_flags
 from framework.config.compose import as_yaml, print_by_hydra
-from framework.config.folders import config_name, folders
+from framework.config.folders import ROOT, config_name, folders
 from framework.config.help import help_text, version_text
 from framework.config.overrides import parse
 from framework.launch.claim import print_problems
@@ -17,13 +18,14 @@ from framework.runtime.log import speak
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
+_PACKAGED = Path(__file__).with_name("project")  # in an installation
+TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
+
 
 def main(arguments: list[str]) -> int:
     """Run a command line and return the exit code."""
     if arguments[:1] == ["init"]:
-        from framework.init import write_project
-
-        return write_project(arguments[1:])
+        return _init(arguments[1:])
     flags, overrides, problems = split_flags(arguments, is_launched=Environment.read().is_launched)
     if wrong := _choose_folders(flags):
         return print_problems(problems + wrong)
@@ -63,11 +65,28 @@ def _choose_folders(flags: dict[str, str]) -> list[Problem]:
     if name is not None:
         variables()["STEADFAST_CONFIG"] = name.removesuffix(".yaml")
         if not any((conf / f"{config_name()}.yaml").is_file() for conf in folders()):
-            places = " or ".join(map(str, folders()))
-            return [
-                Problem("--config-name", f"there is no {config_name()}.yaml in {places}", "a file with `defaults: [config]`")
-            ]
+            what = f"there is no {config_name()}.yaml in {' or '.join(map(str, folders()))}"
+            return [Problem("--config-name", what, "a file with `defaults: [config]`")]
     return []
+
+
+def _init(arguments: list[str]) -> int:
+    """Write the small project of `steadfast init PATH`; PATH must be missing or an empty directory. Returns the exit code."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("init: needs one path (steadfast init PATH)", file=sys.stderr)
+        return Exit.CONFIGURATION
+    target = Path(arguments[0])
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        print(f"init: {target} exists already (a new path, or an empty directory)", file=sys.stderr)
+        return Exit.CONFIGURATION
+    try:
+        shutil.copytree(TEMPLATE, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+        (target / "gitignore").rename(target / ".gitignore")
+    except OSError as error:
+        print(f"init: {target} cannot be written: {error.strerror}", file=sys.stderr)
+        return Exit.DISK
+    print(f"{target} is a project: cd {target} && steadfast experiment=first")
+    return Exit.FINISHED
 
 
 def entry() -> NoReturn:

@@ -5,12 +5,16 @@ from typing import Any
 
 from framework.build.components import INIT
 from framework.checkpoint.manifest import candidates, step_of
+from framework.cli.overview import over_root
 from framework.config.components import locate
 from framework.config.compose import Composed, compose
 from framework.config.frozen_file import recall
+from framework.config.identity import is_below
 from framework.config.modes import MODES, Command, Mode
 from framework.config.schema import RunConfig
 from framework.launch.claim import ClaimedRun, claim, is_finished, print_problems
+from framework.launch.slurm import submit
+from framework.launch.torchrun import join
 from framework.preflight.check import Checked, check
 from framework.preflight.slurm import job_problems
 from framework.runs.directory import RunDirectory
@@ -28,8 +32,6 @@ def start(overrides: list[str]) -> int:
     PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs
     PREEMPTION.watch()
     if environment.is_launched:
-        from framework.launch.torchrun import join
-
         return join(lambda: begin(overrides, world_size=environment.world_size), environment=environment)
     config = admit(overrides, world_size=None)
     return config if isinstance(config, int) else locate(MODES[config.mode].parent)(Command(overrides, config))
@@ -39,8 +41,6 @@ def launch(command: Command) -> int:
     """Start the workers of a run: as a job, as one node of several, or here. Returns the exit code."""
     config = command.config
     if config.launch.kind == "slurm":
-        from framework.launch.slurm import submit
-
         return submit([config], folder=Path(config.run.dir) / "slurm")[0]
     if config.launch.node_counts != range(1, 2):
         from framework.launch.elastic.agent import take_part
@@ -73,8 +73,6 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
     composed = compose(overrides)
     mode = MODES.get(str(composed.config.get("mode")))
     if mode is not None and mode.about == "root":
-        from framework.cli.overview import over_root
-
         return over_root(composed, mode)
     checked = _checked(composed, world_size=world_size)
     config, problems = checked.config, checked.problems
@@ -107,9 +105,6 @@ def _checked(composed: Composed, *, world_size: int | None) -> Checked:
     return check(composed, world_size=world_size)
 
 
-Plain = dict[str, Any]
-
-
 # --- mode=eval and mode=export: a run's frozen configuration, with a few keys of the command line
 
 
@@ -127,7 +122,7 @@ def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
     directory = RunDirectory(Path(place))
     expected = f"only {', '.join(mode.may_give[1:])}"
     problems = [Problem(key, f"is not to be given to mode={name}: it takes the run as it is", expected)
-                for key in given if not _is_below(key, mode.may_give)]  # fmt: skip
+                for key in given if not is_below(key, mode.may_give)]  # fmt: skip
     if asked["launch"]["kind"] != "local" or asked["launch"]["nnodes"] not in (1, "1"):
         problems.append(Problem("launch", f"mode={name} is no job, and runs on one node",
                                 "launch=local, or torchrun within a job of your own"))  # fmt: skip
@@ -143,18 +138,14 @@ def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
     return composed._replace(config=_merged(asked, frozen, given=given), problems=problems)
 
 
-def _is_below(key: str, sections: tuple[str, ...]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
 def _no_run(what: str) -> Problem:
     return Problem("run.dir", what, code=Exit.NO_VALID_CHECKPOINT)
 
 
-def _merged(asked: Plain, frozen: Plain, *, given: list[str]) -> Plain:
+def _merged(asked: dict[str, Any], frozen: dict[str, Any], *, given: list[str]) -> dict[str, Any]:
     """Take the run from `frozen`, without the options of training alone, which a strategy might refuse."""
     how = ["mode", "eval", "export", "parallel", "launch", "backend"]
-    how += [name for name in ("precision", "micro_batch_size") if any(_is_below(key, (name,)) for key in given)]
+    how += [name for name in ("precision", "micro_batch_size") if any(is_below(key, (name,)) for key in given)]
     workers = {"num_workers": asked["dataset"]["num_workers"]} if "dataset.num_workers" in given else {}
     off = {"compile": False, "activation_checkpointing": False, "sync_batchnorm": False}
     merged = {

@@ -11,17 +11,7 @@ from framework.runtime.problem import Problem
 
 _KEY = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 FOLDER_FLAGS = ("--config-dir", "--config-path", "--config-name")  # they combine with any other flag
-_FLAGS = (
-    *FOLDER_FLAGS,
-    "--help",
-    "--cfg",
-    "--resolve",
-    "--multirun",
-    "--hydra-help",
-    "--version",
-    "--info",
-    "--shell-completion",
-)
+_ALONE = ("--help", "--resolve", "--multirun", "--hydra-help", "--version")  # they have no value
 _SHORT = {"-h": "--help", "-c": "--cfg", "-m": "--multirun", "-sc": "--shell-completion",
           "-cd": "--config-dir", "-cp": "--config-path", "-cn": "--config-name"}  # fmt: skip
 _CHOICES = {
@@ -31,13 +21,13 @@ _CHOICES = {
         f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")
     ),
 }
+_FLAGS = (*FOLDER_FLAGS, *_ALONE, *_CHOICES)
 # Flags of Hydra that would change what a run is, and the replacement for each.
 _REFUSED = {
     **dict.fromkeys(("--package", "-p"), "--cfg job prints the whole"),
     **dict.fromkeys(("--run", "-r"), "a run is what there is without it"),
     **dict.fromkeys(("--experimental-rerun", "-er"), "the same command continues a run"),
 }
-_DEFAULTS = {"--info": "all"}
 _PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # keys of every optimizer, suggested beside STATIC_KEYS
 
 
@@ -57,10 +47,9 @@ def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple
             continue
         flag, _, value = argument.partition("=")
         flag = _SHORT.get(flag, flag)
-        has_value = flag in _CHOICES or flag not in _FLAGS or flag in FOLDER_FLAGS
-        if has_value and not value and waiting and _is_value(waiting[0], of=flag):
+        if flag not in _ALONE and not value and waiting and _is_value(waiting[0], of=flag):
             value = waiting.pop(0)
-        value = value or _DEFAULTS.get(flag, "")
+        value = value or ("all" if flag == "--info" else "")
         if flag not in _FLAGS:
             problems.append(_unknown_flag(flag, value))
         elif flag in FOLDER_FLAGS and not value:
@@ -70,17 +59,12 @@ def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple
         else:
             flags[flag] = value
     if "--multirun" in flags and is_launched:
-        problems.append(
-            Problem(
-                "-m",
-                "a sweep cannot run under torchrun or mpirun",
-                "python train.py -m ..., with launch.nproc_per_node for the processes of each run",
-            )
-        )
+        instead = "python train.py -m ..., with launch.nproc_per_node for the processes of each run"
+        problems.append(Problem("-m", "a sweep cannot run under torchrun or mpirun", instead))
     others = [flag for flag in flags if flag not in ("--multirun", *FOLDER_FLAGS)]
     if "--multirun" in flags and others:
-        other = others[0]
-        problems.append(Problem(other, "is about one run, and -m about several", "without -m; mode=plan -m lists the jobs"))
+        what = "is about one run, and -m about several"
+        problems.append(Problem(others[0], what, "without -m; mode=plan -m lists the jobs"))
     if "--resolve" in flags and "--cfg" not in flags:
         problems.append(Problem("--resolve", "resolves what --cfg prints, and there is none", "--cfg job --resolve"))
     return flags, overrides, problems

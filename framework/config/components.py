@@ -4,7 +4,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints, is_typeddict
@@ -17,11 +17,7 @@ Node = Mapping[str, Any]
 HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # keys of a node that are not arguments of its target
 
 # Arguments that the framework passes to a component of each group: the number of positional ones, the names of the others.
-GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
-    "parallel": (1, ("world", "forward", "bitwise")),
-    "optimizer": (1, ()),
-    "scheduler": (2, ()),
-}
+GIVEN = {"parallel": (1, ["world", "forward", "bitwise"]), "optimizer": (1, []), "scheduler": (2, [])}
 
 
 def locate(target: str) -> Callable[..., Any]:
@@ -100,19 +96,13 @@ def signature_of(target: str, *, group: str = "") -> Signature:
         parameters = _parameters(found)
     except (TypeError, ValueError):
         return Signature({}, takes_any=True)
-    num_given, named = GIVEN.get(group, (0, ()))
+    num_given, named = GIVEN.get(group, (0, []))
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if group == "scheduler" and by_place and by_place[0].name == "optimizer":
         num_given = 1  # a scheduler of torch takes the optimizer alone
-    hidden: Collection[str] = {p.name for p in by_place[:num_given]} | {
-        p.name for p in parameters if p.kind == p.POSITIONAL_ONLY
-    }
-    arguments = {
-        p.name: p
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in hidden and p.name not in named
-    }
-    return Signature(arguments, takes_any=any(p.kind == p.VAR_KEYWORD for p in parameters))
+    hidden = {*named, *(p.name for p in by_place[:num_given])}
+    settable = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in hidden]
+    return Signature({p.name: p for p in settable}, takes_any=any(p.kind == p.VAR_KEYWORD for p in parameters))
 
 
 def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -121,9 +111,8 @@ def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
         parameters = [*inspect.signature(found, eval_str=True).parameters.values()]
     except (NameError, AttributeError, SyntaxError):  # only a type checker can resolve an annotation
         parameters = [*inspect.signature(found).parameters.values()]
-    unpacked = (
-        get_args(parameters[-1].annotation) if parameters and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD else ()
-    )
+    has_options = bool(parameters) and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD
+    unpacked = get_args(parameters[-1].annotation) if has_options else ()
     if not unpacked or not is_typeddict(unpacked[0]):
         return parameters
     options = get_type_hints(unpacked[0], include_extras=True)

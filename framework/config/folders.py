@@ -1,7 +1,8 @@
-"""The folders that are searched for groups and options: the user's own before ours; and the folders of the user's modules."""
+"""The folders that are searched for groups and options: the user's, then the framework's; and the user's modules."""
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
 
 
 def own_folder() -> Path | None:
-    """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `conf` in the working directory, unless that is ours."""
+    """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `conf` here, unless it is the framework's."""
     named = variables().get("STEADFAST_CONF")
     folder = Path(named or "conf").resolve()
     return folder if folder.is_dir() and folder != CONF.resolve() else None
@@ -36,9 +37,8 @@ def folders() -> list[Path]:
 def groups(folder: Path | None = None) -> list[str]:
     """Return the names of the groups in one folder, or in all."""
     found = folders() if folder is None else [folder]
-    return sorted(
-        {path.name for conf in found for path in conf.iterdir() if path.is_dir() and path.name[0] not in "._"} - {"hydra"}
-    )
+    names = {path.name for conf in found for path in conf.iterdir() if path.is_dir()}
+    return sorted(name for name in names if name[0] not in "._" and name != "hydra")
 
 
 def own_groups() -> list[str]:
@@ -49,12 +49,8 @@ def own_groups() -> list[str]:
 
 def options(group: str) -> list[str]:
     """Return the names of a group's options; an option in a subfolder is `vision/tiny`."""
-    found = {
-        path.relative_to(conf / group).with_suffix("").as_posix()
-        for conf in folders()
-        for path in (conf / group).rglob("*.yaml")
-    }
-    return sorted(found)
+    found = [path.relative_to(conf / group) for conf in folders() for path in (conf / group).rglob("*.yaml")]
+    return sorted({path.with_suffix("").as_posix() for path in found})
 
 
 def option_file(group: str, option: str) -> Path:
@@ -66,6 +62,14 @@ def option_file(group: str, option: str) -> Path:
 def option_node(group: str, option: str) -> dict[str, Any]:
     """Return the content of an option's file, interpolations unresolved."""
     return yaml.safe_load(option_file(group, option).read_text()) or {}
+
+
+@cache  # every override of every job of a sweep asks
+def defaults_in(path: Path) -> dict[str, str]:
+    """Return the defaults of a primary configuration: the options by group. A whole configuration has the option ""."""
+    entries = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
+    chosen = [pair for entry in entries for pair in (entry.items() if isinstance(entry, dict) else [(entry, "")])]
+    return {str(group).split()[-1].lstrip("/"): str(option) for group, option in chosen}
 
 
 def project_folders() -> list[Path]:

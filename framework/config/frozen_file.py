@@ -14,7 +14,7 @@ from framework.runtime.files import write_atomically
 
 
 def digest_of(plain: Any) -> str:
-    """Return the SHA-256 of plain data, whatever the order of its keys."""
+    """Return the SHA-256 of plain data; the order of its keys does not matter."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
@@ -28,11 +28,9 @@ class FrozenConfig:
 
 def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml") -> FrozenConfig:
     """Write `config` with its hash to the file `name` of `directory`, atomically."""
-    digest = digest_of(config)
-    path = directory / name
-    text = yaml.safe_dump(config, sort_keys=False) + f"hash: {digest}\n"
-    write_atomically(path, text)
-    return FrozenConfig(path=path, digest=digest)
+    frozen = FrozenConfig(directory / name, digest_of(config))
+    write_atomically(frozen.path, yaml.safe_dump(config, sort_keys=False) + f"hash: {frozen.digest}\n")
+    return frozen
 
 
 def thaw(frozen: FrozenConfig) -> RunConfig:

@@ -3,7 +3,7 @@
 import platform
 from importlib import metadata
 
-from framework.config.folders import CONF, groups, option_file, option_node, options
+from framework.config.folders import CONF, defaults_in, groups, option_file, option_node, options
 
 _HEAD = """\
 Steadfast: a run is its configuration.
@@ -37,7 +37,7 @@ def help_text(overrides: list[str]) -> str:
     if chosen:
         return "\n\n".join(_option_help(group, option) for group, option in chosen)
     parts = [_HEAD, "Groups: choose with group=option (* is the default)\n"]
-    defaults = _defaults()
+    defaults = defaults_in(CONF / "config.yaml")
     for group in groups():
         if options(group):
             parts.append(f"  {group}")
@@ -55,8 +55,7 @@ def _option_help(group: str, option: str) -> str:
     is_global = text.startswith("# @package _global_")
     target = option_node(group, option).get("_target_")
     head = [f"{group}={option}  {_comment(group, option)}".rstrip(), *([f"  {target}"] if target else [])]
-    keys = _keys(text, *([] if is_global or group == "logger" else [group]))
-    return "\n".join([*head, *keys])
+    return "\n".join([*head, *_keys(text, *([] if is_global or group == "logger" else [group]))])
 
 
 def version_text() -> str:
@@ -74,12 +73,6 @@ def _comment(group: str, name: str) -> str:
     lines = option_file(group, name).read_text().splitlines()
     first = next((line for line in lines if not line.startswith("# @package")), "")
     return first.removeprefix("# ") if first.startswith("#") else ""
-
-
-def _defaults() -> dict[str, str]:
-    lines = (CONF / "config.yaml").read_text().partition("defaults:\n")[2].partition("\n\n")[0].splitlines()
-    pairs = [line.partition("#")[0].strip(" -").partition(": ") for line in lines]
-    return {group: option.strip() for group, _, option in pairs}
 
 
 def _keys(text: str, *sections: str) -> list[str]:

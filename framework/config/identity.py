@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def identity(config: dict[str, Any]) -> str:
 
     The file of `model.init_from` counts by its content, not by its path.
     """
-    kept = {key: value for key, value in flat(config).items() if not _is_execution(key)}
+    kept = {key: value for key, value in flat(config).items() if not is_below(key, EXECUTION)}
     kept |= {key: first_target(value) for key, value in kept.items() if key.endswith("._target_") and isinstance(value, str)}
     init_from = kept.pop("model.init_from", None)
     if init_from is not None:
@@ -47,8 +48,9 @@ def _content(path: str, *_: int) -> str:
     return checksum(Path(path))[1]
 
 
-def _is_execution(key: str) -> bool:
-    return any(key == prefix or key.startswith(prefix + ".") for prefix in EXECUTION)
+def is_below(key: str, sections: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of `sections`, or in one of them."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

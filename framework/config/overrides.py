@@ -1,9 +1,7 @@
 """The overrides of a command line: choices of options, values, and errors."""
 
-from functools import cache
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -12,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
 from framework.config.components import locate
-from framework.config.folders import CONF, config_name, folders, groups, options
+from framework.config.folders import CONF, config_name, defaults_in, folders, groups, options
 from framework.config.schema import COMPONENTS, RunConfig
 from framework.config.spelling import did_you_mean, option_meant
 from framework.runtime.problem import Problem, shown
@@ -55,38 +53,24 @@ def is_hydras(key: str) -> bool:
 
 
 def _chosen_by_default() -> set[str]:
-    """Return the groups for which the primary configuration has a default."""
-    found: set[str] = set()
-    for folder in folders():
-        path = folder / f"{config_name()}.yaml"
-        if path.is_file():
-            entries = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
-            chosen = {str(key).split()[-1].lstrip("/") for entry in entries if isinstance(entry, dict) for key in entry}
-            found |= chosen
-            if not {"config", "/config"} & {entry for entry in entries if isinstance(entry, str)}:
-                return found
-    return found | _ours()
-
-
-@cache
-def _ours() -> set[str]:
-    entries = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
-    return {str(key).split()[-1] for entry in entries if isinstance(entry, dict) for key in entry}
+    """Return the groups with a default in the primary configuration, or in the framework's, if the primary one includes it."""
+    paths = [folder / f"{config_name()}.yaml" for folder in folders()]
+    chosen = defaults_in(next((path for path in paths if path.is_file()), CONF / "config.yaml"))
+    return {*chosen, *(defaults_in(CONF / "config.yaml") if "config" in chosen else ())}
 
 
 _WHERE = "run.root and run.dir say where a run goes"
 # Hydra's own keys, and what to use instead; the first prefix that fits counts.
-_INSTEAD = (
+_INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
     ("hydra.run", "is Hydra's own and does nothing in a single run", _WHERE),
     ("hydra.sweep.", "is Hydra's own and does nothing here", _WHERE),
     ("hydra.job.chdir", "a run does not change its working directory", "run.dir is where a run's files go"),
     ("hydra.searchpath", "is not taken here", "--config-dir DIR or STEADFAST_CONF names your folder, which is searched first"),
-    ("hydra/job_logging", "does nothing here: a run logs to the console and to its train.log", "hydra.verbose=true for more"),
-    ("hydra/hydra_logging", "does nothing here: a run logs to the console and to its train.log", "hydra.verbose=true for more"),
+    (("hydra/job_logging", "hydra/hydra_logging"), "does nothing here: a run logs to the console and to its train.log",
+     "hydra.verbose=true for more"),
     ("hydra/launcher", "is about the jobs of a sweep", "add -m; a single run has launch=local or launch=slurm"),
-    ("hydra/sweeper", "is about the jobs of a sweep", "add -m"),
     ("hydra.launcher", "is about the jobs of a sweep", "add -m; a single run has launch.*"),
-    ("hydra.sweeper", "is about the jobs of a sweep", "add -m"),
+    (("hydra/sweeper", "hydra.sweeper"), "is about the jobs of a sweep", "add -m"),
     ("hydra", "is Hydra's own and does nothing in a single run", _WHERE),
 )  # fmt: skip
 _SWITCHED_OFF = {"scheduler": "scheduler=constant", "logger": "logger=none", "experiment": "experiment=null"}
@@ -102,8 +86,7 @@ def _refusal(override: Override, text: str) -> Problem | None:
     if override.type == OverrideType.DEL:
         return _deletion_refusal(key, text)
     if override.is_sweep_override():
-        expected = "add -m; a list is written [1,2], a text with a comma \"'a,b'\""
-        return Problem(key, "several values make a sweep", expected)
+        return Problem(key, "several values make a sweep", "add -m; a list is written [1,2], a text with a comma \"'a,b'\"")
     if override.package is not None or "/" in key:
         word = text.partition("=")[0].lstrip("+")
         close = did_you_mean(key.split("/")[0], groups())
@@ -147,6 +130,7 @@ def _class_meant(group: str, name: str) -> str:
 
 
 def apply(config: DictConfig, override: Override) -> list[Problem]:
+    """Apply an override to the configuration. Returns why that is not possible."""
     key, value = override.key_or_group, override.value()
     sections = key.split(".")
     if override.type == OverrideType.DEL:

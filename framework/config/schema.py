@@ -43,7 +43,7 @@ class EarlyStopping(Section):
 
 
 class Divergence(Section):
-    """`raise` ends the run. `skip` leaves the step out; `rollback` goes on from the `back`-th newest checkpoint, with the
+    """`raise` ends the run. `skip` leaves the step out; `rollback` continues from the `back`-th newest checkpoint, with the
     batches after the non-finite one: both at most `limit` times in a run.
 
     Source of the rollback: Chowdhery et al. 2022, "PaLM: scaling language modeling with Pathways", section 5.1.
@@ -137,13 +137,6 @@ class SlurmSection(Section):
     array_parallelism: Positive | None
 
 
-def _node_counts(nnodes: Any) -> range | None:
-    """Return the numbers of nodes that `launch.nnodes`, a number or MIN:MAX, allows; None if the value is invalid."""
-    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", str(nnodes))
-    counts = range(int(match[1]), int(match[2] or match[1]) + 1) if match is not None else range(0)
-    return counts or None
-
-
 class LaunchSection(Section):
     kind: Literal["local", "slurm"]
     nproc_per_node: Positive | None
@@ -154,14 +147,15 @@ class LaunchSection(Section):
     slurm: SlurmSection | None = None  # with launch=slurm
 
     def rules(self) -> Iterator[Problem]:
-        if _node_counts(self.nnodes) is None:
+        if not self.node_counts:
             expected = "a number of nodes, or MIN:MAX for a run that nodes may leave and join"
             yield Problem("nnodes", f"{shown(self.nnodes)} is not valid", expected)
 
     @property
     def node_counts(self) -> range:
-        """The allowed numbers of nodes."""
-        return _node_counts(self.nnodes) or range(1, 2)
+        """The allowed numbers of nodes: `nnodes` is a number or MIN:MAX. Empty if it is invalid."""
+        match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", str(self.nnodes))
+        return range(int(match[1]), int(match[2] or match[1]) + 1) if match is not None else range(0)
 
     @property
     def num_processes(self) -> int:

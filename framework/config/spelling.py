@@ -1,4 +1,4 @@
-"""The key or option that a misspelt word was probably meant to be."""
+"""The key or option that a misspelt word probably means."""
 
 import difflib
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def done_here(key: str) -> str:
 
 
 def option_meant(word: str, group: str, choices: Sequence[str]) -> str:
-    """Return `did you mean OPTION?` for a word that is no option of the group; empty if nothing is near."""
+    """Return `did you mean OPTION?` for a word that is not an option of the group; empty if nothing is near."""
     for (of, option), names in _OPTIONS_ALSO_CALLED.items():
         if of == group and word.lower() in names.split():
             return f"did you mean {option}?"
@@ -89,7 +89,7 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str | None:
-    """Return the one of `choices` that `word` was probably meant to be."""
+    """Return the choice that `word` probably means."""
     word = word.lower().replace("-", "_")
     section, _, last = word.rpartition(".")
     lasts = [choice.rpartition(".")[2] for choice in choices]

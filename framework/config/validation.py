@@ -24,30 +24,20 @@ def validate(config: Mapping[str, Any], *, known: list[str]) -> tuple[dict[str, 
     `known` are the keys that may be suggested for an unknown key.
     """
     valid: dict[str, Any] = {}
-    problems = [
-        problem
-        for name in config.keys() - RunConfig.model_fields.keys()
-        for problem in _unknown(name, config[name], known=known)
-    ]
+    unknown = config.keys() - RunConfig.model_fields.keys()
+    problems = [problem for name in unknown for problem in _unknown(name, config[name], known=known)]
     for name, annotation in _types_of(RunConfig).items():
         if name not in config:
             if RunConfig.model_fields[name].is_required():
                 problems.append(Problem(name, "is missing", described(annotation, key=name)))
             continue
         section = section_of(annotation)
-        found = (
-            _section_problems(section, config[name], name, known) if section else value_problems(annotation, config[name], name)
-        )
+        value = config[name]
+        found = section_problems(section, value, name, known) if section else value_problems(annotation, value, name)
         problems += found
         if not found:
-            valid[name] = section.model_validate(config[name]) if section else config[name]
+            valid[name] = section.model_validate(value) if section else value
     return valid, problems
-
-
-def settings_problems(section: type[Section], values: dict[str, Any], *, prefix: str) -> list[Problem]:
-    """Return every unknown key, wrong type and value out of its range in a sweep's settings."""
-    known = [prefix + name for name in section.model_fields]
-    return _section_problems(section, values, prefix.rstrip("."), known)
 
 
 @functools.cache
@@ -74,11 +64,13 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
     known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own))]
     for name, value in values.items():
         argument = signature.arguments.get(name)
+        # the data give null in a model, and `${data:...}` everywhere
+        is_from_data = (value is None and key.split(".")[0] == "model") or str(value).startswith("${data:")
         if argument is None and not signature.takes_any:
             problems += _unknown(f"{key}.{name}", value, known=known)
         elif _is_node(value):
             problems += component_problems(f"{key}.{name}", value, known=known)
-        elif argument is not None and not _from_data(value, key) and _is_plain(argument.annotation):
+        elif argument is not None and not is_from_data and _is_plain(argument.annotation):
             is_default = type(value) is type(argument.default) and value == argument.default
             problems += [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
     missing = [name for name in signature.required if name not in values and not node.get("_partial_")]
@@ -87,11 +79,6 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, dict) and "_target_" in value
-
-
-def _from_data(value: Any, key: str) -> bool:
-    """Return whether the data give the value: null in a model, and `${data:...}` everywhere."""
-    return (value is None and key.split(".")[0] == "model") or (isinstance(value, str) and value.startswith("${data:"))
 
 
 _PLAIN = (int, float, bool, str, list, dict, type(None))
@@ -115,7 +102,7 @@ def value_problems(annotation: Any, value: Any, key: str) -> list[Problem]:
     except ValidationError as error:
         return [_said(error.errors()[0], annotation, value, key)]  # a union reports each of its members: the first will do
     except PydanticSchemaGenerationError:  # a class of the user's
-        return []
+        pass
     return []
 
 
@@ -124,7 +111,8 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
     return TypeAdapter(annotation, config=_STRICT)
 
 
-def _section_problems(section: type[Section], values: Any, key: str, known: list[str]) -> list[Problem]:
+def section_problems(section: type[Section], values: Any, key: str, known: list[str]) -> list[Problem]:
+    """Return every unknown key, wrong type and value out of its range in a section, whose own key is `key`."""
     for name, value in values.items() if isinstance(values, dict) else ():
         annotation = _types_of(section).get(name)
         is_optional = type(None) in get_args(annotation) and section_of(annotation) is not None  # only some options have it
@@ -166,7 +154,6 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
-    """Return pydantic's error about a value as a problem."""
     for bound, words in _BOUNDS.items():
         if bound in item.get("ctx", {}):
             limit = item["ctx"][bound]
@@ -174,9 +161,9 @@ def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
             return Problem(key, f"{shown(value)} is out of range", text)
     if item["type"] == "finite_number":
         return Problem(key, f"{shown(value)} is out of range", "a finite number")
-    expected = described(annotation, key=key)
     close = meant(value, annotation, key=key)
-    return Problem(key, f"{shown(value)} is not valid", expected + (f"; did you mean {close}?" if close else ""))
+    expected = described(annotation, key=key) + (f"; did you mean {close}?" if close else "")
+    return Problem(key, f"{shown(value)} is not valid", expected)
 
 
 def _unknown(key: str, value: Any, *, known: list[str]) -> list[Problem]:

@@ -19,7 +19,7 @@ from framework.distributed.hang.board import Board
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.mpi import start as mpi
 from framework.distributed.mpi.group import backend_name as mpi_backend
-from framework.runtime.environment import Environment, set_default
+from framework.runtime.environment import Environment, variables
 from framework.runtime.torch_internals import num_operations
 
 
@@ -75,7 +75,7 @@ class World:
         groups, control = Groups(default_backend, rank=rank, world_size=world_size, timeout=timeout), None
         if world_size > 1:
             if world_size == place.local_world_size:
-                set_default("GLOO_SOCKET_IFNAME", "lo")  # nobody else needs to reach us
+                variables().setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else needs to reach us
             # MPI's ranks know each other, and torch asks for a store only to have one
             groups.join(dist.HashStore() if uses_mpi else attempt_store(environment, scratch=scratch, timeout=timeout))
             control = dist.new_group(backend=control_backend, timeout=timeout)

@@ -45,7 +45,7 @@ def record_failure(error: Exception, *, environment: Environment, scratch: Path 
 
 
 def recorded_failures(scratch: Path, *, attempt: int) -> list[Failure]:
-    """Return the failures that the workers of an attempt have recorded, the first first; those that lost a peer last."""
+    """Return the failures that the workers of an attempt have recorded, the first first; failures that lost a peer are last."""
     found = [Failure(**json.loads(path.read_text())) for path in scratch.glob(f"failure_{attempt}_*.json")]
     return sorted(found, key=lambda failure: (failure.lost_peer, failure.time))
 

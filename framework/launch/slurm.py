@@ -37,7 +37,7 @@ NODE = "import sys; sys.path[0] = sys.argv[1]; from framework.launch.slurm impor
 def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -> list[int]:
     """Submit runs that ask for the same as one job, an array if they are several, skipping runs with a job in the queue.
 
-    Returns each run's exit code at once, since a job may wait for days. `folder` must be theirs alone: the job's output, and
+    Returns each run's exit code at once, since a job may wait for days. `folder` must hold nothing else: the job's output, and
     the code with launch.slurm.snapshot, go there. `name` is the job's; None = the run's.
     """
     codes = {config.run.dir: int(Exit.FINISHED) for config in configs}
@@ -158,7 +158,6 @@ _LARGEST_FILE = 1 << 20  # bytes; larger files in a package are data, which the 
 
 
 def _not_code(folder: str, names: list[str]) -> list[str]:
-    """Return what of a folder is not copied."""
     paths = [Path(folder, name) for name in names]
     return [path.name for path in paths if path.name.startswith((".", "__pycache__")) or
             not (path.is_dir() or (path.is_file() and path.stat().st_size <= _LARGEST_FILE))]  # fmt: skip
@@ -189,7 +188,7 @@ def _requeue(job: str, directory: RunDirectory) -> None:
         if facts["JobState"] == "RUNNING" and (PREEMPTION.signum == signal.SIGUSR1 or is_preempted):
             directory.record_end(status="queued")
             LOGGER.info("job %s requeues itself", job)
-            slurm.requeue(job)
+            slurm.ask("scontrol", "requeue", job)  # it then ends its processes, maybe including this one
     except SlurmFailed as error:
         directory.record_end(status="preempted")
         LOGGER.error("job %s is not requeued (%s); the same command submits it again", job, error)

@@ -30,7 +30,7 @@ from framework.launch.failures import Failure, cause, record_failure, recorded_f
 from framework.launch.scratch import common_folder, new_folder
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
-from framework.runtime.environment import Environment, set_default
+from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, die_with_parent
@@ -92,7 +92,7 @@ def _watched(
 ) -> Iterator[Board | None]:
     """Yield the board of this node's ranks. If an error inside is part of a hang, end this process.
 
-    At once, since nothing later could end it: the destructors of gloo's groups wait for whatever is still under way.
+    At once, since nothing later could end it: the destructors of gloo's groups wait for the operations in progress.
     """
     if environment.world_size == 1:
         yield None
@@ -132,17 +132,17 @@ def _watched(
 
 
 def prepare(*targets: str) -> None:
-    """Prepare this process for forking workers from it: import what they need, and silence what we report ourselves.
+    """Prepare this process for forking workers from it: import what they need, and silence what the framework reports itself.
 
     `targets` are dotted paths of what the workers will import.
     """
     for target in targets:
         locate(target)
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we report, in three lines
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # the framework reports it in three lines
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", message=".*fork.*multi-threaded", category=DeprecationWarning)
     # the other signals are ours: workers stop at a step boundary (framework.runtime.preemption)
-    set_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
+    variables().setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
 
 
 class Agent(ElasticAgent):
@@ -195,16 +195,16 @@ class Agent(ElasticAgent):
 
 
 def _work_in_child(work: Callable[..., int], *arguments: Any) -> int:
-    """Be a worker: end with the process that has started this one, and leave messages to the user to that process."""
+    """Be a worker: end with the parent process, which prints the messages to the user."""
     die_with_parent()
-    tempfile.tempdir = None  # not the launcher's
+    tempfile.tempdir = None  # the launcher's folder is not for this process
     PREEMPTION.watch()  # a spawned process has not inherited it
     PREEMPTION.speaks = False
     return work(*arguments)
 
 
 class StaticRendezvous(StaticTCPRendezvous):
-    """The rendezvous of nodes that know their places: nothing to agree on, and so no port to listen on."""
+    """The rendezvous of nodes that know their places: they have nothing to agree on, and need no port."""
 
     use_agent_store = False  # the workers have a store of their own
 

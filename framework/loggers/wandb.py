@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from framework.checkpoint.manifest import candidates, step_of
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import Row, read_rows, scalars
-from framework.runtime.environment import set_default, variables
+from framework.runtime.environment import variables
 from framework.runtime.log import LOGGER
 
 
@@ -28,7 +28,7 @@ class Wandb:
     timeout_s: float
 
     def open(self, run: RunInfo) -> None:
-        set_default("WANDB_ERROR_REPORTING", "false")  # it would send errors, with their contents, to its makers
+        variables().setdefault("WANDB_ERROR_REPORTING", "false")  # it would send errors, with their contents, to its makers
         import wandb
 
         mode = _MODES.get(variables().get("WANDB_MODE") if self.mode == "auto" else self.mode)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from framework.build.training import Builder
@@ -88,7 +89,7 @@ def _made(name: str, model: LoadedModel, *, samples: Tree, build: Builder) -> tu
     try:
         content, run = {"pt2": _pt2, "onnx": _onnx}[name](model.module, samples)
         difference, allowed = _compare(run, model.module, samples)
-    except Exception as error:  # the model is anybody's: tracing it can raise any error
+    except Exception as error:  # tracing a model of the user's can raise any error
         text = " ".join(str(error).split())[:300]
         raise Unfit(f"export.formats: {name}: {type(model.module).__name__} cannot be exported "
                     f"({type(error).__name__}: {text})") from error  # fmt: skip
@@ -99,8 +100,6 @@ def _made(name: str, model: LoadedModel, *, samples: Tree, build: Builder) -> tu
 
 
 def _safetensors(model: LoadedModel, build: Builder) -> bytes:
-    from safetensors.torch import save
-
     facts = {"run_id": build.config.run.id, "config_hash": digest_of(recall(build.directory.path)), "step": str(model.step)}
     return save(full_weights(model.module, world=build.world), metadata={"format": "pt"} | facts)
 
@@ -122,7 +121,7 @@ def _onnx(module: nn.Module, samples: Tree) -> tuple[bytes, Run]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporter uses what torch has deprecated
         program = torch.onnx.export(_traced(module, samples), dynamo=True, verbose=False)
-    assert program is not None  # as it was given no file
+    assert program is not None  # because no file was given
     content = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [node.name for node in session.get_inputs()]
@@ -157,5 +156,5 @@ def _compare(run: Run, module: nn.Module, samples: Tree) -> tuple[float, float]:
 
 def _tensors(tree: Tree) -> list[Tensor]:
     found: list[Tensor] = []
-    map_tensors(found.append, tree)  # type: ignore[arg-type]  # for what it does, not for what it returns
+    map_tensors(found.append, tree)  # type: ignore[arg-type]  # only its calls count, not its result
     return found

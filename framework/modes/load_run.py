@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import load_evaluated
@@ -64,9 +66,6 @@ def _verified(path: Path | None, build: Builder) -> Path:
 
 def _load(path: Path, module: nn.Module) -> str:
     """Return why a verified checkpoint could not be loaded, or an empty string."""
-    from safetensors import SafetensorError
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         load_evaluated(path, module=module)
     except ValueError as error:

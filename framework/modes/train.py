@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from framework.build.training import Builder
@@ -45,7 +47,7 @@ def train(build: Builder) -> Exit:
                 LOGGER.info("finished: %s, %s and %s are in %s", directory.weights.name, directory.metrics.name,
                             directory.curves.name, directory.path)  # fmt: skip
         elif world.rank == 0:
-            assert trainer.saver.last is not None  # it stops with a checkpoint, or relies on one
+            assert trainer.saver.last is not None  # a stop saves a checkpoint, or relies on the last one
             LOGGER.info("stopped after step %d; the same command continues from step %d, of which there is a checkpoint",
                         trainer.progress.step, trainer.saver.last.step)  # fmt: skip
         _close_record(trainer, "finished" if is_finished else "preempted")
@@ -124,7 +126,7 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
         fault = str(error)
     if fault := world.agreement.from_rank_0(fault):
         raise NoValidCheckpoint(f"{path}: {fault}")
-    # the other run's tracker follows from its own settings, and its clock and its end are its own
+    # the other run tracked by its own settings, and its clock and its end do not count here
     step = found[1]["progress"]["step"]
     tracker = build.tracker()
     for row in read_rows(rows, until=step) if world.rank == 0 and rows.exists() else []:
@@ -220,9 +222,6 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
 
 
 def _write_weights(weights: dict[str, Tensor], directory: RunDirectory) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     with replacing(directory.weights) as beside:
         try:
             save_file(weights, beside, metadata={"format": "pt"})  # one key: with more, their order varies

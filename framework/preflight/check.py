@@ -10,10 +10,9 @@ from framework.config.modes import MODES
 from framework.config.schema import COMPONENTS, Node, RunConfig, Section
 from framework.config.validation import component_problems, validate
 from framework.data.source import Dataset
-from framework.preflight.metric_names import metric_names
 from framework.preflight.place import place_problems, writing_problems
 from framework.preflight.processes import backend_problems, with_processes
-from framework.preflight.rules import broken_rules, monitor_problems
+from framework.preflight.rules import broken_rules, metric_names, monitor_problems
 from framework.runs.directory import RunDirectory
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
@@ -30,7 +29,7 @@ class Checked(NamedTuple):
 def check(composed: Composed, *, world_size: int | None) -> Checked:
     """Complete a configuration from the data and the machine, and return it with every problem.
 
-    `world_size` is the launcher's, None if the choice is ours. Our own sections are validated first. Components, and torch
+    `world_size` is the launcher's; None: this process chooses it. Our own sections are validated first. Components, and torch
     with them, are imported only if those sections are valid or the command line sets a component's key: a mistake in
     them is reported at once.
     """
@@ -39,9 +38,10 @@ def check(composed: Composed, *, world_size: int | None) -> Checked:
     keys = [key.split(".") for key in composed.given]
     imports = not problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, "logger") for parts in keys)
     imports &= not _has_run(valid)
-    problems += _check_data(valid, known=composed.known) if imports else _check_dataset(valid)
     if imports:
-        problems += _check_components(valid, known=composed.known)
+        problems += _check_data(valid, known=composed.known) + _check_components(valid, known=composed.known)
+    else:
+        problems += _dataset(valid.get("dataset", {}))[1]
     problems = _check_secrets(composed.config, problems)
     is_wrong = {problem.key.split(".")[0] for problem in problems}
     if {"launch", "parallel", "backend"} <= valid.keys() and "parallel" not in is_wrong:
@@ -87,17 +87,13 @@ def _check_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Prob
 # --- components
 
 
-def _check_dataset(valid: dict[str, Any]) -> list[Problem]:
-    """Check the dataset alone, which imports no torch."""
-    dataset = _dataset(valid.get("dataset", {}))
-    return [] if isinstance(dataset, Problem) else [Problem.of_line(line) for line in dataset.problems()]
-
-
-def _dataset(node: Node) -> Dataset | Problem:
+def _dataset(node: Node) -> tuple[Dataset | None, list[Problem]]:
+    """Return the dataset, if it can be built, and its problems. This imports no torch."""
     try:
-        return components.dataset(node)
+        dataset = components.dataset(node)
     except Exception as error:  # the constructor refuses the arguments
-        return Problem.of_error("dataset", error)
+        return None, [Problem.of_error("dataset", error)]
+    return dataset, [Problem.of_line(line) for line in dataset.problems()]
 
 
 def _check_data(valid: dict[str, Any], *, known: list[str]) -> list[Problem]:
@@ -106,10 +102,9 @@ def _check_data(valid: dict[str, Any], *, known: list[str]) -> list[Problem]:
         return []
     if problems := component_problems("dataset", valid["dataset"], known=known):
         return problems
-    dataset = _dataset(valid["dataset"])
-    if isinstance(dataset, Problem):
-        return [dataset]
-    problems = [Problem.of_line(line) for line in dataset.problems()]
+    dataset, problems = _dataset(valid["dataset"])
+    if dataset is None:
+        return problems
     info = dict(dataset.info)
     for group in valid.keys() & {*COMPONENTS} - {"dataset"}:
         valid[group], unknown = components.with_facts(valid[group], info, key=group)
@@ -146,7 +141,6 @@ def _check_components(valid: dict[str, Any], *, known: list[str]) -> list[Proble
 
 
 def _logger_problems(name: str, node: Any, *, known: list[str]) -> list[Problem]:
-    """Check one of the loggers."""
     if not isinstance(node, dict):
         return [Problem(f"logger.{name}", f"{shown(node)} is not valid", f"keys, as logger={name} has them")]
     if "_target_" not in node:
@@ -160,8 +154,6 @@ def _logger_problems(name: str, node: Any, *, known: list[str]) -> list[Problem]
 def _check_monitors(valid: dict[str, Any]) -> list[Problem]:
     if not {"task", "trainer", "checkpoint"} <= valid.keys():
         return []
-    monitors = {
-        "checkpoint.monitor": valid["checkpoint"].monitor,
-        "trainer.early_stopping.monitor": valid["trainer"].early_stopping.monitor,
-    }
+    stopping = valid["trainer"].early_stopping
+    monitors = {"checkpoint.monitor": valid["checkpoint"].monitor, "trainer.early_stopping.monitor": stopping.monitor}
     return monitor_problems(monitors, metric_names(valid["task"]))

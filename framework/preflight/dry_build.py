@@ -35,8 +35,8 @@ def dry_build(config: RunConfig) -> list[Problem]:
         return [Problem("model", f"{config.model['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
     if MODES[config.mode].about == "existing run":
         switch_off_dropout(model)
-    if problems := _check_init(model, config.model.get("init_from")):
-        return problems
+    if (path := config.model.get("init_from")) and not (fit := Fit.of(read_header(Path(path)), model)).fitting:
+        return [Problem("model.init_from", f"nothing in {path} fits this model", "; ".join(fit.faults))]
     try:
         freeze_parameters(model, config.trainer.freeze)
     except ValueError as error:
@@ -59,14 +59,6 @@ def dry_build(config: RunConfig) -> list[Problem]:
     )
 
 
-def _check_init(model: nn.Module, init_from: str | None) -> list[Problem]:
-    """Refuse `model.init_from` if none of the file's tensors fits."""
-    fit = Fit.of(read_header(Path(init_from)), model) if init_from else None
-    if fit is None or fit.fitting:
-        return []
-    return [Problem("model.init_from", f"nothing in {init_from} fits this model", "; ".join(fit.faults))]
-
-
 def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list[Problem]:
     """Refuse an optimizer that cannot be built or stepped, or whose state a checkpoint cannot hold."""
     trained = trainable(model, hidden=hidden_matrices(model))
@@ -74,8 +66,9 @@ def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list
         require_matches(optimizer.get("groups") or [], [item.name for item in trained])
         build = components.optimizer_builder(optimizer)
         built = build(trained)
-        if problem := _step_problem(build(stand_in(torch.device("cpu")))):
-            return [problem]
+        if fault := _step_fault(build(stand_in(torch.device("cpu")))):
+            expected = "an optimizer that keeps tensors for each parameter, as those of torch.optim do"
+            return [Problem("optimizer", f"{type(built).__name__} {fault}", expected)]
     except Exception as error:  # an optimizer of the user's may raise anything
         return [Problem.of_error("optimizer", error)]
     try:
@@ -86,31 +79,25 @@ def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list
     return []
 
 
-def _step_problem(optimizer: torch.optim.Optimizer) -> Problem | None:
-    """Take a step with one number, and return the problem if a checkpoint would lose some of the state."""
-    other = "an optimizer that keeps tensors for each parameter, as those of torch.optim do"
-    name = type(optimizer).__name__
+def _step_fault(optimizer: torch.optim.Optimizer) -> str:
+    """Take a step with one number. Returns what a checkpoint would lose of the optimizer's state, or an empty text."""
     parameters = inspect.signature(type(optimizer).step).parameters
     if "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty:
-        return Problem("optimizer", f"{name} takes steps by a closure, but a step here has one backward pass", other)
+        return "takes steps by a closure, but a step here has one backward pass"
     before = [{key: copy.copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for group, values in zip(optimizer.param_groups, before):
-        changed = [key for key, value in values.items() if not isinstance(value, Tensor) and group[key] != value]
-        if changed:
-            return Problem(
-                "optimizer", f"{name} counts in its parameter groups ({changed[0]}), which no checkpoint holds", other
-            )
+        for key, value in values.items():
+            if not isinstance(value, Tensor) and group[key] != value:
+                return f"counts in its parameter groups ({key}), which no checkpoint holds"
     for state in optimizer.state.values():
-        odd = [key for key, value in state.items() if value is not None and not isinstance(value, Tensor)]
-        if odd:
-            return Problem(
-                "optimizer", f"{name} keeps {odd[0]} as a {type(state[odd[0]]).__name__}, which no checkpoint holds", other
-            )
-    return None
+        for key, value in state.items():
+            if value is not None and not isinstance(value, Tensor):
+                return f"keeps {key} as a {type(value).__name__}, which no checkpoint holds"
+    return ""
 
 
 def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precision: str, invariance: str) -> Demands:

@@ -16,7 +16,11 @@ def place_problems(run: RunSection) -> list[Problem]:
     directory = RunDirectory(Path(run.dir))
     if problems := writing_problems(directory.path) or _check_contents(directory):
         return problems
-    return _check_identity(run.id, directory) + _check_resume(run.resume, directory)
+    there = frozen_run_id(directory.path)
+    if there not in (None, run.id):
+        what = f"{directory.path} holds another run ({there}, this is {run.id})"
+        problems = [Problem("run.dir", what, "another directory, or that run's own command")]
+    return problems + _check_resume(run.resume, directory)
 
 
 def writing_problems(path: Path) -> list[Problem]:
@@ -40,19 +44,10 @@ def _check_contents(directory: RunDirectory) -> list[Problem]:
     if odd := directory.odd_files():
         what = f"{directory.path / odd[0]} is not a plain file"
         return [Problem("run.dir", what, "a run writes to none that is a link or a pipe")]
-    strangers = directory.strangers()
-    if not strangers:
-        return []
-    what = f"{directory.path} is not a run's: it holds {shown(strangers[0])}"
-    return [Problem("run.dir", what, "a directory of its own, which the run makes")]
-
-
-def _check_identity(run_id: str, directory: RunDirectory) -> list[Problem]:
-    there = frozen_run_id(directory.path)
-    if there is None or there == run_id:
-        return []
-    what = f"{directory.path} holds another run ({there}, this is {run_id})"
-    return [Problem("run.dir", what, "another directory, or that run's own command")]
+    if strangers := directory.strangers():
+        what = f"{directory.path} is not a run's: it holds {shown(strangers[0])}"
+        return [Problem("run.dir", what, "a directory of its own, which the run makes")]
+    return []
 
 
 def _check_resume(resume: str, directory: RunDirectory) -> list[Problem]:

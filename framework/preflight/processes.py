@@ -1,6 +1,7 @@
 """Checks of processes, devices and backend: the configuration's demands against the machine."""
 
 import importlib.util
+import math
 import runpy
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ def with_processes(
 ) -> tuple[LaunchSection, list[Problem]]:
     """Return the section with the number of processes filled in, and the problems with the mesh or the machine.
 
-    `world_size` is the launcher's, None if the choice is ours.
+    `world_size` is the launcher's; None: this process chooses it.
     """
     asked, problems = launch.nproc_per_node, []
     if world_size is not None:
@@ -29,8 +30,9 @@ def with_processes(
         if asked is not None and asked > world_size:
             problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
     else:
-        if asked is None:
-            launch = launch.model_copy(update={"nproc_per_node": _default_processes(launch, parallel)})
+        if asked is None:  # a process for each of a node's CUDA devices; one on a CPU, or if the strategy has no mesh
+            fitting = _devices_of_node(launch) // _devices_of_each(parallel) if axes_of(parallel) else 1
+            launch = launch.model_copy(update={"nproc_per_node": max(1, fitting)})
         source, start = f"launch.nproc_per_node gives {launch.num_processes}", "launch.nproc_per_node={}"
     axes = axes_of(parallel)
     if any(not isinstance(size, (int, type(None))) for size in axes.values()):
@@ -69,9 +71,7 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
         return [Problem("parallel", what, f"try {start.format(1)}, or parallel=ddp, parallel=fsdp")]
     if not axes:
         return []
-    product = 1
-    for size in axes.values():
-        product *= size or 1
+    product = math.prod(size or 1 for size in axes.values())
     open_axes = [name for name, size in axes.items() if size is None]
     if len(open_axes) > 1:
         return [Problem(f"parallel.{open_axes[-1]}", "null, as is another axis", "at most one of them")]
@@ -86,16 +86,9 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
     return []
 
 
-def _default_processes(launch: LaunchSection, parallel: Node) -> int:
-    """Return the number of processes for a node's CUDA devices; 1 on a CPU, or if the strategy has no mesh axes."""
-    return max(1, _devices_of_node(launch) // _devices_of_each(parallel)) if axes_of(parallel) else 1
-
-
 def _devices_of_node(launch: LaunchSection) -> int:
-    """Return the number of CUDA devices of a node: this machine's, or those that the job asks for."""
-    if launch.slurm is None:
-        return _cuda_devices()
-    return launch.slurm.gpus_per_node or 0
+    """Return the number of CUDA devices of a node: this machine's, or the number that the job asks for."""
+    return _cuda_devices() if launch.slurm is None else launch.slurm.gpus_per_node or 0
 
 
 def _devices_of_each(parallel: Node) -> int:
@@ -116,10 +109,8 @@ def _cuda_devices() -> int:
 def _device_problems(launch: LaunchSection, parallel: Node, *, backend: str) -> list[Problem]:
     """Refuse more processes or devices than the machine's CUDA devices. A machine without any runs them on the CPU."""
     num_processes, each = launch.num_processes, _devices_of_each(parallel)
-    if backend not in ("auto", "nccl") or not (there := _devices_of_node(launch)):
-        return []
-    num_devices = num_processes * each
-    if num_devices <= there:
+    num_devices, there = num_processes * each, _devices_of_node(launch) if backend in ("auto", "nccl") else 0
+    if not there or num_devices <= there:
         return []
     what = f"{num_processes} x parallel.num_devices={each} = {num_devices}" if each > 1 else f"{num_processes}"
     remedy = f"at most {there // each}, or backend=gloo for the CPU" if each <= there else f"at most {there} of each"

@@ -1,13 +1,16 @@
-"""Rules between sections. A rule's parameters name the sections that it needs; it runs if all of them are valid."""
+"""Rules between sections (a rule's parameters name the sections that must be valid), and the metrics that can be monitored."""
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.plain import Invalid
 from framework.checkpoint.tensors import read_header
+from framework.config.components import locate
 from framework.config.schema import BackendSection, CheckpointSection, Node, RunSection, TrainerSection
 from framework.config.spelling import did_you_mean
 from framework.runtime.problem import Problem, shown
@@ -106,3 +109,32 @@ def monitor_problems(monitors: Mapping[str, str], metrics: list[str] | None) -> 
         expected = "one of " + ", ".join(choices) + (f"; {close}" if close else "")
         problems.append(Problem(key, f"{monitor!r} is not valid", expected))
     return problems
+
+
+def metric_names(task: Node) -> list[str] | None:
+    """Return the names that a task's `metrics` and `derived` return; None if the source does not list them plainly."""
+    try:
+        found = locate(str(task.get("_target_")))
+    except ValueError:
+        return None
+    if not hasattr(found, "metrics"):
+        return None
+    names: list[str] = []
+    for method in (getattr(found, name) for name in ("metrics", "derived") if hasattr(found, name)):
+        if (returned := _returned(method)) is None:
+            return None
+        names += returned
+    return list(dict.fromkeys(names)) or None
+
+
+def _returned(method: Callable[..., Any]) -> list[str] | None:
+    """Return the keys of the dictionaries that a method returns, if they are literals."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    keys = [key for value in values if isinstance(value, ast.Dict) for key in value.keys]
+    names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+    is_plain = all(isinstance(value, ast.Dict) for value in values) and len(names) == len(keys)
+    return names if is_plain else None

@@ -42,7 +42,7 @@ def job_options(launch: LaunchSection, *, job_name: str) -> dict[str, Any]:
         # to the tasks, not to the batch script
         "signal": f"USR1@{asked.signal_s}",
         "requeue" if asked.requeue else "no-requeue": True,
-        "no-kill": len(counts) > 1,  # the remaining nodes go on
+        "no-kill": len(counts) > 1,  # the remaining nodes continue
     }
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
@@ -83,21 +83,19 @@ class _NodeKind:
     num_gpus: int
     limit_min: float
 
-    @classmethod
-    def of(cls, partition: str, nodes: str, cpus: str, memory: str, gres: str, limit: str) -> "_NodeKind":
-        """Parse the columns of a line of sinfo."""
-        gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
-        name = partition.rstrip("*")
-        return cls(name, name != partition, int(nodes), int(cpus), int(memory), gpus, _minutes(limit))
-
 
 def _node_kinds() -> list[_NodeKind]:
-    lines = slurm.ask("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%l").splitlines()
-    return [_NodeKind.of(*line.split("|")) for line in lines]
+    kinds = []
+    for line in slurm.ask("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%l").splitlines():
+        partition, nodes, cpus, memory, gres, limit = line.split("|")
+        gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
+        name = partition.rstrip("*")
+        kinds.append(_NodeKind(name, name != partition, int(nodes), int(cpus), int(memory), gpus, _minutes(limit)))
+    return kinds
 
 
 def _minutes(limit: str) -> float:
-    """Return the minutes of DAYS-HOURS:MINUTES:SECONDS, of which leading parts may be missing; infinity for a word."""
+    """Return the minutes of DAYS-HOURS:MINUTES:SECONDS, whose leading parts may be missing; infinity for a word."""
     days, _, rest = limit.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in parts):
@@ -115,9 +113,7 @@ def _memory_mb(asked: SlurmSection) -> int:
 
 
 def _check_partition(launch: LaunchSection, kinds: list[_NodeKind]) -> list[Problem]:
-    """Compare the job's demands with the nodes of its partition."""
-    asked = slurm_section(launch)
-    there = list(dict.fromkeys(kind.partition for kind in kinds))
+    asked, there = slurm_section(launch), list(dict.fromkeys(kind.partition for kind in kinds))
     chosen = asked.partition.split(",") if asked.partition else [kind.partition for kind in kinds if kind.is_default]
     if not chosen:
         return [Problem("launch.slurm.partition", "null, but there is no default", "one of " + ", ".join(there))]
@@ -180,7 +176,7 @@ def _check_visible(place: Path, options: dict[str, Any]) -> list[Problem]:
         try:
             answer = slurm.ask("srun", "--immediate=5", "--nodes=1", "--ntasks=1", "--time=1", "--mpi=none", "--chdir=/",
                           *flags, "sh", "-c", test, file.name)  # fmt: skip
-        except SlurmFailed:  # no node is free; the job itself checks first thing
+        except SlurmFailed:  # no node is free; the job itself checks at its start
             answer = ""
     return [problem] if "unseen" in answer or ("seen" not in answer and _file_system(nearest) in _MEMORY) else []
 

@@ -1,11 +1,9 @@
 """`curves.png`: a run's loss and metrics over its steps, drawn from metrics.jsonl."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from framework.runs.metrics_file import MACHINE, Row, is_maximised, read_rows
+from framework.runs.metrics_file import MACHINE, is_maximised, read_rows
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
 NOT_CURVES = ("step", "split", "epoch", "lr", "grad_norm", *MACHINE)
@@ -30,24 +28,18 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
     for number, name in enumerate(names, 1):
         axes = figure.add_subplot(down, across, number)
         for split, color in _SPLITS.items():
-            shown = [row for row in rows if row["split"] == split and row.get(name) is not None]
-            pick_best = max if is_maximised(f"{split}/{name}", monitor=monitor, mode=mode) else min
-            _draw_split(axes, shown, name, split, color, pick_best)
+            points = [(row["step"], row[name]) for row in rows if row["split"] == split and row.get(name) is not None]
+            if not points:
+                continue
+            marker = "o" if len(points) < 30 else None
+            axes.plot(*zip(*points), color=color, label=split, marker=marker, markersize=3, linewidth=1.2)
+            if split == "val":
+                choose = max if is_maximised(f"val/{name}", monitor=monitor, mode=mode) else min
+                step, value = choose(points, key=lambda point: point[1])
+                axes.plot([step], [value], "*", color=color, markersize=11, label=f"best {value:.4g} at {step}")
         for index, step in enumerate(restarts):
             axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1, label="restart" if index == 0 else None)
         axes.set(xlabel="step", title=name)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     figure.savefig(target, dpi=120)
-
-
-def _draw_split(axes: Any, rows: list[Row], name: str, split: str, color: str, pick_best: Callable[..., int]) -> None:
-    if not rows:
-        return
-    steps, values = [row["step"] for row in rows], [row[name] for row in rows]
-    marker = "o" if len(rows) < 30 else None
-    axes.plot(steps, values, color=color, label=split, marker=marker, markersize=3, linewidth=1.2)
-    if split == "val":
-        best = pick_best(range(len(values)), key=values.__getitem__)
-        axes.plot(steps[best], values[best], marker="*", color=color, markersize=11, linestyle="none",
-                  label=f"best {values[best]:.4g} at {steps[best]}")  # fmt: skip

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from framework.checkpoint.manifest import directory_name
 from framework.config.frozen_file import frozen_run_id
 from framework.runtime.exits import RunEnded
@@ -76,11 +78,6 @@ class RunDirectory:
         job_id = self.read_summary().get("job_id")
         return job_id if isinstance(job_id, str) and re.fullmatch(r"\d+(_\d+)?", job_id) else None
 
-    @property
-    def host(self) -> str:
-        """The machine of the process that holds the run now, or held it last."""
-        return str(Lock(self.path).holder().get("host", ""))
-
     def update_summary(self, **values: Any) -> None:
         """Change some of the summary's values. Rank 0, or the parent when the workers are gone."""
         values = {name: redact(value) if isinstance(value, str) else value for name, value in values.items()}
@@ -107,8 +104,6 @@ class RunDirectory:
         return self.read_summary().get("status") == "finished" and self._has_whole_weights()
 
     def _has_whole_weights(self) -> bool:
-        from safetensors import SafetensorError, safe_open
-
         try:
             with safe_open(self.weights, framework="np"):  # reads the header, and compares it with the file's size
                 return True
@@ -135,8 +130,8 @@ class Lock:
     """The right to write in a run's directory, held by the process that launched it and by its forked workers.
 
     A lock of the kernel (flock): it ends with the last of these processes, however they die, so a stale lock cannot block
-    a launch. The file says who holds it. A `party` agrees by other means on which of its processes may write; only the
-    lock of a lost machine, which a file server may keep for minutes, can block it, and is passed by.
+    a launch. The file says who holds it. The processes of one `party` agree by other means
+    which of them may write: they ignore the lock of a lost machine, which a file server may keep for minutes.
     """
 
     def __init__(self, directory: Path, *, party: str | None = None) -> None:
@@ -156,7 +151,7 @@ class Lock:
             waited, holder = time.monotonic() - began, self.holder()
             if self._party is not None and holder.get("party") == self._party:
                 if waited > party_patience_s:
-                    self.path.unlink(missing_ok=True)  # the lock is on the file, not on the name
+                    self.path.unlink(missing_ok=True)  # the lock belongs to the file, not to its name
             elif waited > (0.0 if _is_alive(holder) else patience_s):
                 raise RunLocked(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
                            f"{holder.get('host', 'an unknown host')}; wait for it, or stop it")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a report shows of the runs below a root, read from their files, which may be damaged, or anybody's."""
+"""What a report shows of the runs below a root, read from their files, which may be damaged or from other users."""
 
 import math
 import os
@@ -70,11 +70,8 @@ def read_runs(root: Path) -> tuple[list[ReportedRun], list[str]]:
 
 def differing(runs: list[ReportedRun]) -> list[str]:
     """Return the keys of the configurations whose values differ between the runs that have them."""
-    values: dict[str, set[str]] = {}
-    for run in runs:
-        for key, value in run.config.items():
-            values.setdefault(key, set()).add(value)
-    return [key for key, found in values.items() if len(found) > 1]
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    return [key for key in keys if len({run.config[key] for run in runs if key in run.config}) > 1]
 
 
 def printable(text: str) -> str:
@@ -163,6 +160,14 @@ def number(value: Any) -> float:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
         return math.nan
+
+
+def parsed(value: Any) -> float | None:
+    """Return the number that a text writes (a number stays as it is); None if it is not a number."""
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def count_states(states: list[str]) -> str:

@@ -21,7 +21,7 @@ from bokeh.models.widgets import HTMLTemplateFormatter, TableColumn
 from bokeh.plotting import figure
 from bokeh.resources import INLINE
 
-from framework.runs.report import ReportedRun, count_states, differing
+from framework.runs.report import ReportedRun, count_states, differing, parsed
 from framework.runtime.files import write_atomically
 
 _FIRST_COLORS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f"]
@@ -157,8 +157,8 @@ def _table(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView) -> 
                TableColumn(field="state", title="state", width=100, formatter=state)]  # fmt: skip
     for title, values, kind in _cells(runs):
         field = f"cell {title}"
-        numbers = [_as_number(value) for value in values]
-        is_number = all(number is not None for number in numbers)
+        numbers = [math.nan if value in ("", "null") else parsed(value) for value in values]
+        is_number = None not in numbers
         source.data[field] = np.array(numbers, dtype=float) if is_number else [str(value) for value in values]
         columns.append(_number_column(field, title, kind) if is_number else _text_column(field, title, source))
     if any(run.note for run in runs):
@@ -187,16 +187,6 @@ def _cells(runs: list[ReportedRun]) -> Iterator[tuple[str, list[Any], str]]:
     yield "samples/s", [run.last.get("train/samples_per_s", math.nan) for run in runs], "count"
     yield "goodput", [run.numbers["goodput"] for run in runs], "share"
     yield "restarts", [run.numbers["restarts"] for run in runs], "count"
-
-
-def _as_number(value: Any) -> float | None:
-    """Return a cell as a number; nan for an empty one, None for a text."""
-    if value in ("", "null"):
-        return math.nan
-    try:
-        return float(value)
-    except ValueError:
-        return None
 
 
 _SHOWN = {  # how a number is written: aligned by its point within a column

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from framework.runs.directory import RunDirectory
+from framework.runs.directory import Lock, RunDirectory
 from framework.runs.metrics_file import Row, rows_in
 from framework.runs.report import count_states, number, printable
 from framework.runtime import slurm
@@ -28,7 +28,7 @@ def queued_jobs(directories: Iterable[RunDirectory]) -> dict[Path, QueuedJob]:
 
 
 def states_of(directories: Iterable[RunDirectory]) -> dict[Path, str]:
-    """Return each run's state, one word. Where Slurm does not answer, the state that its directory gives."""
+    """Return each run's state; if Slurm does not answer, the state from the run's directory."""
     states, _, silence = _ask_slurm(list(directories))
     if silence:
         LOGGER.warning("%s", silence)
@@ -47,7 +47,7 @@ def _ask_slurm(directories: Sequence[RunDirectory]) -> tuple[dict[Path, str], di
 
 
 def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
-    """Return the run's own word, unless Slurm knows better: it waits, it has started, it was cancelled while it waited."""
+    """Return the state from the run's directory, unless Slurm knows a newer one: waiting, started, cancelled in the queue."""
     own = directory.state
     if silence:
         return own
@@ -96,7 +96,7 @@ def _cells(directory: RunDirectory, state: str, job: QueuedJob | None, silence: 
     if math.isfinite(step):
         cells["step"] = f"{step:.0f}" + (f"/{total_steps:.0f}" if math.isfinite(total_steps) else "")
     if state == "running":
-        cells["node"] = job.nodes if job else directory.host
+        cells["node"] = job.nodes if job else str(Lock(directory.path).holder().get("host", ""))
         if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # not if it is nan
             cells["ETA"] = str(timedelta(seconds=math.ceil(eta_s)))
     # Slurm keeps no record of a job of an array that was cancelled while it waited

@@ -48,7 +48,7 @@ class Environment:
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _MPIRUNS = [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH's, and those made from it
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH and its derivatives
 ]
 
 
@@ -89,11 +89,9 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def set_default(name: str, value: str) -> None:
-    """Set an environment variable that a library reads, unless the user has set it."""
-    os.environ.setdefault(name, value)
-
-
 def variables() -> MutableMapping[str, str]:
-    """Return the environment variables, of this process and the processes that it starts."""
+    """Return the environment variables, of this process and the processes that it starts.
+
+    `setdefault` sets a variable that a library reads, unless the user has set it.
+    """
     return os.environ

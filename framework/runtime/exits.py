@@ -17,7 +17,7 @@ class Exit(IntEnum):
 
 
 class RunEnded(Exception):
-    """An end that all ranks reach together, and that a restart of the workers would not change."""
+    """An end that all ranks reach together; a restart of the workers would not change it."""
 
     code = Exit.FAILED
 
@@ -39,7 +39,7 @@ class Diverged(RunEnded):
 
 
 class Interrupted(RunEnded):
-    """A signal has ended work that has no checkpoint to continue from."""
+    """A signal has ended work without a checkpoint to continue from."""
 
     code = Exit.PREEMPTED
 
@@ -51,19 +51,19 @@ class DiskFailed(RunEnded):
 
 
 class Unfit(RunEnded):
-    """The configuration does not fit the model, which only running it could show."""
+    """The configuration does not fit the model; only the run could show it."""
 
     code = Exit.CONFIGURATION
 
 
 def headline(error: Exception) -> str:
-    """Return an error's type and first line; if it quotes a loader process's traceback, the last line of that traceback."""
+    """Return an error's type and first line; if it quotes a loader process's traceback, the traceback's last line."""
     lines = str(error).strip().splitlines() or [""]
     if _quotes_another(error):
         return lines[-1]
     if is_lost_peer(error):
         return "another process of the run has ended; if it left a word, that is in train.log"
-    if lines[0].endswith(":"):  # it only announces the next lines
+    if lines[0].endswith(":"):  # it only introduces the next lines
         lines = [" ".join(" ".join(lines).split())[:500]]
     return f"{type(error).__name__}: {lines[0]}"
 
@@ -87,13 +87,13 @@ def is_lost_peer(error: Exception) -> bool:
 
 
 _LOST_PEER = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo's words
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo
     "EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed",  # rpc's transport
 )  # fmt: skip
 
 
 def is_timeout(error: BaseException | None) -> bool:
-    """Return whether an error says that another rank did not come in time, or follows from such an error."""
+    """Return whether an error is, or follows from, a time-out of another rank."""
     while error is not None:
         if any(text in str(error) for text in _TIMEOUT):
             return True
@@ -105,5 +105,5 @@ _TIMEOUT = (
     "Timed out waiting", "Application timeout caused pair closure",  # gloo; the second is its consequence
     "Timeout waiting for key", "Wait timeout", "wait timeout after",  # the stores
     "RPC ran for more than set timeout",
-    "launch.timeout_s",  # this framework's
+    "launch.timeout_s",  # this framework
 )  # fmt: skip

@@ -75,7 +75,7 @@ def lock_file(path: Path, *, waits: bool) -> int | None:
 
 
 def flush_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut (a file's own flush does not)."""
+    """Make the names in a directory survive a power cut; flushing a file does not flush its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -73,7 +73,7 @@ class _Console(logging.Formatter):
 
 
 def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """Run a command line, whatever its streams are, and return its exit code. Failing to print causes no traceback."""
+    """Run a command line with any standard streams, also closed ones. Returns the exit code. A failed print raises nothing."""
     _open_all()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: the encoding may lack letters of a name

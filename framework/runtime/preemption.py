@@ -20,7 +20,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self.speaks = True  # prints to the person who sent it: one process of a run does
+        self.speaks = True  # prints a message for the signal: one process of a run does
         self.says = "stopping after this step"
         self.last_words = b""  # bytes for the terminal before this process ends at once
         self._times = 0

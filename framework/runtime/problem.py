@@ -1,8 +1,7 @@
-"""What is wrong with a configuration: one thing, in one line for the user; also packages of extras that are missing."""
+"""A problem of a configuration, in one line for the user; also missing packages of extras."""
 
 import importlib.util
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from framework.runtime.secrets import redact
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with the configuration, in the one line that the user sees."""
+    """One problem of the configuration: one line for the user."""
 
     key: str
     what: str
@@ -21,7 +20,7 @@ class Problem:
 
     @classmethod
     def of_line(cls, line: str) -> "Problem":
-        """Return what a component says in a line: `KEY: WHAT`."""
+        """Return the problem that a component writes as a line: `KEY: WHAT`."""
         key, _, what = line.partition(": ")
         return cls(key, what)
 
@@ -39,7 +38,7 @@ class Problem:
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML and the command line write it, cut short."""
+    """Return a value as YAML and the command line write it, at most 60 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
@@ -65,13 +64,7 @@ _MODULES = {
 
 def missing(extra: str) -> list[str]:
     """Return which packages of an extra are not installed."""
-    return [name for name in _MODULES[extra] if not _is_installed(name)]
-
-
-def _is_installed(module: str) -> bool:
-    if module in sys.modules:
-        return sys.modules[module] is not None
-    return importlib.util.find_spec(module) is not None
+    return [name for name in _MODULES[extra] if importlib.util.find_spec(name) is None]
 
 
 def install_command(extra: str) -> str:

@@ -90,7 +90,7 @@ def _fault_of(text: str) -> str | None:
 
 
 class WrappedStream:
-    """A text stream that changes how something is written; in all else it is the stream it wraps."""
+    """A text stream that changes how text is written; everything else is the wrapped stream's."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

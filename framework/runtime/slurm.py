@@ -1,4 +1,4 @@
-"""Slurm's own commands: the states of jobs, and a job's requeue."""
+"""Slurm's own commands, and the states of jobs."""
 
 import re
 import subprocess
@@ -50,7 +50,7 @@ def _lists(job_ids: Iterable[str]) -> list[str]:
 
 
 def ends(job_ids: Iterable[str]) -> dict[str, str]:
-    """Return Slurm's word on how jobs ended, by id; nothing where the site keeps no accounts."""
+    """Return how jobs ended, as Slurm says it, by id; empty if the site keeps no accounts."""
     output = ""
     with suppress(SlurmFailed):
         for ids in _lists(job_ids):
@@ -61,15 +61,6 @@ def ends(job_ids: Iterable[str]) -> dict[str, str]:
 def job_facts(job_id: str) -> dict[str, str]:
     """Return the controller's facts about a job that it remembers, by scontrol's names."""
     return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "show", "job", "--oneliner", job_id)))
-
-
-def requeue(job_id: str) -> None:
-    """Put a running job back into the queue; Slurm then ends its processes, maybe including this one."""
-    ask("scontrol", "requeue", job_id)
-
-
-def cancel(job_id: str) -> None:
-    ask("scancel", job_id)
 
 
 def ask(*command: str) -> str:

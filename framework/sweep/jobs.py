@@ -155,7 +155,7 @@ def problems_of(jobs: list[Job]) -> list[Problem]:
 
 
 def submit_all(jobs: list[Job], *, directory: Path, group: str) -> None:
-    """Submit the jobs that have not finished, and do not wait or run already. A job's code is then its submission's code.
+    """Submit the jobs that have not finished and are not in Slurm's queue. A job's code is then its submission's code.
 
     Jobs that ask for the same are an array. `directory` is the sweep's.
     """
@@ -213,7 +213,7 @@ class SlurmPool:
     def stop(self, job: Job) -> None:
         """Make a job save a checkpoint and end."""
         try:
-            slurm.cancel(job.directory.job_id or "")
+            slurm.ask("scancel", job.directory.job_id or "")
         except SlurmFailed as error:
             LOGGER.warning("%s: %s", job, error)
 

@@ -3,17 +3,18 @@
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict
 
 from framework.config.compose import swept_in_files
 from framework.config.folders import option_node, options
 from framework.config.overrides import is_hydras, parse
-from framework.config.schema import AboveZero, Count, Positive, Section
+from framework.config.schema import Count, Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
-from framework.config.validation import settings_problems
+from framework.config.validation import section_problems
 from framework.runtime.problem import Problem, missing_extra, shown
 
 Values = dict[str, str]  # one job's values of the swept keys, as a command line writes them
@@ -35,7 +36,11 @@ class Launcher(Section):
 
 
 class Joblib(Launcher):
-    n_jobs: Annotated[int, Field(ge=-1)]
+    n_jobs: int
+
+    def rules(self) -> Iterator[Problem]:
+        if self.n_jobs < 1 and self.n_jobs != -1:
+            yield Problem("n_jobs", f"{self.n_jobs} is out of range", "at least 1, or -1 for one each CPU")
 
     @property
     def num_at_a_time(self) -> int:
@@ -56,32 +61,25 @@ class SubmititLocal(Launcher):
 
 
 class SubmititSlurm(Launcher):
-    partition: str | None
-    timeout_min: Positive | None
-    nodes: Positive
-    tasks_per_node: Positive | None
-    gpus_per_node: Positive | None
-    cpus_per_task: Positive | None
-    mem_gb: AboveZero | None
-    account: str | None
-    qos: str | None
-    constraint: str | None
-    exclude: str | None
-    setup: list[str]
-    signal_delay_s: Positive
+    """Jobs run on the cluster. The launcher's other keys become keys of `launch`, where each job's check finds mistakes."""
+
+    model_config = ConfigDict(extra="allow")
     array_parallelism: Positive | None
 
     @property
     def num_at_a_time(self) -> int:
-        return self.array_parallelism or _MANY
+        return self.array_parallelism or 1_000_000  # all jobs may wait in Slurm's queue
 
     @property
     def overrides(self) -> list[str]:
-        ours = {"nodes": "nnodes", "tasks_per_node": "nproc_per_node", "timeout_min": "slurm.time_min",
-                "signal_delay_s": "slurm.signal_s"}  # fmt: skip
-        values = self.model_dump(exclude={"array_parallelism"}, exclude_none=True)
-        given = [f"launch.{ours.get(name, f'slurm.{name}')}={json.dumps(value)}" for name, value in values.items()]
+        values = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        given = [f"launch.{_IN_LAUNCH.get(name, f'slurm.{name}')}={json.dumps(value)}" for name, value in values.items()]
         return ["launch=slurm", *given]
+
+
+_IN_LAUNCH = {  # the keys of `launch` for submitit's keys; submitit's other keys have the same name in `launch.slurm`
+    "nodes": "nnodes", "tasks_per_node": "nproc_per_node", "timeout_min": "slurm.time_min", "signal_delay_s": "slurm.signal_s",
+}  # fmt: skip
 
 
 class Sweeper(Section):
@@ -94,11 +92,10 @@ class Sweeper(Section):
     params: dict[str, str] | None = None  # the sweep, where a file defines it
 
 
-_MANY = 1_000_000  # jobs that may wait in Slurm's queue
-_LAUNCHERS: dict[str, type[Launcher]] = {
-    "basic": Launcher, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm,
-}  # fmt: skip
-_OPTIONS: dict[str, dict[str, Any]] = {"launcher": _LAUNCHERS, "sweeper": {"basic": None, "optuna": Sweeper}}
+_OPTIONS: dict[str, dict[str, type[Any]]] = {
+    "launcher": {"basic": Launcher, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm},
+    "sweeper": {"basic": Section, "optuna": Sweeper},
+}
 
 
 def read_settings(hydras: dict[str, Any]) -> tuple[Launcher, Sweeper | None, list[Problem]]:
@@ -124,15 +121,13 @@ def read_settings(hydras: dict[str, Any]) -> tuple[Launcher, Sweeper | None, lis
             problems.append(Problem(key, "unknown key", f"only with hydra/{section}={' or '.join(others)}"))
         else:
             nodes[section][name] = value
-    launcher, sweeper = _LAUNCHERS[chosen["launcher"]], Sweeper if chosen["sweeper"] == "optuna" else None
-    if (count := nodes["launcher"].get("n_jobs")) in (0, -2):
-        what = f"{count} is out of range"
-        problems.append(Problem("hydra.launcher.n_jobs", what, "at least 1, or -1 for one each CPU"))
-    problems += settings_problems(launcher, nodes["launcher"], prefix="hydra.launcher.")
-    problems += settings_problems(sweeper, nodes["sweeper"], prefix="hydra.sweeper.") if sweeper else []
+    kinds = {section: _OPTIONS[section][name] for section, name in chosen.items()}
+    for section, kind in kinds.items():
+        problems += section_problems(kind, nodes[section], f"hydra.{section}", keys_of(kind, f"hydra.{section}."))
     if problems:
         return Launcher(), None, problems
-    return launcher(**nodes["launcher"]), sweeper(**nodes["sweeper"]) if sweeper else None, []
+    sweeper = Sweeper(**nodes["sweeper"]) if chosen["sweeper"] == "optuna" else None
+    return kinds["launcher"](**nodes["launcher"]), sweeper, []
 
 
 # --- the line

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from framework.runs.report import parsed
 from framework.runs.table import TableRow, best_of
 from framework.runtime.files import replacing
 
@@ -15,49 +16,36 @@ _FEW = 12  # values that are drawn with a line through their medians
 
 @dataclass(frozen=True)
 class Panel:
-    """The jobs along one parameter: a number at its value, anything else at the position of its label."""
+    """The jobs along one parameter: on an axis of numbers if all its values are numbers, else of categories."""
 
     key: str
     scale: Literal["linear", "log", "category"]
-    labels: list[str]  # of the categories, at 0, 1, ...
-    places: list[float]  # one for each row
-    medians: list[tuple[float, float]]  # of the finished jobs' objectives, where several values are compared
+    values: list[Any]  # one for each row: float, or str of a category
+    medians: list[tuple[Any, float]]  # of the finished jobs' objectives, where several values are compared
 
 
 def panels(rows: list[TableRow]) -> list[Panel]:
     """Return a panel for each parameter that varies. A seed, which only repeats jobs, has a panel if it varies alone."""
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row.values)
-            if len({row.values[key] for row in rows}) > 1]  # fmt: skip
-    return [_panel(key, rows) for key in keys if key != "seed" or len(keys) == 1]
+    keys = dict.fromkeys(key for row in rows for key in row.values)
+    varying = [key for key in keys if len({row.values[key] for row in rows}) > 1]
+    return [_panel(key, rows) for key in varying if key != "seed" or len(varying) == 1]
 
 
 def _panel(key: str, rows: list[TableRow]) -> Panel:
-    values = [row.values[key] for row in rows]
-    numbers = [_number(value) for value in values] if key != "seed" else []
-    scale: Literal["linear", "log", "category"]
-    if numbers and all(number is not None for number in numbers):
-        places, labels = [float(number or 0.0) for number in numbers], []
-        scale = "log" if _spans(places, 10) else "linear"
-    else:
-        labels = list(dict.fromkeys(values))
-        places, scale = [float(labels.index(value)) for value in values], "category"
-    done: dict[float, list[float]] = {}
-    for place, row in zip(places, rows):
+    values: list[Any] = [row.values[key] for row in rows]
+    scale: Literal["linear", "log", "category"] = "category"
+    numbers = [parsed(value) for value in values]
+    if key != "seed" and all(number is not None and math.isfinite(number) for number in numbers):
+        values, scale = numbers, "log" if _spans(numbers, 10) else "linear"
+    done: dict[Any, list[float]] = {value: [] for value in (values if scale == "category" else sorted(values))}
+    for value, row in zip(values, rows):
         if row.state == "finished" and row.objective is not None:
-            done.setdefault(place, []).append(row.objective)
-    medians = [(place, median(done[place])) for place in sorted(done)] if len(done) <= _FEW else []
-    return Panel(key, scale, labels, places, medians)
+            done[value].append(row.objective)
+    medians = [(value, median(objectives)) for value, objectives in done.items() if objectives]
+    return Panel(key, scale, values, medians if len(medians) <= _FEW else [])
 
 
-def _number(value: str) -> float | None:
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _spans(numbers: list[float], factor: float) -> bool:
+def _spans(numbers: list[Any], factor: float) -> bool:
     return min(numbers) > 0 and max(numbers) >= factor * min(numbers)
 
 
@@ -95,25 +83,26 @@ def _draw_panel(axes: Any, panel: Panel, rows: list[TableRow], best: TableRow | 
     objectives = [row.objective for row in rows if row.state != "failed" and row.objective is not None]
     if panel.scale == "log":
         axes.set_xscale("log")
-        margin = (max(panel.places) / min(panel.places)) ** 0.05
-        axes.set_xlim(min(panel.places) / margin, max(panel.places) * margin)
+        margin = (max(panel.values) / min(panel.values)) ** 0.05
+        axes.set_xlim(min(panel.values) / margin, max(panel.values) * margin)
     if objectives and _spans(objectives, 100):
         axes.set_yscale("log")
-    if panel.labels:
-        axes.set_xticks(range(len(panel.labels)), panel.labels, rotation=30 if len(panel.labels) > 4 else 0)
-        axes.set_xlim(-0.5, len(panel.labels) - 0.5)
+    if panel.scale == "category":
+        axes.xaxis.update_units(panel.values)  # in the order of the jobs, not of what is drawn first
+        axes.set_xlim(-0.5, len({*panel.values}) - 0.5)
+        axes.tick_params(axis="x", rotation=30 if len({*panel.values}) > 4 else 0)
     if panel.medians:
         axes.plot(*zip(*panel.medians), color="#1f77b4", alpha=0.4, linewidth=1.2, label="median")
     for label, (marker, color, inside) in _LOOKS.items():
-        chosen = [(place, row.objective) for place, row in zip(panel.places, rows)
+        chosen = [(value, row.objective) for value, row in zip(panel.values, rows)
                   if (row.state if row.state in _LOOKS else "not finished") == label]  # fmt: skip
         transform = axes.transData
         if label == "failed":  # its last objective means nothing
-            chosen, transform = [(place, 1.0) for place, _ in chosen], axes.get_xaxis_transform()
+            chosen, transform = [(value, 1.0) for value, _ in chosen], axes.get_xaxis_transform()
         if shown := [point for point in chosen if point[1] is not None]:
             axes.scatter(*zip(*shown), marker=marker, s=28, label=label, transform=transform, clip_on=False, zorder=3,
                          **({"color": color} if marker == "x" else {"edgecolors": color, "facecolors": inside}))  # fmt: skip
     if best is not None:
-        axes.plot(panel.places[rows.index(best)], best.objective, marker="*", color="#ff7f0e", markersize=13, zorder=4,
-                  linestyle="none", label="best")  # fmt: skip
+        value = panel.values[rows.index(best)]
+        axes.plot([value], [best.objective], "*", color="#ff7f0e", markersize=13, zorder=4, label="best")
     axes.grid(alpha=0.3)

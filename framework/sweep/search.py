@@ -23,7 +23,7 @@ from framework.sweep.line import Interval, Multirun, Values
 
 
 class Search:
-    """The trials, kept in `search.db` (SQLite), so that a search that was killed goes on.
+    """The trials, kept in `search.db` (SQLite), so that a killed search can continue.
 
     A draw follows from the seed, the trial's number, the key, and the trials before it, even if the search was killed.
     """
@@ -83,7 +83,7 @@ class Search:
     def _draw(self, trial: Trial, key: str) -> str:
         """Draw a value, or return the value that was drawn before the trial was interrupted."""
         space = self._multirun.swept[key]
-        # a sampler for this draw: a search that was killed between two draws goes on with the second
+        # a sampler for this draw: a search that was killed between two draws continues with the second
         seed = int(digest_of([self._sweeper.seed, trial.number, key])[:8], 16)
         is_random = self._sweeper.sampler == "random"
         self._study.sampler = RandomSampler(seed) if is_random else TPESampler(seed=seed)
@@ -124,13 +124,13 @@ class Search:
         return TableRow.read(checked.config.run, self._monitor, values, state=state)
 
     def _check(self, number: int, values: Values) -> Checked:
-        if number not in self._checked:  # it takes 50 ms, for every trial each time a trial ends
+        if number not in self._checked:  # a check takes 50 ms, and each end of a trial asks for all trials
             self._checked[number] = checked_line(self._multirun.line(values))
         return self._checked[number]
 
     @property
     def code(self) -> int:
-        """0 if a trial has finished, whatever the others did: failures are a part of a search."""
+        """0 if any trial has finished: failures are a part of a search."""
         is_won = any(trial.state == TrialState.COMPLETE for trial in self._study.trials)
         return Exit.FINISHED if is_won and Exit.PREEMPTED not in self._codes else exit_code(self._codes)
 

@@ -137,7 +137,6 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
 
 
 def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
-    """Return why the jobs cannot be launched together."""
     kinds = {job.config.launch.kind for job in jobs}
     if len(kinds) > 1:
         return [Problem("launch", f"is {' and '.join(sorted(kinds))} in one sweep", "the same for all jobs")]

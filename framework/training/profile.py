@@ -7,7 +7,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from framework.distributed.world import World
-from framework.runtime.environment import set_default
+from framework.runtime.environment import variables
 from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER
 
@@ -40,7 +40,7 @@ class Profile:
             return
         self._num_begun += 1
         if self._num_begun == 1:
-            set_default("KINETO_LOG_LEVEL", "6")  # it prints every start and stop to stderr
+            variables().setdefault("KINETO_LOG_LEVEL", "6")  # it prints every start and stop to stderr
             self._profiler.start()
         elif self._num_begun > WAIT + WARM_UP + ACTIVE:
             self.close()

@@ -306,8 +306,8 @@ def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submi
         (["seed=0,1", "hydra/launcher=submitit_slrum"],
          "hydra/launcher: ... 'submitit_slrum' ... submitit_local submitit_slurm ... mean submitit_slurm"),
         (["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.partitoin=main"],
-         "hydra.launcher.partitoin: unknown ... mean hydra.launcher.partition"),
-        (["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.nodes=two"], "hydra.launcher.nodes: 'two' is not valid (an integer)"),
+         "launch.slurm.partitoin: unknown ... mean launch.slurm.partition"),
+        (["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.gpus_per_node=two"], "launch.slurm.gpus_per_node: 'two' ... integer"),
     ],
     ids=lambda value: "",
 )  # fmt: skip

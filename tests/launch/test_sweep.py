@@ -362,18 +362,18 @@ def test_a_panel_shows_its_parameter_on_the_axis_that_fits(tmp_path: Path) -> No
             for seed in (0, 1)]  # fmt: skip
     rows += [row("failed", 9.0, optimizer__lr="1", model="vit", dim="8", seed="0", same="1")]
     lr, model, dim = panels(rows)  # the seed repeats them, and one that is the same says nothing
-    assert (lr.key, lr.scale, lr.places) == ("optimizer.lr", "log", [1e-4, 1e-4, 1e-2, 1e-2, 1e-3, 1e-3, 1.0])
+    assert (lr.key, lr.scale, lr.values) == ("optimizer.lr", "log", [1e-4, 1e-4, 1e-2, 1e-2, 1e-3, 1e-3, 1.0])
     assert lr.medians == [(1e-4, 1.5), (1e-3, 3.5), (1e-2, 2.5)]
-    assert (model.scale, model.labels, model.places) == ("category", ["cnn", "mlp", "vit"], [0, 0, 1, 1, 0, 0, 2])
-    assert model.medians == [(0, 2.5), (1, 2.5)]
-    assert (dim.scale, dim.places) == ("linear", [8, 8, 16, 16, 24, 24, 8])
+    assert (model.scale, model.values) == ("category", ["cnn", "cnn", "mlp", "mlp", "cnn", "cnn", "vit"])
+    assert model.medians == [("cnn", 2.5), ("mlp", 2.5)]
+    assert (dim.scale, dim.values) == ("linear", [8, 8, 16, 16, 24, 24, 8])
     draw(rows, tmp_path / "sweep.png", monitor="val/loss", mode="min")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_seeds_alone_are_categories(tmp_path: Path) -> None:
     (seed,) = panels([row("finished", 1.0, seed="0"), row("pruned", 2.0, seed="7")])
-    assert (seed.scale, seed.labels, seed.places, seed.medians) == ("category", ["0", "7"], [0, 1], [(0, 1.0)])
+    assert (seed.scale, seed.values, seed.medians) == ("category", ["0", "7"], [("0", 1.0)])
     draw([row("missing", None, seed="0")], tmp_path / "sweep.png", monitor="val/loss", mode="min")
     assert not (tmp_path / "sweep.png").exists()
 

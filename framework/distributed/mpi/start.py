@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from framework.runtime.environment import Environment, set_default
+from framework.runtime.environment import Environment, variables
 from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def library() -> Any:
 
     environment = Environment.read()
     if environment.local_world_size == environment.world_size:
-        set_default("OMPI_MCA_btl", "^tcp")  # Open MPI's TCP would listen to every network; memory is shared here
+        variables().setdefault("OMPI_MCA_btl", "^tcp")  # Open MPI's TCP would listen to every network; memory is shared here
     # MPI_Finalize waits for every rank: one that has failed must not, since the others wait for it
     mpi4py.rc.finalize = False
     try:

@@ -1,4 +1,4 @@
-"""Elastic runs: the same command on every node; nodes come and go, and the run goes on with those that are there."""
+"""Elastic runs: the same command on every node; nodes come and go, and the run continues with the present nodes."""
 
 import copy
 import signal
@@ -21,14 +21,14 @@ from framework.launch.worker import Agent, prepare, work
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
-from framework.runtime.environment import Environment, set_default
+from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
 _POLL_S = 0.25
-_LAST_CALL_S = 3.0  # after a node has come, before a round begins with fewer than there may be
+_LAST_CALL_S = 3.0  # from the last node's arrival until a round begins with fewer nodes than allowed
 _GRACE_S = 5.0  # for workers to notice by themselves that other workers have ended
 
 
@@ -40,7 +40,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     directory, launch = RunDirectory(Path(config.run.dir)), config.launch
     # every node has as many workers: torch then numbers them without a store
-    set_default("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+    variables().setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     meeting = Meeting(
         directory.path.with_name(f".{directory.path.name}.elastic"),
         sizes=fitting_nodes(launch, config.parallel),
@@ -103,7 +103,7 @@ class _Entry:
         return work(taken, self.folder, node_scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
 
     def _decide(self) -> FrozenConfig | int:
-        """Return the frozen configuration of a round, or the exit code where there is nothing to do."""
+        """Return the frozen configuration of a round, or the exit code if there is nothing to do."""
         began = self.folder / "began"
         config = self.config.begun() if began.exists() else self.config
         if is_finished(config.run):
@@ -170,9 +170,8 @@ class _Agent(Agent):
         elif membership.may_start and (membership.is_full or waited_s > _LAST_CALL_S):
             membership.start_round()
         elif idle_s > self._timeout_s:
-            there, needed = len(membership.nodes), membership.sizes[0]
-            error = f"{there} of at least {needed} nodes have come in launch.timeout_s={self._timeout_s:g}"
-            membership.end(Exit.FAILED, error=error)
+            there = f"{len(membership.nodes)} of at least {membership.sizes[0]} nodes"
+            membership.end(Exit.FAILED, error=f"{there} have come in launch.timeout_s={self._timeout_s:g}")
         return membership
 
     def _start(self, membership: Membership) -> None:
@@ -205,8 +204,8 @@ class _Agent(Agent):
             self._meeting.wait_for_next(membership)
 
     def _patience_s(self, membership: Membership, round: int) -> float | None:
-        """Return for how many seconds workers that still run may go on; None if nothing is wrong."""
-        if membership.round != round or membership.is_short:  # the others go on without them, or wait for a dead node
+        """Return for how many seconds the running workers may continue; None if nothing is wrong."""
+        if membership.round != round or membership.is_short:  # the others continue without them, or wait for a dead node
             return 0.0
         if membership.broken == round:  # they are about to notice by themselves
             return _GRACE_S

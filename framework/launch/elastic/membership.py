@@ -20,7 +20,7 @@ from framework.runtime.files import lock_file, write_atomically
 
 @dataclass
 class Node:
-    """A node's agent. It is in the round, with workers that run, unless it waits for the next round."""
+    """A node's agent. It takes part in the round, with running workers, unless it waits for the next round."""
 
     host: str
     pid: int
@@ -86,9 +86,9 @@ class Membership:
         return self.num_nodes_ever
 
     def start_round(self) -> None:
-        """Begin the next round with as many of the waiting nodes as can take part; the others go on waiting."""
+        """Begin the next round with as many of the waiting nodes as can take part; the others continue to wait."""
         if self.broken == self.round > 0 and not self.is_short and not self._has_failed(self.round):
-            # no process died or has an error of its own: without a count this would go on forever
+            # no process died or has an error of its own: without a count this would repeat forever
             self.note(Failure(0, "the nodes have lost each other, and no process has died", "the network"), self.round)
         if self.code is not None:
             return
@@ -127,7 +127,7 @@ RECORD = TypeAdapter(Membership)
 
 
 class Superseded(RunEnded):
-    """A newer attempt of the job has the run: this attempt was taken for lost."""
+    """A newer attempt of the job has the run: this attempt was considered lost."""
 
 
 class Meeting:
@@ -171,7 +171,7 @@ class Meeting:
         mine = self._new()
         pairs = {"num_workers": (mine.num_workers, membership.num_workers), "sizes": (mine.sizes, membership.sizes)}
         differing = [f"{name} {here} here and {there} there" for name, (here, there) in pairs.items() if here != there]
-        if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # until then they may be dead
+        if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # before, the other nodes may be dead
             raise ValueError(f"another command than on the run's other nodes: {'; '.join(differing)}")
         return not differing
 
@@ -203,7 +203,7 @@ class Meeting:
         write_atomically(self._file, RECORD.dump_json(membership, indent=1).decode() + "\n")
 
     def wait_for_next(self, membership: Membership) -> None:
-        """Become a node that waits, even if the others have taken this node for dead. Within `change`."""
+        """Become a node that waits, even if the others considered this node dead. Within `change`."""
         membership.nodes[self.number] = self._node
 
     def clear(self, *, before: int) -> None:
@@ -214,7 +214,7 @@ class Meeting:
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Leave. The last node removes the folder. An error of the disk does not matter: this node is soon taken for dead."""
+        """Leave; the last node removes the folder. Errors of the disk do not matter: this node is soon considered dead."""
         self._left.set()
         with suppress(OSError), self._locked():
             membership = self._read()
@@ -241,7 +241,7 @@ class Meeting:
         if number == self.number:
             return False
         try:
-            with open(self._beats(number)) as file:  # opened: a network file system then asks the server
+            with open(self._beats(number)) as file:  # opened, so that a network file system asks the server
                 beat = os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             beat = 0

@@ -11,7 +11,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from framework.distributed.world import World
-from framework.runtime.environment import set_default
+from framework.runtime.environment import variables
 from framework.runtime.torch_internals import rpc_options
 
 Gradients = list[Tensor | None]
@@ -32,7 +32,7 @@ def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) 
     RPC unpickles what it receives, and a pickle is a program: a run on one machine listens to this machine only.
     """
     if world.world_size == world.local_world_size:
-        set_default("TP_SOCKET_IFNAME", "lo")
+        variables().setdefault("TP_SOCKET_IFNAME", "lo")
 
     def rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
         yield world.groups.store("rpc"), world.rank, world.world_size
