@@ -35,12 +35,10 @@ class _CIFAR(PublishedImages):
 
     def problems(self) -> list[str]:
         missing = ", ".join(self._missing())
-        if not missing:
+        if not missing or (self.download and importlib.util.find_spec("torchvision") is not None):
             return []
-        if self.download and importlib.util.find_spec("torchvision") is None:
-            return ["dataset.download: torchvision fetches it, and is not installed (pip install torchvision)"]
         if self.download:
-            return []
+            return ["dataset.download: torchvision fetches it, and is not installed (pip install torchvision)"]
         if (python := Path(self.root) / self.python_folder).is_dir():
             return [f"dataset.root: {python} holds pickles, which are not read; the binary version is (dataset.download=true)"]
         return [f"dataset.root: {missing} not in {Path(self.root) / self.folder} (dataset.download=true)"]

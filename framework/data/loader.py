@@ -75,12 +75,9 @@ class Loader:
         span = slice(min(part.start for part in mine), max(part.stop for part in mine))  # without gaps: fetched at once
         stored = (torch.from_numpy(array) for array in self.source.gather(samples[span]))
         inputs, targets = self.dataset.transform(*stored, keys=None if augment_keys is None else augment_keys[span])
-        whole = MicroBatch(0, inputs, targets).mapped(self._cast)
+        whole = MicroBatch(0, inputs, targets).mapped(lambda t: t.to(self.dtype) if t.is_floating_point() else t)
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
         return Step(epoch, len(samples), [_cut(whole, part, start=span.start) for part in mine], is_even)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() and tensor.dtype != self.dtype else tensor
 
     def _run(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
         steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions)
