@@ -107,7 +107,6 @@ def fact(name: str, info: Mapping[str, int]) -> int | None:
 
 
 def _is_fact(name: str) -> bool:
-    """Return whether some dataset gives a value for this name."""
     return fact(name, dict.fromkeys(ALIASES, 1)) is not None
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
@@ -103,10 +102,8 @@ class Loader:
         return steps
 
     def _to_device(self, step: Step) -> Step:
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(self.device, non_blocking=True)
-
-        return step._replace(micro_batches=[micro_batch.mapped(move) for micro_batch in step.micro_batches])
+        moved = [m.mapped(lambda t: t.to(self.device, non_blocking=True)) for m in step.micro_batches]
+        return step._replace(micro_batches=moved)
 
 
 def _cut(whole: MicroBatch, part: Part, *, start: int) -> MicroBatch:

@@ -100,12 +100,9 @@ def by_heads(mix: Callable[..., Tensor], *, cut: Cut, group: dist.ProcessGroup) 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
 
-    def heads(tensor: Tensor) -> Parts:
-        return 1, [tensor.shape[1] // cut.size] * cut.size
-
     def run(*tensors: Tensor) -> Tensor:
         tokens = 2, cut.counts
-        mixed = mix(*(_Exchange.apply(tensor, heads(tensor), tokens, group) for tensor in tensors))
+        mixed = mix(*(_Exchange.apply(t, (1, [t.shape[1] // cut.size] * cut.size), tokens, group) for t in tensors))
         return _Exchange.apply(mixed, tokens, (1, [mixed.shape[1]] * cut.size), group)
 
     return run

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -106,8 +107,6 @@ def from_rank_0(text: str | None, *, timeout: timedelta) -> str:
 @functools.cache
 def store(*, timeout: timedelta) -> "Store":
     """Return the store by which gloo's ranks meet: rank 0 serves it at a free port, whose number it sends. Collective."""
-    import socket
-
     from torch.distributed import TCPStore
 
     world = library().COMM_WORLD
