@@ -12,7 +12,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import warm_start
 from framework.config.components import component
 from framework.config.renamed import first_target
-from framework.config.schema import Node, RunConfig, TrainerSection
+from framework.config.schema import Node, RunConfig
 from framework.data.loader import Loader, Splits, load_shared
 from framework.data.order import Order
 from framework.data.source import Dataset, Split
@@ -67,7 +67,13 @@ class Builder:
         """Put the model under the chosen strategy. Collective."""
         config, precision = self.config, self.precision
         torch.set_float32_matmul_precision(precision.matmul)
-        self._transform_blocks(module, config.trainer)
+        if config.trainer.activation_checkpointing:
+            structure.recompute_activations(module)
+        if config.trainer.compile and has_compiler():
+            structure.compile_blocks(module)
+        elif config.trainer.compile and self.world.rank == 0:
+            LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
+                           "without, at the model's own speed")  # fmt: skip
         example = components.example(self.dataset.info, dtype=precision.parameters)
         forward = Forward(self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, example=example)
         if structure.has_dropout(module):
@@ -78,15 +84,6 @@ class Builder:
             assert built.dp_size == self.world.world_size  # the preflight has refused other strategies
             synchronise(module, group=self.world.groups.new_group(), forward=forward)
         return built
-
-    def _transform_blocks(self, module: nn.Module, settings: TrainerSection) -> None:
-        if settings.activation_checkpointing:
-            structure.recompute_activations(module)
-        if settings.compile and has_compiler():
-            structure.compile_blocks(module)
-        elif settings.compile and self.world.rank == 0:
-            LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
-                           "without, at the model's own speed")  # fmt: skip
 
     def splits(self, engine: Engine) -> Splits:
         """Return this rank's part of the dataset, loaded at its first use."""

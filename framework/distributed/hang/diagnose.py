@@ -41,12 +41,6 @@ def own_frame(text: str) -> Frame | None:
     return next((frame for frame in frames(text) if not frame.file.startswith((*_LIBRARIES, "<"))), None)
 
 
-def waits_for_others(text: str) -> bool:
-    """Return whether the innermost call is one of torch.distributed, or the backward pass, in which gradients are summed."""
-    innermost = frames(text)[:1]
-    return any("/torch/distributed/" in f.file or f.function == BACKWARD_FUNCTION for f in innermost)
-
-
 _GROUPS = ("the default process group", "the control group")
 
 
@@ -167,10 +161,8 @@ def _has_timed_out(board: Board) -> bool:
 
 
 def _has_ended(board: Board) -> bool:
-    def is_gone(slot: RankSlot) -> bool:
-        return slot.state is not State.ABSENT and _process_state(slot) in ("", "Z", "X")
-
-    return any(slot.state is State.FAILED or is_gone(slot) for slot in board.others())
+    started = [slot for slot in board.others() if slot.state is not State.ABSENT]
+    return any(slot.state is State.FAILED or _process_state(slot) in ("", "Z", "X") for slot in started)
 
 
 def _is_stopped(slot: RankSlot) -> bool:
@@ -199,10 +191,7 @@ def _stat(slot: RankSlot) -> list[str]:
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     """Find out who hangs, log it and post it. Returns False if a rank has merely ended."""
     begun, busy_s = time.monotonic(), {slot.local_rank: _busy_s(slot) for slot in board.others()}
-    _wait(
-        lambda: _has_ended(board) or all(slot.has_reported or _is_stopped(slot) for slot in board.others()),
-        at_most_s=_TO_REPORT_S,
-    )
+    _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
     if _has_ended(board):
         return False
     silent = {slot.local_rank: slot for slot in board.others() if not slot.has_reported}
@@ -243,7 +232,9 @@ def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
         return "is in a system call that does not end (a disk or a network file system)"
     if computes:
         return "computes: it loops, or is slow"
-    return "" if waits_for_others(stack) else "waits, but not for the other ranks"
+    innermost = frames(stack)[:1]  # in the backward pass, gradients are summed
+    waits_for_others = any("/torch/distributed/" in f.file or f.function == BACKWARD_FUNCTION for f in innermost)
+    return "" if waits_for_others else "waits, but not for the other ranks"
 
 
 def _dump(slots: list[RankSlot], board: Board) -> None:

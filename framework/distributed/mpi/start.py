@@ -27,8 +27,7 @@ def refusal(*, num_processes: Any, is_torchs: bool) -> Problem | None:
     """Return why a run of so many processes cannot have backend=mpi. `is_torchs`: torch was built with MPI."""
     if not is_torchs and not is_installed():
         what = "mpi is not in this PyTorch build, and mpi4py, which would do, is not installed"
-        gives = f"{INSTALL}, or a PyTorch compiled from source where an MPI library is installed"
-        return Problem("backend", what, gives)
+        return Problem("backend", what, f"{INSTALL}, or a PyTorch compiled from source where an MPI library is installed")
     if isinstance(num_processes, int) and num_processes > 1 and not Environment.read().uses_mpi:
         what = f"mpi, but it is not mpirun that starts these {num_processes} processes"
         return Problem("backend", what, f"mpirun -n {num_processes} python train.py ..., without launch.nproc_per_node")
