@@ -166,13 +166,10 @@ class Builder:
             changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
         if settings.grad_noise.eta is not None:
             changes.append(Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
+        schedule = components.share_of_peak(config.scheduler, total_steps=total_steps, lr=lr)
+        average = AveragedWeights(trained, decay=settings.ema_decay) if settings.ema_decay else None
         return Update(
-            optimizer,
-            peak_lr=lr,
-            schedule=components.share_of_peak(config.scheduler, total_steps=total_steps, lr=lr),
-            loss_scale=self.precision.loss_scale(),
-            changes=changes,
-            average=AveragedWeights(trained, decay=settings.ema_decay) if settings.ema_decay else None,
+            optimizer, peak_lr=lr, schedule=schedule, loss_scale=self.precision.loss_scale(), changes=changes, average=average
         )
 
     def _speed(self) -> Speed:

@@ -133,9 +133,8 @@ def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
 
     Collective: shards are gathered one by one, and rank 0 receives what it does not have.
     """
-    weights = {}
-    for name, value in module.state_dict().items():
-        weights[name] = whole(value).detach().to("cpu", copy=True).contiguous()  # a copy: tied weights must not share memory
+    # copies: tied weights must not share memory
+    weights = {name: whole(value).detach().to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()}
     held = world.agreement.gather({name: (value.shape, value.dtype) for name, value in weights.items()})
     senders: dict[str, int] = {}
     for rank, names in enumerate(held):

@@ -149,10 +149,8 @@ class Windows:
 
     def __post_init__(self) -> None:
         if len(self) == 0:
-            raise ValueError(
-                f"{len(self.tokens)} tokens hold no sample of seq_len={self.seq_len}: it needs {self.seq_len + 1} "
-                f"(more data, or a smaller dataset.seq_len)"
-            )
+            what = f"{len(self.tokens)} tokens hold no sample of seq_len={self.seq_len}: it needs {self.seq_len + 1}"
+            raise ValueError(f"{what} (more data, or a smaller dataset.seq_len)")
 
     def __len__(self) -> int:
         return num_windows(len(self.tokens), seq_len=self.seq_len)

@@ -47,10 +47,8 @@ class Text(TokenSequences):
         size = min(size, self.max_bytes or size)
         test = contiguous_split(size, "test")
         if not num_windows(test.stop - test.start, seq_len=self.seq_len):
-            return [
-                f"dataset.root: 5 % of {size} bytes hold no sample of seq_len={self.seq_len} "
-                f"(more text, a smaller dataset.seq_len or a larger dataset.max_bytes)"
-            ]
+            remedy = "more text, a smaller dataset.seq_len or a larger dataset.max_bytes"
+            return [f"dataset.root: 5 % of {size} bytes hold no sample of seq_len={self.seq_len} ({remedy})"]
         return []
 
     def load(self, split: Split) -> Windows:

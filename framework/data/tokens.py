@@ -47,10 +47,8 @@ class Tokens(TokenSequences):
         for split in SPLITS:
             _, start, stop = self._part(split)
             if not num_windows(stop - start, seq_len=self.seq_len):
-                problems.append(
-                    f"dataset.root: the {stop - start} tokens of {split} hold no sample of seq_len={self.seq_len} "
-                    f"(more tokens, or a smaller dataset.seq_len)"
-                )
+                what = f"the {stop - start} tokens of {split} hold no sample of seq_len={self.seq_len}"
+                problems.append(f"dataset.root: {what} (more tokens, or a smaller dataset.seq_len)")
         return problems
 
     def load(self, split: Split) -> "MappedWindows":

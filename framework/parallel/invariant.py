@@ -65,9 +65,7 @@ class TreeSum:
                 if sender != receiver:
                     dist.recv(value, src=sender)
                 self._sums[node] = self._sums.pop(left).add_(value)
-        total = self._sums.get(self._root)
-        if total is None:
-            total = torch.empty_like(like)
+        total = self._sums[self._root] if self._root in self._sums else torch.empty_like(like)
         if self._num_ranks > 1:
             dist.broadcast(total, src=0)
         return total

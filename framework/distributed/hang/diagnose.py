@@ -41,9 +41,6 @@ def own_frame(text: str) -> Frame | None:
     return next((frame for frame in frames(text) if not frame.file.startswith((*_LIBRARIES, "<"))), None)
 
 
-_GROUPS = ("the default process group", "the control group")
-
-
 @dataclass(frozen=True)
 class RankReport:
     """Where a rank was found, and what it was doing."""
@@ -83,6 +80,7 @@ def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) ->
 
 def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | None:
     """Return the rank that first begins another number of collectives on a group than all ranks do, and how it differs."""
+    name = ("the default process group", "the control group")[group]
     done: dict[int, dict[int, int]] = {}  # collectives by rank, by number of a beat: until the next beat
     under_way: dict[int, dict[int, int]] = {}
     at: dict[int, Beat] = {}
@@ -108,7 +106,7 @@ def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | Non
         odd += [(rank, begun) for rank, begun in open_.items() if begun > expected]
         if odd:
             rank, begun = odd[0]
-            said = f"in {at[number]} it has begun {begun} collectives on {_GROUPS[group]}, where {expected} are expected"
+            said = f"in {at[number]} it has begun {begun} collectives on {name}, where {expected} are expected"
             return (rank, said) if len(odd) == 1 else None
     return None
 

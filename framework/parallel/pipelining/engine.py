@@ -65,7 +65,7 @@ class PipelineEngine(Engine):
         self._spans = spans_of(links, costs, num_stages=self._num_stages)
         self._stages = keep_own(model, links, self._spans, rank=self._rank, size=self._size)
         for number, stage in self._stages.items():
-            stage.run = partial(self._run_stage, stage, number)
+            stage.forward = partial(self._run_stage, stage, number)
             if shard_stage is not None:
                 shard_stage(stage)
         self._schedules: dict[Any, Any] = {}
@@ -135,15 +135,14 @@ class PipelineEngine(Engine):
         # the gradients so far: when a schedule runs for the first time, torch clears the gradients of shards
         held = [p.grad for p in self._parameters] if len(self._schedules) > num_schedules else []
         self._loss_of = loss_of
-        for number in self._stages:
-            self._numbers[number] = [micro_batch.number for micro_batch in micro_batches]
-        inputs = torch.cat([m.inputs for m in micro_batches]) if 0 in self._stages else None
-        targets = torch.cat([m.targets for m in micro_batches]) if self._num_stages - 1 in self._stages else None
-        arguments = () if inputs is None else (inputs,)
+        self._numbers = {number: [micro_batch.number for micro_batch in micro_batches] for number in self._stages}
+        inputs = [torch.cat([m.inputs for m in micro_batches])] if 0 in self._stages else []
+        is_last = self._num_stages - 1 in self._stages
+        targets = {"target": torch.cat([m.targets for m in micro_batches])} if is_last else {}
         if held:
             self.module.zero_grad()
         try:
-            schedule.step(*arguments, **({} if targets is None else {"target": targets}), return_outputs=False)
+            schedule.step(*inputs, **targets, return_outputs=False)
         except RuntimeError as error:
             raise (error.__cause__ or error) from None  # torch wraps a link's error in one that prints all arguments
         for parameter, gradient in zip(self._parameters, held):
