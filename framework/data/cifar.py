@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100: 60,000 photographs each, 32 x 32 pixels, in ten and in a hundred classes.
 
-In their binary form: the form "for Python" is pickles, which are programs.
+It reads the binary version: the version "for Python" consists of pickles, which are programs.
 Source: www.cs.toronto.edu/~kriz/cifar.html: each record is a label (CIFAR-100: the coarse and the fine one), a byte
 each, and 3 x 32 x 32 bytes of pixels.
 """

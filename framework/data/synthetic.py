@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 MEAN, STD = 0.5, 0.204  # of the average of two uniform draws
 TASKS = {"images": "classification", "tokens": "language_modeling", "vectors": "regression"}
-# The first key of what all samples share; the keys of samples count up from 0.
-SHARED = 2**48
+SHARED = 2**48  # the first key of what all samples share; the keys of samples count up from 0
 
 
 @dataclass(kw_only=True, eq=False)

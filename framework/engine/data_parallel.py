@@ -43,8 +43,7 @@ class DataParallelEngine(Engine):
     ) -> None:
         self.module = module
         self.mesh = mesh
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
         self.is_counted = is_counted
         self._model = model or module
         self._forward = forward

@@ -70,8 +70,7 @@ class ContextEngine(EngineAround):
 
     def __init__(self, engine: Engine, *, cut: Cut, dp_rank: int) -> None:
         super().__init__(engine)
-        self.dp_rank = dp_rank
-        self.dp_size = engine.dp_size // cut.size
+        self.dp_rank, self.dp_size = dp_rank, engine.dp_size // cut.size
         self._cut = cut
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:

@@ -91,7 +91,7 @@ def invariant(
 
 
 class InvariantEngine(EngineAround):
-    """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, whichever ranks ran them.
+    """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, on whatever ranks they ran.
 
     Source: Li et al. 2023, "EasyScale: elastic training with consistent accuracy", which calls them logical workers.
     """

@@ -11,7 +11,7 @@ from framework.runtime.environment import set_default
 from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER
 
-WAIT, WARM_UP, ACTIVE = 2, 1, 3  # steps that are skipped, discarded, and recorded
+WAIT, WARM_UP, ACTIVE = 2, 1, 3  # steps skipped, discarded and recorded
 _NUM_SHOWN = 5
 
 

@@ -119,7 +119,7 @@ _SETTLED_S = 0.2  # a stack that has not grown for so long is complete
 
 
 def report_error(board: Board, error: Exception, *, collectives: tuple[int, int] | None = None) -> None:
-    """Write on the board how this rank's work has ended; `collectives`: begun so far. The first report counts."""
+    """Write on the board how this rank's work has ended. `collectives`: started so far. The first report counts."""
     state = State.TIMED_OUT if is_timeout(error) else State.LOST_PEER if is_lost_peer(error) else State.FAILED
     if board.mine.state is State.RUNNING:
         stack = "".join(traceback.format_exception(error))
@@ -187,18 +187,18 @@ def _stat(slot: RankSlot) -> list[str]:
 
 
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
-    """Find out who hangs, log it and post it. Returns False if a rank has merely ended."""
-    begun, busy_s = time.monotonic(), {slot.local_rank: _busy_s(slot) for slot in board.others()}
+    """Find the rank that hangs, log it and post it. Returns False if a rank has ended: then no rank hangs."""
+    started_at, busy_s = time.monotonic(), {slot.local_rank: _busy_s(slot) for slot in board.others()}
     _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
     if _has_ended(board):
         return False
     silent = {slot.local_rank: slot for slot in board.others() if not slot.has_reported}
     stopped = [local_rank for local_rank, slot in silent.items() if _is_stopped(slot)]
     _dump([slot for slot in silent.values() if slot.pid], board)
-    elapsed_s = time.monotonic() - begun
+    elapsed_s = time.monotonic() - started_at
     seen = []
     for local_rank in range(board.num_local):
-        # a silent rank's slot as it was: a rank that was stopped goes on until it is killed
+        # a silent rank's slot as it was: a rank that was stopped continues until it is killed
         slot, stack = silent.get(local_rank, board.slot(local_rank)), board.stack(local_rank)
         if local_rank in stopped:
             manner = "is stopped (by SIGSTOP, or a debugger)"

@@ -81,15 +81,15 @@ def placed(environment: Environment) -> Environment:
 
 
 def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
-    """Wait for MPI requests; RuntimeError, saying `what` did not finish, after `timeout`.
+    """Wait for MPI requests. RuntimeError after `timeout`: `what` has not finished.
 
     Not MPI's own wait: that has no time limit, keeps Python's signal handlers from running, and a core busy that
     another rank of an oversubscribed machine could use.
     """
     test_all, limit_s = library().Request.Testall, timeout.total_seconds()
-    begun = time.monotonic()
+    started_at = time.monotonic()
     while not test_all(requests):
-        waited = time.monotonic() - begun
+        waited = time.monotonic() - started_at
         if waited > limit_s:
             raise RuntimeError(f"{what} has not finished in launch.timeout_s={limit_s:g}: a rank is late or gone")
         time.sleep(min(waited / 10, 0.0005))
@@ -98,7 +98,7 @@ def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
 def from_rank_0(text: str | None, *, timeout: timedelta) -> str:
     """Return rank 0's text on every rank. Collective."""
     world = library().COMM_WORLD
-    # rank 0 comes here with its text: after that the broadcast, which has no time limit of its own, waits for nobody
+    # rank 0 has its text when it enters the barrier; so the broadcast, which has no time limit, waits for no rank
     complete([world.Ibarrier()], what="MPI: rank 0's decision", timeout=timeout)
     return str(world.bcast(text))
 

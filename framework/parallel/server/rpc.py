@@ -39,7 +39,7 @@ def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) 
 
     dist.register_rendezvous_handler(_SCHEME, rendezvous)  # no port of its own, and a new store for every attempt
     timeout_s = world.timeout.total_seconds()
-    num_threads = max(2, world.world_size)  # handlers do not wait for each other, but for a lock at most
+    num_threads = max(2, world.world_size)  # handlers wait for a lock at most, not for each other
     options = rpc_options(init_method=f"{_SCHEME}://", timeout_s=timeout_s, num_threads=num_threads)
     with warnings.catch_warnings():
         # torch's own: about the group that init_rpc makes for itself
