@@ -107,7 +107,6 @@ def fact(name: str, info: Mapping[str, int]) -> int | None:
 
 
 def _is_fact(name: str) -> bool:
-    """Return whether some dataset gives a value for this name."""
     return fact(name, dict.fromkeys(ALIASES, 1)) is not None
 
 
@@ -122,8 +121,7 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
             return [replaced(item, key) for item in value]
         named = _DATA.fullmatch(value) if isinstance(value, str) else None
         if named is not None and named[1] not in info:
-            what = f"the dataset does not give {named[1]!r}"
-            problems.append(Problem(key, what, f"it gives {', '.join(info) or 'nothing'}"))
+            problems.append(Problem(key, f"the dataset does not give {named[1]!r}", f"it gives {', '.join(info) or 'nothing'}"))
         return value if named is None else info.get(named[1])
 
     return replaced(node, key), problems

@@ -12,7 +12,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import warm_start
 from framework.config.components import component
 from framework.config.renamed import first_target
-from framework.config.schema import Node, RunConfig, TrainerSection
+from framework.config.schema import Node, RunConfig
 from framework.data.loader import Loader, Splits, load_shared
 from framework.data.order import Order
 from framework.data.source import Dataset, Split
@@ -65,16 +65,17 @@ class Builder:
 
     def engine(self, module: nn.Module) -> Engine:
         """Put the model under the chosen strategy. Collective."""
-        config = self.config
-        torch.set_float32_matmul_precision(self.precision.matmul)
-        self._transform_blocks(module, config.trainer)
-        forward = Forward(
-            self.task,
-            seed=config.seed,
-            devices=self.world.devices,
-            autocast=self.precision.autocast,
-            example=components.example(self.dataset.info, dtype=self.precision.parameters),
-        )
+        config, precision = self.config, self.precision
+        torch.set_float32_matmul_precision(precision.matmul)
+        if config.trainer.activation_checkpointing:
+            structure.recompute_activations(module)
+        if config.trainer.compile and has_compiler():
+            structure.compile_blocks(module)
+        elif config.trainer.compile and self.world.rank == 0:
+            LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
+                           "without, at the model's own speed")  # fmt: skip
+        example = components.example(self.dataset.info, dtype=precision.parameters)
+        forward = Forward(self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, example=example)
         if structure.has_dropout(module):
             forward.key_draws(structure.chain_of(module) or structure.blocks_of(module))
         bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
@@ -84,15 +85,6 @@ class Builder:
             synchronise(module, group=self.world.groups.new_group(), forward=forward)
         return built
 
-    def _transform_blocks(self, module: nn.Module, settings: TrainerSection) -> None:
-        if settings.activation_checkpointing:
-            structure.recompute_activations(module)
-        if settings.compile and has_compiler():
-            structure.compile_blocks(module)
-        elif settings.compile and self.world.rank == 0:
-            LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
-                           "without, at the model's own speed")  # fmt: skip
-
     def splits(self, engine: Engine) -> Splits:
         """Return this rank's part of the dataset, loaded at its first use."""
         return Splits(partial(self._load, dp_rank=engine.dp_rank, dp_size=engine.dp_size))
@@ -100,15 +92,11 @@ class Builder:
     def _load(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         config = self.config
         source = load_shared(self.dataset, split, world=self.world)
+        size, drop_last = config.global_batch_size, config.drop_last and split == "train"
         return Loader(
             self.dataset,
             source,
-            order=Order(
-                num_samples=len(source),
-                global_batch_size=config.global_batch_size,
-                seed=config.seed,
-                drop_last=config.drop_last and split == "train",
-            ),
+            order=Order(num_samples=len(source), global_batch_size=size, seed=config.seed, drop_last=drop_last),
             micro_batch_size=config.micro_batch_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
@@ -117,18 +105,14 @@ class Builder:
         )
 
     def store(self) -> CheckpointStore:
-        saving = self.config.checkpoint
+        kept = self.config.checkpoint
         return CheckpointStore(
-            self.directory.checkpoints,
-            world=self.world,
-            keep_last=saving.keep_last,
-            keep_best=saving.keep_best,
-            mode=saving.mode,
+            self.directory.checkpoints, world=self.world, keep_last=kept.keep_last, keep_best=kept.keep_best, mode=kept.mode
         )
 
     def trainer(self) -> Trainer:
         """Build a run's trainer, at step 0. Collective."""
-        config, world, store = self.config, self.world, self.store()
+        config, world, store, saving = self.config, self.world, self.store(), self.config.checkpoint
         sinks = build_sinks(config.logger) if world.rank == 0 else {}
         recorder = Recorder(self.directory, world=world, sinks=sinks)
         module = self.model()
@@ -141,13 +125,8 @@ class Builder:
         order = splits.loader("train").order
         plan = self._plan(steps_per_epoch=order.steps_per_epoch)
         update = self._update(engine, trainable(engine.module, hidden=hidden), total_steps=plan.total_steps)
-        saver = Saver(
-            store,
-            world=world,
-            is_async=config.checkpoint.async_save,
-            max_failures=config.checkpoint.max_failures,
-            facts={"num_samples": order.num_samples, "optimizer": first_target(config.optimizer["_target_"])},
-        )
+        facts = {"num_samples": order.num_samples, "optimizer": first_target(config.optimizer["_target_"])}
+        saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         divergence = config.trainer.divergence
         return Trainer(
             world=world,
@@ -187,13 +166,10 @@ class Builder:
             changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
         if settings.grad_noise.eta is not None:
             changes.append(Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
+        schedule = components.share_of_peak(config.scheduler, total_steps=total_steps, lr=lr)
+        average = AveragedWeights(trained, decay=settings.ema_decay) if settings.ema_decay else None
         return Update(
-            optimizer,
-            peak_lr=lr,
-            schedule=components.share_of_peak(config.scheduler, total_steps=total_steps, lr=lr),
-            loss_scale=self.precision.loss_scale(),
-            changes=changes,
-            average=AveragedWeights(trained, decay=settings.ema_decay) if settings.ema_decay else None,
+            optimizer, peak_lr=lr, schedule=schedule, loss_scale=self.precision.loss_scale(), changes=changes, average=average
         )
 
     def _speed(self) -> Speed:
@@ -206,19 +182,15 @@ class Builder:
                 model = components.model(self.config.model, seed=self.config.seed)
                 needed = flops.flops_per_sample(model, batch)
             peak *= world.world_size * len(world.devices)
-        profile = self.config.trainer.profile
-        is_profiled = profile == "all" or (profile and world.rank == 0)
+        setting = self.config.trainer.profile
+        is_profiled = setting == "all" or (setting and world.rank == 0)
+        profile = Profile(self.directory.profile, world=world) if is_profiled else None
         return Speed(
-            world.device,
-            tokens_per_sample=info.get("seq_len"),
-            flops_per_sample=needed,
-            peak_flops=peak,
-            profile=Profile(self.directory.profile, world=world) if is_profiled else None,
+            world.device, tokens_per_sample=info.get("seq_len"), flops_per_sample=needed, peak_flops=peak, profile=profile
         )
 
 
 def build_sinks(nodes: dict[str, Node]) -> dict[str, Sink]:
     """Return the run's sinks by name; each logger runs in a process of its own, which is forked here."""
-
     loggers = {name: Background(component(node), timeout_s=node.get("timeout_s")) for name, node in nodes.items()}
     return {"console": Console(), **loggers}

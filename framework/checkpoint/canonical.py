@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from framework.distributed.world import World
 from framework.modules.tensors import whole
 from framework.optim.update import AveragedWeights
 
 
-def state_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, average: AveragedWeights | None) -> dict[str, Tensor]:
+def state_tensors(module: nn.Module, optimizer: Optimizer, average: AveragedWeights | None) -> dict[str, Tensor]:
     """Return `model/NAME`, `optimizer/NAME/KEY` and `average/NAME`, as they are on this rank (plain or DTensor).
 
     The optimizer's state is read by parameter name here, not through torch's get_state_dict, which takes fake
@@ -48,9 +49,7 @@ def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
     return reader, reader.read_metadata().state_dict_metadata
 
 
-def restore(
-    path: Path, *, module: nn.Module, optimizer: torch.optim.Optimizer, average: AveragedWeights | None, world: World
-) -> None:
+def restore(path: Path, *, module: nn.Module, optimizer: Optimizer, average: AveragedWeights | None, world: World) -> None:
     """Load a verified checkpoint into the run's objects, resharding as needed. Collective.
 
     ValueError, before anything has changed, if names, shapes or dtypes are not the model's.
@@ -60,7 +59,7 @@ def restore(
     reader, inventory = _open(path)
     targets = model_tensors(module) | _average_tensors(average)
     everywhere = set().union(*world.agreement.gather(set(targets)))
-    _check(inventory, targets, everywhere=everywhere)
+    _check(inventory, targets, everywhere=everywhere, is_fit=operator.eq)
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
     load(targets, storage_reader=reader, **world.agreement.among())
@@ -92,11 +91,7 @@ def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _check(
-    inventory: Mapping[str, Any],
-    targets: dict[str, Tensor],
-    *,
-    everywhere: set[str],
-    is_fit: Callable[[torch.dtype, torch.dtype], bool] = operator.eq,
+    inventory: Mapping[str, Any], targets: dict[str, Tensor], *, everywhere: set[str], is_fit: Callable[[Any, Any], bool]
 ) -> None:
     """Compare what is stored with this rank's tensors, and with `everywhere`, the names on all ranks."""
     kinds = {name.split("/")[0] for name in everywhere}
@@ -113,9 +108,7 @@ def _check(
         raise ValueError("; ".join(faults[:5]) + more)
 
 
-def _optimizer_targets(
-    inventory: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Tensor]]:
+def _optimizer_targets(inventory: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     """Return empty tensors for every stored state of this rank's optimizer, cut like the parameter if the shape is the same."""
     optimized = {id(parameter) for parameter in _optimized(optimizer)}
     states: dict[str, dict[str, Tensor]] = {}
@@ -131,7 +124,7 @@ def _optimizer_targets(
     return states
 
 
-def _optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _optimized(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -140,9 +133,8 @@ def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
 
     Collective: shards are gathered one by one, and rank 0 receives what it does not have.
     """
-    weights = {}
-    for name, value in module.state_dict().items():
-        weights[name] = whole(value).detach().to("cpu", copy=True).contiguous()  # a copy: tied weights must not share memory
+    # copies: tied weights must not share memory
+    weights = {name: whole(value).detach().to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()}
     held = world.agreement.gather({name: (value.shape, value.dtype) for name, value in weights.items()})
     senders: dict[str, int] = {}
     for rank, names in enumerate(held):

@@ -39,7 +39,7 @@ class Saver:
     ) -> None:
         self.store = store
         self.facts = facts  # what a checkpoint must have in common with the run that loads it
-        self._writer = store  # in the background, the same store over a process group of its own
+        self._writer = store  # for asynchronous saves, the same store over a process group of its own
         self._world = world
         self._is_async = is_async
         self._max_failures = max_failures
@@ -64,7 +64,7 @@ class Saver:
                 self._copies = {name: copy_to_host(value, onto=self._copies.get(name)) for name, value in tensors.items()}
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-                    self._writer = replace(self.store, world=self._world.beside())
+                    self._writer = replace(self.store, world=self._world.with_own_agreement())
                 self._running = self._thread.submit(self._write, step, self._copies, copy.deepcopy(state))
             else:
                 self._note(self._write(step, tensors, state))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from framework.checkpoint.plain import Invalid, Plain, first_fault, parse_json, require_file
 from framework.checkpoint.state import Count
@@ -47,8 +48,6 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _read(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
@@ -96,9 +95,7 @@ def _chunks_of(path: Path) -> dict[str, _Chunk]:
     try:
         entries, metadata = _read(path)
         places = _PLACES.validate_python(parse_json(metadata["DCP_SHARDING_INFO"]))
-        return {
-            name: _Chunk(path.name, entry.dtype, places[name].saved_offsets, entry.shape) for name, entry in entries.items()
-        }
+        return {name: _Chunk(path.name, dtype, places[name].saved_offsets, shape) for name, (dtype, shape) in entries.items()}
     except Invalid as error:
         raise Invalid(f"{path.name} {error}") from None
     except ValidationError as error:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from framework.checkpoint.plain import Invalid
@@ -20,9 +21,7 @@ class Fit:
     """Which tensors of a file fit a model. A tied weight has several names in a model; one of them in the file is enough."""
 
     fitting: list[str]
-    missing: list[str]  # in the file
-    unexpected: list[str]  # not in the model
-    differing: list[str]  # in shape or kind of number, with both described
+    faults: list[str]  # what does not fit, a line each
 
     @classmethod
     def of(cls, header: Mapping[str, Entry], module: nn.Module) -> "Fit":
@@ -31,23 +30,18 @@ class Fit:
         both = [name for name in state if name in header]
         held = {id(state[name]) for name in both}
         missing = [name for name, tensor in state.items() if id(tensor) not in held]
-        fit = cls([], missing, unexpected=sorted(header.keys() - state.keys()), differing=[])
+        fitting, differing = [], []
         for name in both:
             entry, tensor = header[name], state[name]
             is_floating = entry.dtype.startswith(("F", "BF"))
             if entry.shape == list(tensor.shape) and is_floating == tensor.is_floating_point():
-                fit.fitting.append(name)
+                fitting.append(name)
             else:
                 found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-                fit.differing.append(f"{name} ({entry.dtype} {entry.shape} in the file, {found} in the model)")
-        return fit
-
-    @property
-    def faults(self) -> list[str]:
-        """Return what does not fit, a line each."""
-        whats = ("missing in the file", "unexpected in the file", "of another shape or kind")
-        lists = (self.missing, self.unexpected, self.differing)
-        return [f"{what}: {_listed(names)}" for what, names in zip(whats, lists) if names]
+                differing.append(f"{name} ({entry.dtype} {entry.shape} in the file, {found} in the model)")
+        unexpected = sorted(header.keys() - state.keys())
+        lists = {"missing in the file": missing, "unexpected in the file": unexpected, "of another shape or kind": differing}
+        return cls(fitting, [f"{what}: {_listed(names)}" for what, names in lists.items() if names])
 
 
 def _listed(names: list[str]) -> str:
@@ -61,8 +55,6 @@ def load_file(path: Path, module: nn.Module) -> Fit:
 
     The model is whole, and on the CPU: no strategy has changed it yet.
     """
-    from safetensors import safe_open
-
     fit = Fit.of(read_header(path), module)
     state = module.state_dict()
     with safe_open(path, framework="pt") as file:

@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100: 60,000 photographs each, 32 x 32 pixels, in ten and in a hundred classes.
 
-In their binary form: the form "for Python" is pickles, which are programs.
+It reads the binary version: the version "for Python" consists of pickles, which are programs.
 Source: www.cs.toronto.edu/~kriz/cifar.html: each record is a label (CIFAR-100: the coarse and the fine one), a byte
 each, and 3 x 32 x 32 bytes of pixels.
 """
@@ -35,12 +35,10 @@ class _CIFAR(PublishedImages):
 
     def problems(self) -> list[str]:
         missing = ", ".join(self._missing())
-        if not missing:
+        if not missing or (self.download and importlib.util.find_spec("torchvision") is not None):
             return []
-        if self.download and importlib.util.find_spec("torchvision") is None:
-            return ["dataset.download: torchvision fetches it, and is not installed (pip install torchvision)"]
         if self.download:
-            return []
+            return ["dataset.download: torchvision fetches it, and is not installed (pip install torchvision)"]
         if (python := Path(self.root) / self.python_folder).is_dir():
             return [f"dataset.root: {python} holds pickles, which are not read; the binary version is (dataset.download=true)"]
         return [f"dataset.root: {missing} not in {Path(self.root) / self.folder} (dataset.download=true)"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from framework.data.source import Arrays, Images, Split, require_at_least
+from framework.data.source import Arrays, Images, Split
 from framework.randomness import permutation
 
 _FILE = Path(__file__).with_name("digits.csv.gz")
@@ -24,12 +24,6 @@ class Digits(Images):
     mean, std = (0.3058,), (0.3754,)  # of the training split
     padding = 1
     flip = False
-
-    augment: bool = False
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least(0, self, "num_workers")
 
     def problems(self) -> list[str]:
         return [] if _FILE.is_file() else [f"dataset: {_FILE} is missing (install this package again)"]

@@ -34,12 +34,10 @@ class ImageFolder(Images):
     image_size: int = 64
     in_channels: Literal[1, 3] = 3
     decode_once_gib: float = 1.0
-    augment: bool = False
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least(1, self, "image_size")
-        require_at_least(0, self, "num_workers")
         if self.in_channels not in STATISTICS:
             raise ValueError(f"dataset.in_channels={self.in_channels}: must be 1 (grey) or 3 (RGB)")
         if self.decode_once_gib < 0:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
@@ -75,12 +74,9 @@ class Loader:
         span = slice(min(part.start for part in mine), max(part.stop for part in mine))  # without gaps: fetched at once
         stored = (torch.from_numpy(array) for array in self.source.gather(samples[span]))
         inputs, targets = self.dataset.transform(*stored, keys=None if augment_keys is None else augment_keys[span])
-        whole = MicroBatch(0, inputs, targets).mapped(self._cast)
+        whole = MicroBatch(0, inputs, targets).mapped(lambda t: t.to(self.dtype) if t.is_floating_point() else t)
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
         return Step(epoch, len(samples), [_cut(whole, part, start=span.start) for part in mine], is_even)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() and tensor.dtype != self.dtype else tensor
 
     def _run(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
         steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions)
@@ -106,10 +102,8 @@ class Loader:
         return steps
 
     def _to_device(self, step: Step) -> Step:
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(self.device, non_blocking=True)
-
-        return step._replace(micro_batches=[micro_batch.mapped(move) for micro_batch in step.micro_batches])
+        moved = [m.mapped(lambda t: t.to(self.device, non_blocking=True)) for m in step.micro_batches]
+        return step._replace(micro_batches=moved)
 
 
 def _cut(whole: MicroBatch, part: Part, *, start: int) -> MicroBatch:

@@ -1,7 +1,7 @@
 """The seam of the data: the protocols of a dataset and of one loaded split (a source), and the common sources."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import numpy as np
@@ -60,15 +60,21 @@ class Dataset(Protocol):
     # It may have `decode(tokens) -> str` for integer inputs (T,): loggers then show samples as text, not as ids.
 
 
+@dataclass(kw_only=True, eq=False)
 class Images:
-    """What datasets of images share: their task, and how a batch of uint8 becomes a model's inputs."""
+    """What datasets of images share: their task, two arguments, and how a batch of uint8 becomes a model's inputs."""
 
     task = "classification"
-    mean: Sequence[float]
-    std: Sequence[float]
-    padding: int  # the most pixels by which an augmented image is shifted
+    mean: Sequence[float] = field(init=False)
+    std: Sequence[float] = field(init=False)
+    padding: int = field(init=False)  # the most pixels by which an augmented image is shifted
     flip = True  # half of the augmented images are mirrored
-    augment: bool
+
+    augment: bool = False
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "num_workers")
 
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         from framework.data.images import augment, normalise
@@ -79,18 +85,33 @@ class Images:
 
 
 @dataclass(kw_only=True, eq=False)
+class TokenSequences:
+    """What datasets of tokens share: their task, two arguments, and integers of a model's type."""
+
+    task = "language_modeling"
+
+    seq_len: int = 128
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "seq_len")
+        require_at_least(0, self, "num_workers")
+
+    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
+        return inputs.long(), targets.long()
+
+
+@dataclass(kw_only=True, eq=False)
 class PublishedImages(Images):
     """The arguments of a dataset that is published as a training and a test set; val is the last `num_val` of the first."""
 
     root: str = "data"
     download: bool = False
     num_val: int = 5000
-    augment: bool = False
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least(1, self, "num_val")
-        require_at_least(0, self, "num_workers")
 
     def part(self, images: np.ndarray, labels: np.ndarray, split: Split) -> "Arrays":
         """Return the part of the files' content that is the split."""
@@ -128,10 +149,8 @@ class Windows:
 
     def __post_init__(self) -> None:
         if len(self) == 0:
-            raise ValueError(
-                f"{len(self.tokens)} tokens hold no sample of seq_len={self.seq_len}: it needs {self.seq_len + 1} "
-                f"(more data, or a smaller dataset.seq_len)"
-            )
+            what = f"{len(self.tokens)} tokens hold no sample of seq_len={self.seq_len}: it needs {self.seq_len + 1}"
+            raise ValueError(f"{what} (more data, or a smaller dataset.seq_len)")
 
     def __len__(self) -> int:
         return num_windows(len(self.tokens), seq_len=self.seq_len)

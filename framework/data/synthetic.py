@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 MEAN, STD = 0.5, 0.204  # of the average of two uniform draws
 TASKS = {"images": "classification", "tokens": "language_modeling", "vectors": "regression"}
-# The first key of what all samples share; the keys of samples count up from 0.
-SHARED = 2**48
+SHARED = 2**48  # the first key of what all samples share; the keys of samples count up from 0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,13 +38,11 @@ class Synthetic(Images):
     seq_len: int = 64
     num_features: int = 16
     num_outputs: int = 1
-    augment: bool = False
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least(1, self, "num_train", "num_val", "num_test", "in_channels", "image_size", "num_classes")
         require_at_least(1, self, "vocab_size", "seq_len", "num_features", "num_outputs")
-        require_at_least(0, self, "num_workers")
         if self.kind not in TASKS:
             raise ValueError(f"dataset.kind={self.kind}: must be images, tokens or vectors")
         if self.augment and self.kind != "images":
@@ -99,7 +96,6 @@ class Synthetic(Images):
 
 
 def _random_bytes(keys: np.ndarray, *, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array uint8 of this shape for each key."""
     size = int(np.prod(shape))
     words = [random_bits(keys, draw=draw) for draw in range(1, 1 + -(-size // 8))]  # of eight bytes
     return np.stack(words, axis=1).view(np.uint8)[:, :size].reshape(-1, *shape)

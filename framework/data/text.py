@@ -6,38 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from framework.data.source import Split, Windows, contiguous_split, num_windows, require_at_least
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from framework.data.source import Split, TokenSequences, Windows, contiguous_split, num_windows, require_at_least
 
 # In the standard library: what is not its own, not meant to be read, or not installed everywhere.
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 @dataclass(kw_only=True, eq=False)
-class Text:
+class Text(TokenSequences):
     """One token is one byte. The files are joined in the order of their names; the stream is cut 90 % / 5 % / 5 %.
 
     With `root: null`, the text is the running Python's standard library: another version is another text.
     """
 
-    task = "language_modeling"
     bytes_per_token = 1.0
 
     root: str | None = None
     pattern: str | list[str] = "*.py"
     max_bytes: int | None = None
-    seq_len: int = 128
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "seq_len", "max_bytes")
-        require_at_least(0, self, "num_workers")
+        super().__post_init__()
+        require_at_least(1, self, "max_bytes")
         self.patterns = [self.pattern] if isinstance(self.pattern, str) else list(self.pattern)
 
     @property
@@ -54,10 +47,8 @@ class Text:
         size = min(size, self.max_bytes or size)
         test = contiguous_split(size, "test")
         if not num_windows(test.stop - test.start, seq_len=self.seq_len):
-            return [
-                f"dataset.root: 5 % of {size} bytes hold no sample of seq_len={self.seq_len} "
-                f"(more text, a smaller dataset.seq_len or a larger dataset.max_bytes)"
-            ]
+            remedy = "more text, a smaller dataset.seq_len or a larger dataset.max_bytes"
+            return [f"dataset.root: 5 % of {size} bytes hold no sample of seq_len={self.seq_len} ({remedy})"]
         return []
 
     def load(self, split: Split) -> Windows:
@@ -72,9 +63,6 @@ class Text:
         # a copy, so that the rest of the text is freed
         part = np.frombuffer(content, dtype=np.uint8)[contiguous_split(len(content), split)].copy()
         return Windows(part, self.seq_len)
-
-    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
-        return inputs.long(), targets.long()
 
     def decode(self, tokens: np.ndarray) -> str:
         """Return a sample's tokens as text."""

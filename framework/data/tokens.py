@@ -3,20 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from framework.data.source import SPLITS, Split, Windows, contiguous_split, num_windows, require_at_least
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from framework.data.source import SPLITS, Split, TokenSequences, Windows, contiguous_split, num_windows, require_at_least
 
 NUM_CHECKED = 2**20  # tokens at either end of each file that the preflight checks, in milliseconds
 
 
 @dataclass(kw_only=True, eq=False)
-class Tokens:
+class Tokens(TokenSequences):
     """`root` is a folder with train.bin, val.bin and optionally test.bin, or one file, which is cut 90 % / 5 % / 5 %.
 
     Without test.bin, val is the first half of val.bin and test the second. Ids are unsigned integers in the machine's
@@ -24,18 +21,14 @@ class Tokens:
     file are checked, later every batch that is read.
     """
 
-    task = "language_modeling"
-
     root: str = "data"
     source: str | None = None
     dtype: Literal["uint16", "uint32"] = "uint16"
     vocab_size: int | None = None
-    seq_len: int = 128
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "seq_len", "vocab_size")
-        require_at_least(0, self, "num_workers")
+        super().__post_init__()
+        require_at_least(1, self, "vocab_size")
         if self.dtype not in ("uint16", "uint32"):
             raise ValueError(f"dataset.dtype={self.dtype}: must be uint16 or uint32")
 
@@ -44,9 +37,7 @@ class Tokens:
         return {"seq_len": self.seq_len} | ({} if self.vocab_size is None else {"vocab_size": self.vocab_size})
 
     def problems(self) -> list[str]:
-        problems = []
-        if self.vocab_size is None:
-            problems.append("dataset.vocab_size: is null (how many tokens the tokenizer has)")
+        problems = ["dataset.vocab_size: is null (how many tokens the tokenizer has)"] if self.vocab_size is None else []
         paths = sorted({self._part(split)[0] for split in SPLITS})
         if missing := [str(path) for path in paths if not path.is_file()]:
             source = f"; {self.source}" if self.source else ""
@@ -56,10 +47,8 @@ class Tokens:
         for split in SPLITS:
             _, start, stop = self._part(split)
             if not num_windows(stop - start, seq_len=self.seq_len):
-                problems.append(
-                    f"dataset.root: the {stop - start} tokens of {split} hold no sample of seq_len={self.seq_len} "
-                    f"(more tokens, or a smaller dataset.seq_len)"
-                )
+                what = f"the {stop - start} tokens of {split} hold no sample of seq_len={self.seq_len}"
+                problems.append(f"dataset.root: {what} (more tokens, or a smaller dataset.seq_len)")
         return problems
 
     def load(self, split: Split) -> "MappedWindows":
@@ -68,9 +57,6 @@ class Tokens:
         assert self.vocab_size is not None  # else there is a problem
         path, start, stop = self._part(split)
         return MappedWindows(path, self.dtype, start, stop, seq_len=self.seq_len, vocab_size=self.vocab_size)
-
-    def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
-        return inputs.long(), targets.long()
 
     def _part(self, split: Split) -> tuple[Path, int, int]:
         """Return the file that holds the split, and where in it the split starts and ends, in tokens."""

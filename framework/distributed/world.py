@@ -99,8 +99,8 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def beside(self) -> "World":
-        """Return this world with an agreement of its own, so that a thread's collectives pair with no others'. Collective."""
+    def with_own_agreement(self) -> "World":
+        """Return this world for a thread, whose collectives must not pair with those of other threads. Collective."""
         group = self.agreement.group
         own = group and dist.new_group(backend=dist.get_backend(group), timeout=self.timeout)
         return dataclasses.replace(self, agreement=Agreement(own))
@@ -132,7 +132,7 @@ class World:
             diagnose.report_error(self.board, error, collectives=self._collectives())
 
     def _collectives(self) -> tuple[int, int]:
-        """Return how many operations this rank has begun on the default group and on the agreement's; only gloo counts them."""
+        """Return how many operations this rank has started on the default and the agreement's group; only gloo counts them."""
         if self.agreement.group is None or self.groups.backend != "gloo":
             return 0, 0
         assert dist.group.WORLD is not None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class DataParallelEngine(Engine):
     """The Engine of every strategy in which a rank runs the whole model on its own samples.
 
-    `model` is what is called (a wrapper, or `module` itself); `set_sync(True)` is called before the last micro-batch,
+    `model` is what is called: a wrapper; without it, `module` itself. `set_sync(True)` is called before the last micro-batch,
     whose backward pass completes the gradients of all ranks, `set_sync(False)` before the others. The wrapper averages
     over `dp_size` ranks; a loss here is a sum over the GLOBAL count, so this average is undone first. Of ranks that work
     on the same samples (tensor parallelism), one has `is_counted`.
@@ -30,23 +30,22 @@ class DataParallelEngine(Engine):
         self,
         module: nn.Module,
         *,
-        model: Callable[..., Any],
         forward: Forward,
+        model: Callable[..., Any] | None = None,
         mesh: "DeviceMesh | None" = None,
         dp_rank: int = 0,
         dp_size: int = 1,
         is_counted: bool = True,
-        set_sync: Callable[[bool], None] | None = None,
+        set_sync: Callable[[bool], None] = lambda _: None,
         broadcast: Callable[[Sequence[Tensor]], None] | None = None,
         make_optimizer: MakeOptimizer | None = None,
         num_warm_ups: int = 0,
     ) -> None:
         self.module = module
         self.mesh = mesh
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
         self.is_counted = is_counted
-        self._model = model
+        self._model = model or module
         self._forward = forward
         self._set_sync = set_sync
         self._broadcast = broadcast
@@ -61,8 +60,7 @@ class DataParallelEngine(Engine):
         sums: Sums = {}
         last = len(step.micro_batches) - 1
         for position, micro_batch in enumerate(step.micro_batches):
-            if self._set_sync is not None:
-                self._set_sync(position == last)
+            self._set_sync(position == last)
             self._forward.seed_draws(step=index, micro_batch=micro_batch.number)
             # only micro-batch 0 changes the buffers, and only once: not again when checkpointing recomputes its forward
             buffers = [buffer.clone() for buffer in self._buffers]
@@ -70,7 +68,7 @@ class DataParallelEngine(Engine):
             if micro_batch.number == 0 and not micro_batch.is_padding:
                 buffers = [buffer.clone() for buffer in self._buffers]
             loss.backward(self._start_gradient(0.0 if micro_batch.is_padding else scale, like=loss))
-            put_back(self._buffers, buffers)
+            copy_all(self._buffers, buffers)
             add(sums, self._measured(outputs, loss.detach(), micro_batch, with_metrics=measure))
         return sums
 
@@ -105,11 +103,10 @@ class DataParallelEngine(Engine):
     def warm_up(self, step: Step) -> None:
         before = [buffer.clone() for buffer in self._buffers]
         for _ in range(self._num_warm_ups):
-            if self._set_sync is not None:
-                self._set_sync(True)
+            self._set_sync(True)
             _, loss = self._forward(self._model, step.micro_batches[0])
             loss.backward(self._start_gradient(0.0, like=loss))
-        put_back(self._buffers, before)
+        copy_all(self._buffers, before)
         self.module.zero_grad(set_to_none=True)
 
     def sync_buffers(self) -> None:
@@ -130,9 +127,3 @@ def persistent_buffers(module: nn.Module) -> list[Tensor]:
     """Return the buffers that the model's state dict holds."""
     state = module.state_dict(keep_vars=True)
     return [buffer for name, buffer in module.named_buffers() if name in state]
-
-
-def put_back(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Overwrite all buffers, if there are any."""
-    if buffers:
-        copy_all(buffers, values)

@@ -23,14 +23,14 @@ class Forward:
     devices: Sequence[torch.device]  # of the model
     autocast: torch.dtype | None
     example: Tensor | None = None  # the inputs of two samples, without storage; None if their kind is not known
-    is_padding: bool = field(default=False, init=False)  # is the current micro-batch? For layers that use other ranks' samples
+    is_padding: bool = field(default=False, init=False)  # the current micro-batch; for layers that use other ranks' samples
     _at: tuple[int, int] = field(default=(0, 0), init=False)
 
     def __post_init__(self) -> None:
         self.device = self.devices[0]
 
     def seed_draws(self, *, step: int, micro_batch: int) -> None:
-        """Seed what the model draws (dropout) by step and micro-batch: the draws are the same on whichever rank."""
+        """Seed what the model draws (dropout) by step and micro-batch: the draws do not depend on the rank."""
         self._at = (step, micro_batch)
         self._seed_generators(key(self.seed, "forward", step, micro_batch))
 
@@ -41,7 +41,7 @@ class Forward:
                 torch.cuda.default_generators[device.index].manual_seed(value)
 
     def key_draws(self, units: Sequence[nn.Module]) -> None:
-        """Seed each unit's draws by its number too: the draws are the same on whichever rank the unit is (in a pipeline)."""
+        """Seed each unit's draws by its number too: in a pipeline, the draws do not depend on the unit's rank."""
 
         def seed_unit(unit: nn.Module, _: object, *, number: int) -> None:
             if unit.training:

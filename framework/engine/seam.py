@@ -106,8 +106,7 @@ class EngineAround(Engine):
     def __init__(self, engine: Engine) -> None:
         self.module = engine.module
         self.mesh = engine.mesh
-        self.dp_rank = engine.dp_rank
-        self.dp_size = engine.dp_size
+        self.dp_rank, self.dp_size = engine.dp_rank, engine.dp_size
         self._engine = engine
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:

@@ -10,6 +10,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,11 +80,9 @@ class Background:
 
     def _exchange(self) -> bool:
         """Send and receive without waiting. Returns whether the process runs; False: it has ended without an error."""
-        try:
-            while self._unsent:
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._unsent:  # what is received says whether it has ended, and why
                 del self._unsent[: self._socket.send(self._unsent)]
-        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-            pass  # what is received says whether it has ended, and why
         is_there = False
         try:
             while block := self._socket.recv(1 << 16):

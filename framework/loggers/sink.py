@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Samples:
-    """A few training samples as they are stored, to look at: as images or as texts, whichever the data are."""
+    """A few training samples as they are stored, to look at: as images or as texts."""
 
     images: list[Any] | None  # nested, (B, C, H, W), each value from 0 to 255; C is 1 or 3
     texts: list[str] | None

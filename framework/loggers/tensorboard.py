@@ -4,6 +4,8 @@ from ctypes import c_float
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from framework.config.identity import flat
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import Row, read_rows, scalars
@@ -43,8 +45,6 @@ class TensorBoard:
         self._writer.close()
 
     def _show_samples(self) -> None:
-        import numpy as np
-
         samples = self._run.samples
         if samples is not None and samples.images is not None:
             self._writer.add_images("samples", np.array(samples.images, dtype=np.uint8), global_step=0)
@@ -60,10 +60,9 @@ class TensorBoard:
         for rows in summary["metrics"].values():
             metrics |= {f"final/{tag}": value for tag, value in scalars(rows["last"]).items()}
             metrics |= {f"best/{tag}": value for tag, value in scalars(rows["best"]).items()}
-        config = {
-            key: value if isinstance(value, (str, int, float)) else str(value) for key, value in flat(self._run.config).items()
-        }
-        for part in hparams(config, metrics):
+        settings = flat(self._run.config).items()
+        shown = {key: value if isinstance(value, (str, int, float)) else str(value) for key, value in settings}
+        for part in hparams(shown, metrics):
             self._writer._get_file_writer().add_summary(part)  # as `add_hparams` does, which writes to another directory
         for tag, value in metrics.items():
             self._writer.add_scalar(tag, value, global_step=summary["step"])

@@ -68,8 +68,7 @@ def choose(model: nn.Module, *, num_ranks: int, budget: float) -> tuple[str, flo
         "zero": whole + trained + 2 * trained / num_ranks,
         "fsdp": (whole + 3 * trained) / num_ranks,
     }
-    fitting = [name for name, size in held.items() if size <= budget]
-    choice = fitting[0] if fitting else "fsdp"
+    choice = next((name for name, size in held.items() if size <= budget), "fsdp")
     return choice, held[choice]
 
 

@@ -96,10 +96,7 @@ def _with_error(state: State, bucket: dist.GradBucket) -> tuple[Tensor, tuple[in
     return gradient + state.errors[where] if where in state.errors else gradient.clone(), where
 
 
-def _gathered(
-    first: Tensor, second: Tensor, *, group: dist.ProcessGroup, then: Callable[[Tensor, Tensor], Tensor]
-) -> Future[Tensor]:
-    """Gather two tensors of each rank, and call `then` with both, rank by rank."""
+def _gathered(first: Tensor, second: Tensor, *, group: dist.ProcessGroup, then: Callable[..., Tensor]) -> Future[Tensor]:
     all_first, all_second = (part.new_empty(group.size(), *part.shape) for part in (first, second))
     all_gather_single(all_first.flatten(), first.flatten(), group=group)
     work = all_gather_single(all_second.flatten(), second.flatten(), group=group, async_op=True)

@@ -70,8 +70,7 @@ class ContextEngine(EngineAround):
 
     def __init__(self, engine: Engine, *, cut: Cut, dp_rank: int) -> None:
         super().__init__(engine)
-        self.dp_rank = dp_rank
-        self.dp_size = engine.dp_size // cut.size
+        self.dp_rank, self.dp_size = dp_rank, engine.dp_size // cut.size
         self._cut = cut
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
@@ -100,12 +99,9 @@ def by_heads(mix: Callable[..., Tensor], *, cut: Cut, group: dist.ProcessGroup) 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
 
-    def heads(tensor: Tensor) -> Parts:
-        return 1, [tensor.shape[1] // cut.size] * cut.size
-
     def run(*tensors: Tensor) -> Tensor:
         tokens = 2, cut.counts
-        mixed = mix(*(_Exchange.apply(tensor, heads(tensor), tokens, group) for tensor in tensors))
+        mixed = mix(*(_Exchange.apply(t, (1, [t.shape[1] // cut.size] * cut.size), tokens, group) for t in tensors))
         return _Exchange.apply(mixed, tokens, (1, [mixed.shape[1]] * cut.size), group)
 
     return run

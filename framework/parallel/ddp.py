@@ -58,9 +58,8 @@ def problems(model: nn.Module, *, demands: Demands, compression: str | None = No
         return []
     found = []
     if demands.bitwise:
-        found.append(
-            f"parallel.compression: {compression}, which depends on how many processes there are (invariance=bitwise) (null)"
-        )
+        why = "which depends on how many processes there are (invariance=bitwise)"
+        found.append(f"parallel.compression: {compression}, {why} (null)")
     if demands.recovers and compression in ("int8", "top_k", "powersgd"):
         found.append(f"trainer.divergence.action: {demands.recovers}, but parallel.compression={compression} keeps what was "
                      "not finite for later steps (raise, or parallel.compression=null, fp16 or bf16)")  # fmt: skip

@@ -15,4 +15,4 @@ def dp(model: nn.Module, *, world: World, forward: Forward, num_devices: int | N
     if len(world.devices) > 1:
         return DataParallelEngine(model, model=nn.DataParallel(model, device_ids=world.devices), forward=forward)
     LOGGER.info("parallel=dp: there is one device (%s), so the model runs as with parallel=single", world.device)
-    return DataParallelEngine(model, model=model, forward=forward)
+    return DataParallelEngine(model, forward=forward)

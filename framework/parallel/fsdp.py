@@ -26,13 +26,13 @@ class ShardOptions(TypedDict):
     reduce_dtype: Literal["bf16", "fp16", "fp32"] | None
 
 
-class OffloadOptions(ShardOptions):
+class Offloading(ShardOptions):
     """The same, for a model whose layers are not cut already."""
 
     cpu_offload: bool
 
 
-def fsdp(model: nn.Module, *, world: World, forward: Forward, shard: int | None, **options: Unpack[OffloadOptions]) -> Engine:
+def fsdp(model: nn.Module, *, world: World, forward: Forward, shard: int | None, **options: Unpack[Offloading]) -> Engine:
     """Shard the model, block by block: one block's parameters are gathered at a time. Collective."""
     return sharded(model, mesh=world.mesh(shard=shard), world=world, forward=forward, **options)
 
@@ -77,7 +77,6 @@ def sharded(
     assert isinstance(model, FSDPModule)
     return DataParallelEngine(
         model,
-        model=model,
         forward=forward,
         mesh=mesh,
         dp_rank=world.rank // num_parts,  # `tensor` is the mesh's last axis

@@ -6,19 +6,13 @@ from typing_extensions import Unpack
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.parallel.fsdp import OffloadOptions, problems, sharded
+from framework.parallel.fsdp import Offloading, problems, sharded
 
 __all__ = ["hsdp", "problems"]  # it is sharded as in `fsdp`
 
 
 def hsdp(
-    model: nn.Module,
-    *,
-    world: World,
-    forward: Forward,
-    replicate: int | None,
-    shard: int | None,
-    **options: Unpack[OffloadOptions],
+    model: nn.Module, *, world: World, forward: Forward, replicate: int | None, shard: int | None, **options: Unpack[Offloading]
 ) -> Engine:
     """Shard the model over the inner axis of the mesh and replicate it over the outer. Collective."""
     return sharded(model, mesh=world.mesh(replicate=replicate, shard=shard), world=world, forward=forward, **options)

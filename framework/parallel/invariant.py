@@ -1,6 +1,6 @@
 """Bitwise invariance: gradients whose bits do not depend on how many processes there are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,18 @@ from framework.optim.groups import MakeOptimizer
 Node = tuple[int, int]  # of a tree: its leaves, range(start, stop)
 
 
-def halves(node: Node) -> tuple[Node, Node]:
-    """Return the two nodes below a node of several leaves: the left has the largest power of two below their number."""
-    start, stop = node
-    middle = start + (1 << ((stop - start - 1).bit_length() - 1))
-    return (start, middle), (middle, stop)
+def inner_nodes(root: Node) -> Iterator[tuple[Node, Node, Node]]:
+    """Yield the nodes of several leaves, each after the two nodes below it and with them.
+
+    The left of the two has the largest power of two below the number of leaves.
+    """
+    start, stop = root
+    if stop - start > 1:
+        middle = start + (1 << ((stop - start - 1).bit_length() - 1))
+        left, right = (start, middle), (middle, stop)
+        yield from inner_nodes(left)
+        yield from inner_nodes(right)
+        yield root, left, right
 
 
 class TreeSum:
@@ -32,51 +39,36 @@ class TreeSum:
         self._rank = rank
         self._num_ranks = len(bounds) - 1
         self._owners = [r for r in range(len(bounds) - 1) for _ in range(bounds[r], bounds[r + 1])]
-        self._siblings: dict[Node, Node] = {}
         self._sums: dict[Node, Tensor] = {}
         self._root = (0, bounds[-1])
-        self._find_siblings(self._root)
-
-    def _find_siblings(self, node: Node) -> None:
-        if node[1] - node[0] > 1:
-            left, right = halves(node)
-            self._siblings[left], self._siblings[right] = right, left
-            self._find_siblings(left)
-            self._find_siblings(right)
+        self._inner = list(inner_nodes(self._root))
+        self._above = {one: (node, other) for node, *pair in self._inner for one, other in (pair, pair[::-1])}
 
     def add(self, leaf: int, value: Tensor) -> None:
         """Add one of this rank's leaves; `value` may be changed. Every leaf is added once, in any order."""
         node = (leaf, leaf + 1)
-        while node != self._root and (other := self._siblings[node]) in self._sums:
-            value = self._sums.pop(other).add_(value)  # a + b is b + a, to the last bit
-            node = min(node, other)[0], max(node, other)[1]
+        while node in self._above and self._above[node][1] in self._sums:
+            node, sibling = self._above[node]
+            value = self._sums.pop(sibling).add_(value)  # a + b is b + a, to the last bit
         self._sums[node] = value
 
     def total(self, like: Tensor) -> Tensor:
         """Return the sum over all ranks' leaves, in the shape of `like`, on every rank. Collective."""
-        self._gather(self._root, like)
-        total = self._sums.get(self._root)
-        if total is None:
-            total = torch.empty_like(like)
+        for node, left, right in self._inner:  # bring each node's sum to the owner of its first leaf
+            receiver, sender = self._owners[left[0]], self._owners[right[0]]
+            if receiver == self._owners[right[1] - 1]:
+                continue  # the owner has it
+            if self._rank == sender != receiver:
+                dist.send(self._sums.pop(right), dst=receiver)
+            elif self._rank == receiver:
+                value = self._sums.pop(right) if sender == receiver else torch.empty_like(like)
+                if sender != receiver:
+                    dist.recv(value, src=sender)
+                self._sums[node] = self._sums.pop(left).add_(value)
+        total = self._sums[self._root] if self._root in self._sums else torch.empty_like(like)
         if self._num_ranks > 1:
             dist.broadcast(total, src=0)
         return total
-
-    def _gather(self, node: Node, like: Tensor) -> None:
-        """Bring a node's sum to the owner of its first leaf."""
-        if self._owners[node[0]] == self._owners[node[1] - 1]:
-            return  # the owner has it
-        left, right = halves(node)
-        self._gather(left, like)
-        self._gather(right, like)
-        receiver, sender = self._owners[left[0]], self._owners[right[0]]
-        if self._rank == sender != receiver:
-            dist.send(self._sums.pop(right), dst=receiver)
-        elif self._rank == receiver:
-            value = self._sums.pop(right) if sender == receiver else torch.empty_like(like)
-            if sender != receiver:
-                dist.recv(value, src=sender)
-            self._sums[node] = self._sums.pop(left).add_(value)
 
 
 def invariant(
@@ -88,7 +80,6 @@ def invariant(
         torch.set_num_threads(1)  # with another number a matrix product has other bits
     plain = DataParallelEngine(
         model,
-        model=model,
         forward=forward,
         mesh=world.mesh(replicate=None) if world.world_size > 1 else None,
         dp_rank=world.rank,
@@ -100,7 +91,7 @@ def invariant(
 
 
 class InvariantEngine(EngineAround):
-    """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, whichever ranks ran them.
+    """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, on whatever ranks they ran.
 
     Source: Li et al. 2023, "EasyScale: elastic training with consistent accuracy", which calls them logical workers.
     """
@@ -111,26 +102,30 @@ class InvariantEngine(EngineAround):
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        bounds = self._bounds(step.num_samples)
+        # the number of each rank's first micro-batch, and their count: as framework.data.order.parts distributes them
+        count = -(-step.num_samples // self._micro_batch_size)
+        bounds = [-(-rank * count // self.dp_size) for rank in range(self.dp_size + 1)]
         gradients, others = TreeSum(bounds, rank=self.dp_rank), TreeSum(bounds, rank=self.dp_rank)
         names: list[str] = []
         for micro_batch in step.micro_batches:
             for parameter in self._parameters:
                 parameter.grad = None
             # the plain engine undoes a mean over ranks, which is not taken here: this quotient is exact in every world
-            alone = step._replace(num_samples=step.num_samples * self.dp_size, micro_batches=[_realigned(micro_batch)])
+            # The copy is in memory of its own: a part of a batch can start at any address, and kernels depend on it
+            alone = step._replace(num_samples=step.num_samples * self.dp_size, micro_batches=[micro_batch.mapped(Tensor.clone)])
             sums = self._engine.forward_backward(alone, index=index, loss_scale=loss_scale, measure=measure)
             names = list(sums)
             if not micro_batch.is_padding:
                 gradients.add(micro_batch.number, self._flat_gradient())
                 others.add(micro_batch.number, self._flat_others(sums))
         like = self._flat_gradient(), self._flat_others(sums)
-        return self._take(gradients.total(like[0]), others.total(like[1]), names)
-
-    def _bounds(self, num_samples: int) -> list[int]:
-        """Return the number of each rank's first micro-batch, and their count (framework.data.order.parts distributes them)."""
-        count = -(-num_samples // self._micro_batch_size)
-        return [-(-rank * count // self.dp_size) for rank in range(self.dp_size + 1)]
+        gradient, values = gradients.total(like[0]), others.total(like[1])
+        used = values[len(names) :].tolist()
+        parts = gradient.split([p.numel() for p in self._parameters])
+        for parameter, part, count in zip(self._parameters, parts, used):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype) if count else None
+        # the sums on rank 0, and zeros elsewhere: the loop adds them up
+        return {name: value * (self.dp_rank == 0) for name, value in zip(names, values)}
 
     def _flat_gradient(self) -> Tensor:
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._parameters])
@@ -141,20 +136,7 @@ class InvariantEngine(EngineAround):
         flags = torch.tensor(used, dtype=torch.double, device=self._parameters[0].device)
         return torch.cat([torch.stack([*sums.values()]).double(), flags])
 
-    def _take(self, gradient: Tensor, others: Tensor, names: list[str]) -> Sums:
-        """Set `.grad` on every rank; return the sums on rank 0, and zeros elsewhere: the loop adds them up."""
-        used = others[len(names) :].tolist()
-        parts = gradient.split([p.numel() for p in self._parameters])
-        for parameter, part, count in zip(self._parameters, parts, used):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype) if count else None
-        return {name: value * (self.dp_rank == 0) for name, value in zip(names, others)}
-
     def forward(self, micro_batch: MicroBatch) -> Sums:
         """Evaluate: sums rounded to multiples of 2^-24, whose sums over the ranks are exact, so their order does not matter."""
-        sums = self._engine.forward(_realigned(micro_batch))
+        sums = self._engine.forward(micro_batch.mapped(Tensor.clone))
         return {name: torch.round(value.double() * 2**24) / 2**24 for name, value in sums.items()}
-
-
-def _realigned(micro_batch: MicroBatch) -> MicroBatch:
-    """Return a micro-batch in memory of its own: a part of a batch can start at any address, and kernels depend on it."""
-    return micro_batch.mapped(Tensor.clone)

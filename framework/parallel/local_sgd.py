@@ -28,7 +28,7 @@ def local_sgd(
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
     plain = DataParallelEngine(
-        model, model=model, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, broadcast=world.broadcast
+        model, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, broadcast=world.broadcast
     )
     return LocalSGD(plain, sync_every=sync_every, sync_first=sync_first)
 

@@ -21,7 +21,7 @@ from framework.runtime.torch_internals import apply_to_own
 def model_parallel(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:
     """Lay the model out over the devices of this process."""
     LOGGER.info("parallel=model-parallel: %s", place(model, devices=world.devices, example=forward.example))
-    return DataParallelEngine(model, model=model, forward=forward)
+    return DataParallelEngine(model, forward=forward)
 
 
 def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | None) -> str:
@@ -38,7 +38,10 @@ def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | 
     costs = costs_of(model, units, example=example)
     totals = [sum(costs[i] for i in group) for group in groups]
     cuts = cut(totals, num_stages=min(len(devices), len(groups))) if groups else []
-    _move_own(model, units, to=home)
+    inside = {id(module) for unit in units for module in unit.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            apply_to_own(module, lambda tensor: tensor.to(home))
     for part, device in zip(cuts, [*devices[1 : len(cuts)], home]):
         for unit in [units[i] for number in part for i in groups[number]]:
             unit.to(device)
@@ -60,13 +63,6 @@ def sharing_weights(units: Sequence[nn.Module]) -> list[list[int]]:
         groups = [group for group in groups if not group[0] & weights]
         groups.append((weights.union(*(w for w, _ in sharing)), sorted([*(i for _, n in sharing for i in n), number])))
     return [numbers for _, numbers in groups]
-
-
-def _move_own(model: nn.Module, units: Sequence[nn.Module], *, to: torch.device) -> None:
-    inside = {id(module) for unit in units for module in unit.modules()}
-    for module in model.modules():
-        if id(module) not in inside:
-            apply_to_own(module, lambda tensor: tensor.to(to))
 
 
 def _move(tree: Tree, device: torch.device) -> Tree:

@@ -18,7 +18,7 @@ def parameter_server(
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
     plain = DataParallelEngine(
-        model, model=model, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, broadcast=world.broadcast
+        model, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, broadcast=world.broadcast
     )
     if world.world_size == 1:
         return plain

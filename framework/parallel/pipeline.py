@@ -28,10 +28,8 @@ def problems(model: nn.Module, *, pipeline: int, schedule: str, **others: object
                 f"forward; {any_model}"]  # fmt: skip
     if stray := stray_parameters(model, links):
         return [f"{type(model).__name__}.chain() leaves out {stray[0]}, which belongs to none of its modules; {any_model}"]
-    links_of = Counter(
-        module for link in links for module in link.modules() if any(True for _ in module.buffers(recurse=False))
-    )
-    if shared := [module for module, count in links_of.items() if count > 1]:
+    uses = Counter(module for link in links for module in link.modules() if any(True for _ in module.buffers(recurse=False)))
+    if shared := [module for module, count in uses.items() if count > 1]:
         return [f"{type(model).__name__}.chain() has a {type(shared[0]).__name__} in two of its modules, whose buffers several "
                 f"processes would change; {any_model}"]  # fmt: skip
     num_stages = pipeline * STAGES_PER_RANK[schedule]

@@ -15,7 +15,6 @@ from framework.modules.structure import separate
 from framework.parallel import fsdp
 from framework.parallel import pipeline as pipelines
 from framework.parallel import tensor as tensors
-from framework.parallel.fsdp import reshard_after_evaluation
 from framework.parallel.fsdp_tensor import ignore_known
 from framework.parallel.pipelining.chain import Stage
 from framework.parallel.pipelining.engine import PipelineEngine
@@ -65,7 +64,7 @@ def cut_and_shard(
     for link in separate(list(stage.links), model):
         fully_shard(link, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
-    reshard_after_evaluation(stage)
+    fsdp.reshard_after_evaluation(stage)
     for several in places.values():  # a link of another stage, kept because it has a name of the weight
         holder, name = next((module, name) for module, name in several if module in inside)
         for module, alias in several:

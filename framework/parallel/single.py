@@ -14,4 +14,4 @@ def single(model: nn.Module, *, world: World, forward: Forward, bitwise: int | N
     if bitwise is not None:
         return invariant(model, world=world, forward=forward, micro_batch_size=bitwise)
     model.to(world.device)
-    return DataParallelEngine(model, model=model, forward=forward)
+    return DataParallelEngine(model, forward=forward)

@@ -21,12 +21,10 @@ def synchronise(model: nn.Module, *, group: dist.ProcessGroup, forward: Forward)
             layer.forward = functools.partial(_normalise, layer, layer.forward, group, forward)  # type: ignore[method-assign]
 
 
-def _normalise(
-    layer: BATCH_NORMS, alone: Callable[[Tensor], Tensor], group: dist.ProcessGroup, forward: Forward, x: Tensor
-) -> Tensor:
+def _normalise(layer: BATCH_NORMS, own: Callable[..., Tensor], group: dist.ProcessGroup, forward: Forward, x: Tensor) -> Tensor:
     """Normalise x (B, C, ...) by the mean and the variance of all ranks' x, in two passes: the mean, then the variance."""
     if not layer.training:
-        return alone(x)
+        return own(x)
     dims = [dim for dim in range(x.ndim) if dim != 1]
     shape = [1, -1, *[1] * (x.ndim - 2)]
     weight = 0.0 if forward.is_padding else 1.0

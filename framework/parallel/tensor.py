@@ -24,9 +24,7 @@ def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | No
     model.to(world.device)
     mesh = world.mesh(tensor=tensor)
     cut_layers(model, mesh=mesh, sequence=sequence)
-    return DataParallelEngine(
-        model, model=model, forward=forward, mesh=mesh, is_counted=world.rank == 0, broadcast=world.broadcast
-    )
+    return DataParallelEngine(model, forward=forward, mesh=mesh, is_counted=world.rank == 0, broadcast=world.broadcast)
 
 
 def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object) -> list[str]:

@@ -36,8 +36,9 @@ def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Overwrite many tensors, at least one, in one call."""
-    torch._foreach_copy_(list(targets), list(sources))
+    """Overwrite many tensors in one call."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def move_all_towards(targets: Sequence[Tensor], sources: Sequence[Tensor], *, share: float) -> None:

@@ -11,7 +11,7 @@ from framework.runtime.environment import variables
 from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER
 
-WAIT, WARM_UP, ACTIVE = 2, 1, 3  # steps that are skipped, discarded, and recorded
+WAIT, WARM_UP, ACTIVE = 2, 1, 3  # steps skipped, discarded and recorded
 _NUM_SHOWN = 5
 
 
@@ -74,11 +74,9 @@ class Profile:
 
     def _report(self, path: Path, profiler: Any) -> None:
         # a device's kernels are listed too, but the operations that launched them already count their time
-        operations = [event for event in profiler.key_averages()
+        operations = [(getattr(event, self._own_time), event.key, event.count) for event in profiler.key_averages()
                       if event.device_type == DeviceType.CPU and not event.key.startswith("ProfilerStep")]  # fmt: skip
-        own_us = {event.key: getattr(event, self._own_time) for event in operations}
-        total = sum(own_us.values()) or 1
+        total = sum(own_us for own_us, _, _ in operations) or 1
         LOGGER.info("%s", f"profile in {path}; the {_NUM_SHOWN} most expensive operations, by their own time:")
-        for event in sorted(operations, key=lambda event: own_us[event.key], reverse=True)[:_NUM_SHOWN]:
-            own = own_us[event.key]
-            LOGGER.info("%s", f"  {own / 1000:9.1f} ms {own / total:4.0%}  {event.key}  x {event.count}")
+        for own_us, name, count in sorted(operations, reverse=True)[:_NUM_SHOWN]:
+            LOGGER.info("%s", f"  {own_us / 1000:9.1f} ms {own_us / total:4.0%}  {name}  x {count}")

@@ -83,12 +83,11 @@ class Recorder:
         """Write the summary's last values and stop every sink, waiting `within_s` for each at most. Raises nothing."""
         if self._world.rank != 0:
             return
-        is_open = self._metrics is not None
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            metrics.close()
         self.directory.record_end(**values)
-        if is_open:
+        if metrics is not None:
             summary = self.directory.read_summary()
             self._each(lambda sink: sink.close(summary))
         self._each(lambda sink: sink.wait(within_s=within_s) if isinstance(sink, Background) else None)

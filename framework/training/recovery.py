@@ -15,6 +15,7 @@ from framework.engine.seam import Engine, Step
 from framework.optim.update import Update
 from framework.runtime.exits import Diverged
 from framework.runtime.log import LOGGER
+from framework.runtime.torch_internals import copy_all
 from framework.training.recorder import Recorder
 
 
@@ -57,8 +58,7 @@ class Recovery:
         progress.num_divergences = count
         state = self._roll_back(past=step, progress=progress) if self.rolls_back else None
         if state is None:  # the step counts as taken; its forward pass has changed nothing but the buffers
-            for buffer, before in zip(self._buffers, self._before):
-                buffer.copy_(before)
+            copy_all(self._buffers, self._before)
             progress.step += 1
             progress.samples_seen += step.num_samples
         if self.world.rank == 0:

@@ -82,7 +82,7 @@ def test_another_error_in_an_action_is_not_swallowed(alone: World) -> None:
 
 def test_a_threads_agreement_does_not_pair_with_the_first(tmp_path: Path) -> None:
     def act(world: World) -> Any:
-        beside = world.beside().agreement
+        beside = world.with_own_agreement().agreement
         # each rank uses the two in another order: on one group this would pair the wrong collectives
         first, second = (world.agreement, beside) if world.rank == 0 else (beside, world.agreement)
         works = [(name, torch.distributed.all_reduce(value, group=agreement.group, async_op=True), value)

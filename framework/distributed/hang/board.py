@@ -41,7 +41,7 @@ class Beat:
     number: int
     step: int
     phase: str
-    collectives: tuple[int, int]  # begun before it, on the default process group and on `control`
+    collectives: tuple[int, int]  # started before it, on the default process group and on `control`
 
     def __str__(self) -> str:
         return f"step {self.step} ({self.phase})" if self.step else self.phase
@@ -56,7 +56,7 @@ class RankSlot:
     pid: int
     state: State
     since: float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has reported an error
-    collectives: tuple[int, int]  # begun so far, if it has reported its error; otherwise as of the latest beat
+    collectives: tuple[int, int]  # started so far, if it has reported its error; otherwise as of the latest beat
     beats: tuple[Beat, ...]  # the latest, oldest first
 
     @property
@@ -156,7 +156,7 @@ class Board:
 
 
 def request_stacks(pid: int) -> None:
-    """Make a rank write its stacks, unchanged. A rank that is stopped goes on after that.
+    """Make a rank write its stacks, unchanged. A rank that is stopped then continues.
 
     The signal is for its main thread: any other thread would write only after the main thread had gone on.
     """

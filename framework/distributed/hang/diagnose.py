@@ -41,15 +41,6 @@ def own_frame(text: str) -> Frame | None:
     return next((frame for frame in frames(text) if not frame.file.startswith((*_LIBRARIES, "<"))), None)
 
 
-def waits_for_others(text: str) -> bool:
-    """Return whether the innermost call is one of torch.distributed, or the backward pass, in which gradients are summed."""
-    innermost = frames(text)[:1]
-    return any("/torch/distributed/" in f.file or f.function == BACKWARD_FUNCTION for f in innermost)
-
-
-_GROUPS = ("the default process group", "the control group")
-
-
 @dataclass(frozen=True)
 class RankReport:
     """Where a rank was found, and what it was doing."""
@@ -89,6 +80,7 @@ def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) ->
 
 def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | None:
     """Return the rank that first begins another number of collectives on a group than all ranks do, and how it differs."""
+    name = ("the default process group", "the control group")[group]
     done: dict[int, dict[int, int]] = {}  # collectives by rank, by number of a beat: until the next beat
     under_way: dict[int, dict[int, int]] = {}
     at: dict[int, Beat] = {}
@@ -114,7 +106,7 @@ def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | Non
         odd += [(rank, begun) for rank, begun in open_.items() if begun > expected]
         if odd:
             rank, begun = odd[0]
-            said = f"in {at[number]} it has begun {begun} collectives on {_GROUPS[group]}, where {expected} are expected"
+            said = f"in {at[number]} it has begun {begun} collectives on {name}, where {expected} are expected"
             return (rank, said) if len(odd) == 1 else None
     return None
 
@@ -127,7 +119,7 @@ _SETTLED_S = 0.2  # a stack that has not grown for so long is complete
 
 
 def report_error(board: Board, error: Exception, *, collectives: tuple[int, int] | None = None) -> None:
-    """Write on the board how this rank's work has ended; `collectives`: begun so far. The first report counts."""
+    """Write on the board how this rank's work has ended. `collectives`: started so far. The first report counts."""
     state = State.TIMED_OUT if is_timeout(error) else State.LOST_PEER if is_lost_peer(error) else State.FAILED
     if board.mine.state is State.RUNNING:
         stack = "".join(traceback.format_exception(error))
@@ -167,10 +159,8 @@ def _has_timed_out(board: Board) -> bool:
 
 
 def _has_ended(board: Board) -> bool:
-    def is_gone(slot: RankSlot) -> bool:
-        return slot.state is not State.ABSENT and _process_state(slot) in ("", "Z", "X")
-
-    return any(slot.state is State.FAILED or is_gone(slot) for slot in board.others())
+    started = [slot for slot in board.others() if slot.state is not State.ABSENT]
+    return any(slot.state is State.FAILED or _process_state(slot) in ("", "Z", "X") for slot in started)
 
 
 def _is_stopped(slot: RankSlot) -> bool:
@@ -197,21 +187,18 @@ def _stat(slot: RankSlot) -> list[str]:
 
 
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
-    """Find out who hangs, log it and post it. Returns False if a rank has merely ended."""
-    begun, busy_s = time.monotonic(), {slot.local_rank: _busy_s(slot) for slot in board.others()}
-    _wait(
-        lambda: _has_ended(board) or all(slot.has_reported or _is_stopped(slot) for slot in board.others()),
-        at_most_s=_TO_REPORT_S,
-    )
+    """Find the rank that hangs, log it and post it. Returns False if a rank has ended: then no rank hangs."""
+    started_at, busy_s = time.monotonic(), {slot.local_rank: _busy_s(slot) for slot in board.others()}
+    _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
     if _has_ended(board):
         return False
     silent = {slot.local_rank: slot for slot in board.others() if not slot.has_reported}
     stopped = [local_rank for local_rank, slot in silent.items() if _is_stopped(slot)]
     _dump([slot for slot in silent.values() if slot.pid], board)
-    elapsed_s = time.monotonic() - begun
+    elapsed_s = time.monotonic() - started_at
     seen = []
     for local_rank in range(board.num_local):
-        # a silent rank's slot as it was: a rank that was stopped goes on until it is killed
+        # a silent rank's slot as it was: a rank that was stopped continues until it is killed
         slot, stack = silent.get(local_rank, board.slot(local_rank)), board.stack(local_rank)
         if local_rank in stopped:
             manner = "is stopped (by SIGSTOP, or a debugger)"
@@ -243,7 +230,9 @@ def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
         return "is in a system call that does not end (a disk or a network file system)"
     if computes:
         return "computes: it loops, or is slow"
-    return "" if waits_for_others(stack) else "waits, but not for the other ranks"
+    innermost = frames(stack)[:1]  # in the backward pass, gradients are summed
+    waits_for_others = any("/torch/distributed/" in f.file or f.function == BACKWARD_FUNCTION for f in innermost)
+    return "" if waits_for_others else "waits, but not for the other ranks"
 
 
 def _dump(slots: list[RankSlot], board: Board) -> None:

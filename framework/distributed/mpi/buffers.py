@@ -20,16 +20,8 @@ _NUMBERS = {
     torch.int8: "INT8_T",
     torch.uint8: "UINT8_T",
 }
-_OPERATIONS = {
-    dist.ReduceOp.SUM: "SUM",
-    dist.ReduceOp.AVG: "SUM",
-    dist.ReduceOp.PRODUCT: "PROD",
-    dist.ReduceOp.MIN: "MIN",
-    dist.ReduceOp.MAX: "MAX",
-    dist.ReduceOp.BAND: "BAND",
-    dist.ReduceOp.BOR: "BOR",
-    dist.ReduceOp.BXOR: "BXOR",
-}
+# torch's reductions, and MPI's names for them
+_OPERATIONS = {name: name for name in ("SUM", "MIN", "MAX", "BAND", "BOR", "BXOR")} | {"AVG": "SUM", "PRODUCT": "PROD"}
 # 16-bit floats are summed in 32 bits and rounded once, at the end
 _REDUCED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _OF_BOOLEANS = {"SUM": "LOR", "MAX": "LOR", "PROD": "LAND", "MIN": "LAND", "BAND": "LAND", "BOR": "LOR", "BXOR": "LXOR"}
@@ -39,7 +31,7 @@ class Reduction:
     """One of torch's reductions, of tensors of one dtype, in MPI's terms."""
 
     def __init__(self, kind: Any, *, dtype: torch.dtype, size: int) -> None:
-        name = next((name for known, name in _OPERATIONS.items() if kind == known), None)
+        name = next((name for torchs, name in _OPERATIONS.items() if kind == getattr(dist.ReduceOp, torchs)), None)
         self._divisor = size if kind == dist.ReduceOp.AVG else 1
         self._dtype = _REDUCED_AS.get(dtype, dtype)
         is_bitwise = name in ("BAND", "BOR", "BXOR")

@@ -81,8 +81,7 @@ class PendingOperation(dist.Work):
             self._finish()
         return self not in self._unfinished
 
-    def is_success(self) -> bool:
-        return self.is_completed()
+    is_success = is_completed
 
     def result(self) -> list[Tensor]:
         return self._result
@@ -148,7 +147,7 @@ class MPIGroup(dist.ProcessGroup):
 
     # --- reductions
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         work = self._begin("all-reduce", tensors)
         for tensor in tensors:
             reduction = Reduction(opts.reduceOp, dtype=tensor.dtype, size=self.size())
@@ -157,8 +156,7 @@ class MPIGroup(dist.ProcessGroup):
             work.at_end(partial(reduction.put, whole, into=tensor.detach()))
         return work
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         work = self._begin("reduce", tensors)
@@ -181,9 +179,7 @@ class MPIGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any) -> dist.Work:
         return self._reduce_scatter(outputs, sources, [[output.numel()] * self.size() for output in outputs], opts)
 
-    def _reduce_scatter(
-        self, outputs: list[Tensor], sources: list[Tensor], counts: list[list[int]], opts: Any
-    ) -> PendingOperation:
+    def _reduce_scatter(self, outputs: list[Tensor], sources: list[Tensor], counts: list[list[int]], opts: Any) -> dist.Work:
         work = self._begin("reduce-scatter", outputs)
         for output, source, counted in zip(outputs, sources, counts):
             check_count(source, sum(counted))

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +27,7 @@ def refusal(*, num_processes: Any, is_torchs: bool) -> Problem | None:
     """Return why a run of so many processes cannot have backend=mpi. `is_torchs`: torch was built with MPI."""
     if not is_torchs and not is_installed():
         what = "mpi is not in this PyTorch build, and mpi4py, which would do, is not installed"
-        gives = f"{INSTALL}, or a PyTorch compiled from source where an MPI library is installed"
-        return Problem("backend", what, gives)
+        return Problem("backend", what, f"{INSTALL}, or a PyTorch compiled from source where an MPI library is installed")
     if isinstance(num_processes, int) and num_processes > 1 and not Environment.read().uses_mpi:
         what = f"mpi, but it is not mpirun that starts these {num_processes} processes"
         return Problem("backend", what, f"mpirun -n {num_processes} python train.py ..., without launch.nproc_per_node")
@@ -81,15 +81,15 @@ def placed(environment: Environment) -> Environment:
 
 
 def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
-    """Wait for MPI requests; RuntimeError, saying `what` did not finish, after `timeout`.
+    """Wait for MPI requests. RuntimeError after `timeout`: `what` has not finished.
 
     Not MPI's own wait: that has no time limit, keeps Python's signal handlers from running, and a core busy that
     another rank of an oversubscribed machine could use.
     """
     test_all, limit_s = library().Request.Testall, timeout.total_seconds()
-    begun = time.monotonic()
+    started_at = time.monotonic()
     while not test_all(requests):
-        waited = time.monotonic() - begun
+        waited = time.monotonic() - started_at
         if waited > limit_s:
             raise RuntimeError(f"{what} has not finished in launch.timeout_s={limit_s:g}: a rank is late or gone")
         time.sleep(min(waited / 10, 0.0005))
@@ -98,7 +98,7 @@ def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
 def from_rank_0(text: str | None, *, timeout: timedelta) -> str:
     """Return rank 0's text on every rank. Collective."""
     world = library().COMM_WORLD
-    # rank 0 comes here with its text: after that the broadcast, which has no time limit of its own, waits for nobody
+    # rank 0 has its text when it enters the barrier; so the broadcast, which has no time limit, waits for no rank
     complete([world.Ibarrier()], what="MPI: rank 0's decision", timeout=timeout)
     return str(world.bcast(text))
 
@@ -106,8 +106,6 @@ def from_rank_0(text: str | None, *, timeout: timedelta) -> str:
 @functools.cache
 def store(*, timeout: timedelta) -> "Store":
     """Return the store by which gloo's ranks meet: rank 0 serves it at a free port, whose number it sends. Collective."""
-    import socket
-
     from torch.distributed import TCPStore
 
     world = library().COMM_WORLD

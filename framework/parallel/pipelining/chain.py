@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,33 +83,25 @@ def weighty(links: Sequence[nn.Module]) -> list[range]:
 
 def cut(costs: Sequence[int], *, num_stages: int) -> list[range]:
     """Cut a list of costs into stages, none of them empty, so that the largest cost of a stage is as small as possible."""
-    # best[s][n]: of s stages that hold the first n links, the least possible largest cost, and where the last stage starts
+    # best[n]: of the stages so far, which hold the first n links, the least possible largest cost, and where each one starts
     totals = [0, *itertools.accumulate(costs)]
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for stage in range(1, num_stages + 1):
-        best.append({})
+        before, best = best, {}
         for end in range(stage, len(costs) - (num_stages - stage) + 1):
-            starts = [(start, before) for start, (before, _) in best[stage - 1].items() if start < end]
-            best[stage][end] = min((max(before, totals[end] - totals[start]), start) for start, before in starts)
-    stages, end = [], len(costs)
-    for stage in range(num_stages, 0, -1):
-        start = best[stage][end][1]
-        stages.append(range(start, end))
-        end = start
-    return stages[::-1]
+            ways = [(max(largest, totals[end] - totals[start]), start) for start, (largest, _) in before.items() if start < end]
+            largest, start = min(ways)
+            best[end] = largest, [*before[start][1], start]
+    starts = best[len(costs)][1]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(costs)])]
 
 
 class Stage(nn.Module):
-    """Some links of the chain, as one module. The engine sets `run`, which runs them."""
+    """Some links of the chain, as one module. The engine sets `forward`, which runs them."""
 
     def __init__(self, links: Sequence[nn.Module]) -> None:
         super().__init__()
         self.links = nn.ModuleList(links)
-        self.run: Callable[..., Any] | None = None
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        assert self.run is not None
-        return self.run(*arguments, **named)
 
 
 def spans_of(links: Sequence[nn.Module], costs: Sequence[int], *, num_stages: int) -> list[range]:

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.distributed.world import World
-from framework.engine.data_parallel import add, persistent_buffers, put_back
+from framework.engine.data_parallel import add, persistent_buffers
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, MicroBatch, Step, Sums
 from framework.modules.structure import chain_of
@@ -22,7 +22,7 @@ from framework.optim.optimizers import stand_in
 from framework.parallel.pipelining.chain import Shapes, Stage, costs_of, keep_own, shared_weights, spans_of
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, LossFunction, make_schedule, waiting_share
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import is_view
+from framework.runtime.torch_internals import copy_all, is_view
 
 
 class PipelineEngine(Engine):
@@ -65,7 +65,7 @@ class PipelineEngine(Engine):
         self._spans = spans_of(links, costs, num_stages=self._num_stages)
         self._stages = keep_own(model, links, self._spans, rank=self._rank, size=self._size)
         for number, stage in self._stages.items():
-            stage.run = partial(self._run_stage, stage, number)
+            stage.forward = partial(self._run_stage, stage, number)
             if shard_stage is not None:
                 shard_stage(stage)
         self._schedules: dict[Any, Any] = {}
@@ -107,7 +107,7 @@ class PipelineEngine(Engine):
         scale = loss_scale / step.num_samples * (self.dp_size if self._is_sharded else 1)
         for micro_batches in _passes(step):
             self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
-        put_back(self._buffers, [self._after_first.get(i, buffer) for i, buffer in enumerate(before)])
+        copy_all(self._buffers, [self._after_first.get(i, buffer) for i, buffer in enumerate(before)])
         for parameter, group in self._shared:
             if parameter.requires_grad:
                 dist.all_reduce(local(_gradient(parameter)), group=group)
@@ -135,26 +135,21 @@ class PipelineEngine(Engine):
         # the gradients so far: when a schedule runs for the first time, torch clears the gradients of shards
         held = [p.grad for p in self._parameters] if len(self._schedules) > num_schedules else []
         self._loss_of = loss_of
-        for number in self._stages:
-            self._numbers[number] = [micro_batch.number for micro_batch in micro_batches]
-        inputs = torch.cat([m.inputs for m in micro_batches]) if 0 in self._stages else None
-        targets = torch.cat([m.targets for m in micro_batches]) if self._num_stages - 1 in self._stages else None
-        arguments = () if inputs is None else (inputs,)
+        self._numbers = {number: [micro_batch.number for micro_batch in micro_batches] for number in self._stages}
+        inputs = [torch.cat([m.inputs for m in micro_batches])] if 0 in self._stages else []
+        is_last = self._num_stages - 1 in self._stages
+        targets = {"target": torch.cat([m.targets for m in micro_batches])} if is_last else {}
         if held:
             self.module.zero_grad()
         try:
-            schedule.step(*arguments, **({} if targets is None else {"target": targets}), return_outputs=False)
+            schedule.step(*inputs, **targets, return_outputs=False)
         except RuntimeError as error:
             raise (error.__cause__ or error) from None  # torch wraps a link's error in one that prints all arguments
         for parameter, gradient in zip(self._parameters, held):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        return self._loss_of(outputs, targets)  # a schedule keeps its loss function, but the loss changes with each pass
-
     def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> Any:
-        """Return the schedule for this number of micro-batches of this size, made when it is first needed."""
         inputs = micro_batches[0].inputs
         key = (len(micro_batches), tuple(inputs.shape))
         if key not in self._schedules:
@@ -165,9 +160,11 @@ class PipelineEngine(Engine):
                 made = _like(outputs[self._spans[number][-1]], requires_grad=True)
                 where = (number, self._num_stages, self._world.device)
                 stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self._group))
-            schedule = make_schedule(self._schedule, stages, num_micro_batches=len(micro_batches), loss=self._loss)
+            count = len(micro_batches)
+            # a schedule keeps its loss function, but the loss changes with each pass
+            schedule = make_schedule(self._schedule, stages, num_micro_batches=count, loss=lambda *given: self._loss_of(*given))
             if self._world.rank == 0 and not self._schedules:
-                count, kind = len(micro_batches), type(schedule).__name__.removeprefix("Schedule")
+                kind = type(schedule).__name__.removeprefix("Schedule")
                 waiting = waiting_share(schedule, num_micro_batches=count, num_ranks=self._size)
                 LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s), %.0f %% of the time waiting",
                             self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip

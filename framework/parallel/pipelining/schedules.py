@@ -4,13 +4,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-)
+from torch.distributed import pipelining
 
 from framework.runtime.torch_internals import actions_of, gpipe, is_single_stage
 
@@ -18,14 +12,14 @@ LossFunction = Callable[[Any, Tensor], Tensor]  # of the outputs and the targets
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 _KINDS: dict[str, Any] = {
     "gpipe": gpipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
-def make_schedule(name: str, stages: list[PipelineStage], *, num_micro_batches: int, loss: LossFunction) -> Any:
+def make_schedule(name: str, stages: list[pipelining.PipelineStage], *, num_micro_batches: int, loss: LossFunction) -> Any:
     """Return the schedule, or the plain schedule of its kind if it cannot run this number of micro-batches.
 
     It cannot run fewer micro-batches than stages, or no multiple of its rounds: an epoch's short micro-batch comes alone.
@@ -35,7 +29,7 @@ def make_schedule(name: str, stages: list[PipelineStage], *, num_micro_batches: 
     try:
         return _KINDS[name](given, num_micro_batches, loss_fn=loss, scale_grads=False)
     except ValueError:
-        plain: Any = gpipe if is_single else ScheduleLoopedBFS
+        plain: Any = gpipe if is_single else pipelining.ScheduleLoopedBFS
         return plain(given, num_micro_batches, loss_fn=loss, scale_grads=False)
 
 

@@ -1,8 +1,8 @@
 """torch.distributed.rpc among the ranks of a world: joined through the run's own store, left together with it."""
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -38,23 +38,18 @@ def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) 
         yield world.groups.store("rpc"), world.rank, world.world_size
 
     dist.register_rendezvous_handler(_SCHEME, rendezvous)  # no port of its own, and a new store for every attempt
-    options = rpc_options(
-        init_method=f"{_SCHEME}://",
-        timeout_s=world.timeout.total_seconds(),
-        num_threads=max(2, world.world_size),  # handlers do not wait for each other, but for a lock at most
-    )
+    timeout_s = world.timeout.total_seconds()
+    num_threads = max(2, world.world_size)  # handlers wait for a lock at most, not for each other
+    options = rpc_options(init_method=f"{_SCHEME}://", timeout_s=timeout_s, num_threads=num_threads)
     with warnings.catch_warnings():
         # torch's own: about the group that init_rpc makes for itself
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(name_of(world.rank), rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
-    world.groups.at_end(
-        leave=functools.partial(_leave, timeout_s=world.timeout.total_seconds()),
-        abandon=functools.partial(rpc.shutdown, graceful=False),
-    )
+    world.groups.at_end(leave=partial(_leave, timeout_s=timeout_s), abandon=partial(rpc.shutdown, graceful=False))
     if world.rank == 0 and lost is not None:
         for rank in range(1, world.world_size):
             call = rpc.rpc_async(name_of(rank), _until_its_end, timeout=0)  # 0: no timeout
-            call.add_done_callback(functools.partial(_report_loss, rank=rank, lost=lost))
+            call.add_done_callback(partial(_report_loss, rank=rank, lost=lost))
 
 
 def _leave(*, timeout_s: float) -> None:

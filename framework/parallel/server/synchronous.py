@@ -76,7 +76,7 @@ class Server:
         join(world, lost=lambda rank, error: self._inboxes[rank].put(error))
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        # in the order of the ranks, whichever comes first: the same bits whenever the step is taken again
+        # in the order of the ranks, not of arrival: the same step has the same bits again
         for rank in range(1, len(self._inboxes)):
             for parameter, gradient in zip(parameters, self._take(rank)):
                 if gradient is not None and parameter.grad is not None:
