@@ -27,6 +27,10 @@ def longest_file() -> int:
     return max(len(path.read_text().splitlines()) for path in SOURCES)
 
 
+def num_lines() -> int:
+    return sum(len(path.read_text().splitlines()) for path in (ROOT / "framework").rglob("*.py"))
+
+
 def trainer_parameters() -> int:
     from framework.training.trainer import Trainer
 
@@ -83,6 +87,10 @@ def test_no_file_is_long() -> None:
     assert longest_file() <= 300
 
 
+def test_the_framework_is_smaller_than_it_was_flat() -> None:
+    assert num_lines() < 16_432  # of 75 modules in one folder, without a project of one's own
+
+
 def test_the_trainer_takes_few_parts() -> None:
     assert trainer_parameters() <= 10
 
@@ -106,4 +114,4 @@ if __name__ == "__main__":
     print(f"parameters of Trainer           {trainer_parameters()}")
     print(f'config["..."]                   {looked_up_by_name()}')
     print(f"functions that take the whole   {len(takers_of_the_whole())}: {', '.join(takers_of_the_whole())}")
-    print(f"lines of framework/             {sum(len(p.read_text().splitlines()) for p in (ROOT / 'framework').rglob('*.py'))}")
+    print(f"lines of framework/             {num_lines()}")
