@@ -50,6 +50,10 @@ def anything(*sizes, **options):
     return nn.Sequential(nn.Flatten(), nn.Linear(sizes[0], options["out"]))
 
 
+def by_name(name):
+    return {"tower": flatten}[name]()
+
+
 def flatten():
     return nn.Flatten()
 
@@ -161,6 +165,7 @@ def test_transformers_gpt2_with_its_nested_configuration_computes_the_same_on_on
         (["model._target_=mynet.not_callable"], ["model._target_", "int", "called"]),
         (["model._target_=mynet.from_config"], ["model.config: is missing (mynet.from_config needs it)"]),
         (["model._target_=mynet.anything", "model.fail=true"], ["model.width: 3: it must be even"]),
+        (["model._target_=mynet.by_name", "model.name=towr"], ["model: KeyError: 'towr'"]),
         (["model._target_=mynet.Config"], ["model: mynet.Config gives a Config", "torch.nn.Module"]),
         (["model._target_=mynet.anything", "model._args_=[64]", "model.out=x"], ["model:"]),
         (["model=mynet", "model.width='${data:colour}'"], ["model.width", "colour", "num_classes"]),

@@ -27,7 +27,9 @@ class Problem:
     @classmethod
     def of_error(cls, group: str, error: Exception) -> "Problem":
         """Return a component's refusal under the key that it names (`seq_len=0: ...`), else under its group's."""
-        text = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+        text = " ".join(str(error).split("\n")[0].split())
+        if not text or isinstance(error, LookupError):  # a KeyError's text is the key alone
+            text = f"{type(error).__name__}: {text}".rstrip(": ")
         if re.match(r"[a-z]\w*(\.\w+)+: ", text):
             return cls.of_line(text)
         named = re.match(rf"(?:{group}\.)?(\w+)=(.*)", text)
