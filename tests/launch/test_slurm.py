@@ -418,7 +418,7 @@ def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Cal
         (["launch.nproc_per_node=3", "launch.slurm.gpus_per_node=2"], "launch.nproc_per_node: 3 ... 2 CUDA devices ... backend=gloo"),
         (["launch.slurm.partition=short", "launch.slurm.time_min=3", "launch.slurm.signal_s=60"], "launch.slurm.time_min: 3 ... 2 ... 2"),
         (["launch.slurm.time_min=2"], "launch.slurm.time_min: 2 ... launch.slurm.signal_s=120 ... 4"),
-        (["launch.slurm.constraint=gold"], "launch.slurm: ... Invalid feature"),
+        (["launch.slurm.constraint=gold"], "launch.slurm: Slurm refuses such a job: ... Invalid feature"),
         (["name=a%j"], "run.dir: ... %"),
         (["launch.slurm.partitoin=main"], "launch.slurm.partitoin: unknown ... mean launch.slurm.partition"),
         (["launch.slurm.time_min=0"], "launch.slurm.time_min: 0 is out of range (at least 1)"),
