@@ -158,6 +158,7 @@ def longer(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFact
     return finished(*LONGER, root=tmp_path_factory.mktemp("longer") / "runs", before=own_option)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", slow_but([CHAINS[3]], CHAINS))
 def test_a_chain_of_strategies_comes_to_the_same_end(
     chain: list[tuple[str, int | None]], own_option: Callable[[], None], longer: Ended, tmp_path: Path

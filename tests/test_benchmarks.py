@@ -19,6 +19,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["fsdp, 2"], ["ddp, 2", "zero, 4", "fsdp, 2", "hsdp, 2 x 2"]))
 def test_a_process_holds_what_the_arithmetic_says(strategy: str) -> None:
     memory = load("memory")

@@ -122,6 +122,7 @@ def test_nothing_of_the_run_is_changed_and_the_result_is_printed(run: Ended, tmp
     assert [names.index(name) for name in ("split", "checkpoint")] == [values.index(text) for text in ("test", "step_")]
 
 
+@pytest.mark.slow
 def test_under_torchrun(run: Ended, tmp_path: Path) -> None:
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(ROOT / "train.py")]
     line += ["mode=eval", f"run.dir={run.directory}", "parallel=fsdp"]

@@ -16,7 +16,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
 from framework.engine.data_parallel import DataParallelEngine
 from framework.runtime.environment import Environment
-from tests.harness import assert_same_bits, command, finished
+from tests.harness import assert_same_bits, command, finished, slow_but
 from tests.test_resume import RUN, STRATEGIES, after_step, preempt
 
 
@@ -85,7 +85,7 @@ def plant_nan(rank: int, step: int) -> None:
     DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("log_every", [1, 50])
+@pytest.mark.parametrize("log_every", slow_but([50], [1, 50]))
 @pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp 2", 1), ("fsdp 2", 1)])
 def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint_of_it(
     strategy: str, rank: int, log_every: int, tmp_path: Path
@@ -134,7 +134,7 @@ def limit_files_to_16_kib() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp 2"], ["single", "ddp 2", "fsdp 2"]))
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_last_one_intact(strategy: str, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy], "model.channels=[16,32]", "trainer.log_every=5", "checkpoint.max_failures=0"]
     whole = finished(*line, root=tmp_path / "whole")

@@ -162,7 +162,7 @@ def check(ended: Ended, elapsed_s: float, *, rank: int, stacks: dict[int, str]) 
 
 TRAINING = [
     ("ddp 2", 1, stop, "stop"),
-    ("ddp 3", 0, loop, "computes"),
+    pytest.param("ddp 3", 0, loop, "computes", marks=pytest.mark.slow),
     ("fsdp 2", 0, loop_in_c, "computes"),
     pytest.param("fsdp 3", 2, stop, "stop", marks=pytest.mark.slow),
     pytest.param("fsdp 3", 1, loop, "computes", marks=pytest.mark.slow),

@@ -18,7 +18,7 @@ from framework.config.schema import RunConfig
 from framework.distributed.mpi import start as mpi
 from framework.launch.claim import print_problems
 from framework.runtime.exits import Exit
-from tests.harness import command
+from tests.harness import command, typed
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -356,9 +356,11 @@ FLAGS = {
 
 @pytest.mark.parametrize("line", FLAGS)
 def test_flags_are_checked_too(line: str, tmp_path: Path) -> None:
-    ended = python(str(REPOSITORY / "train.py"), *line.split(" "), directory=tmp_path)
-    assert (ended.returncode, ended.stdout, lines(ended.stderr)) == (Exit.CONFIGURATION, "", FLAGS[line])
-    assert not list(tmp_path.iterdir())
+    folder = tmp_path / "here"
+    folder.mkdir()
+    ended = typed(*line.split(" "), directory=folder)
+    assert (ended.code, lines(ended.output)) == (Exit.CONFIGURATION, FLAGS[line])
+    assert not [path for path in folder.iterdir() if path.name != "runs.output"]
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])

@@ -101,6 +101,7 @@ def test_at_full_size_nothing_is_wrong_with_it(name: str, launch: list[str], tmp
     assert dry_build(found.config) == [], "the whole model, without storage, takes a batch of this data"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but({"gpt2_124m"}, RECIPES))
 def test_ten_steps_of_it_on_one_process_and_on_two(name: str, tmp_path: Path) -> None:
     RECIPES[name].write(tmp_path / "data")

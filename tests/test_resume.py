@@ -231,7 +231,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return {name: finished(*TIED, f"optimizer={name}", root=folder / name) for name in ("adamw", "muon")}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", slow_but(["muon"], ["adamw", "muon"]))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_tied_weight_is_saved_once_and_stays_tied(
     strategy: str, optimizer: str, tied: dict[str, Ended], tmp_path: Path

@@ -62,7 +62,7 @@ def checkpoints(directory: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("number", slow_but(range(1, NUM_SIZES, 5), range(NUM_SIZES)))
+@pytest.mark.parametrize("number", slow_but(range(1, NUM_SIZES, 8), range(NUM_SIZES)))
 def test_a_full_disk_loses_nothing(number: int, disk: Path, whole: Callable[[str], Ended]) -> None:
     """The disk's size goes from nothing to two checkpoints and a half; later it is given room."""
     strategy = ["single", "ddp 2", "fsdp 2"][number % 3]
@@ -101,7 +101,7 @@ def test_a_finished_run_needs_no_room(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
-@pytest.mark.parametrize("strategy", ["single", "ddp 2"])
+@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], ["single", "ddp 2"]))
 def test_checkpoints_that_become_read_only_end_the_run(
     strategy: str, mode: str, disk: Path, whole: Callable[[str], Ended]
 ) -> None:
@@ -128,7 +128,7 @@ def test_checkpoints_that_become_read_only_end_the_run(
 
 
 @pytest.mark.parametrize("mode", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
-@pytest.mark.parametrize("strategy", ["ddp 2", "fsdp 2"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp 2"], ["ddp 2", "fsdp 2"]))
 def test_a_disk_that_is_slow_for_one_rank_is_waited_for(
     strategy: str, mode: str, tmp_path: Path, whole: Callable[[str], Ended]
 ) -> None:

@@ -176,6 +176,7 @@ def test_a_node_lost_and_a_node_back(one: Ended, cluster: Callable[..., Cluster]
     assert late.code == 0 and "finished already" in late.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "whom", ["agent 1", *(pytest.param(whom, marks=pytest.mark.slow) for whom in ("agent 0", "worker of agent 0"))]
 )

@@ -138,6 +138,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*LONG, "launch.nproc_per_node=2", root=tmp_path_factory.mktemp("whole") / "runs")
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(("signum", "code", "status"), [
     (signal.SIGUSR1, 75, "preempted"),

@@ -318,6 +318,7 @@ def test_what_does_not_go_together_is_refused(line: list[str], problem: str, sub
 # --- mode=status
 
 
+@pytest.mark.slow
 def test_status_tells_of_each_run_where_it_is_and_why(submitted: Sweep) -> None:
     first = ids(submitted.submit(*ARRAY, "seed=0,1"))
     submitted.submit(*ARRAY, "seed=5,6", "optimizer.lr=1e30")  # these diverge

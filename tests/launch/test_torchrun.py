@@ -41,6 +41,7 @@ def test_a_wrong_configuration_is_reported_once_and_makes_no_directory(tmp_path:
     assert not failed.root.exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
     failed = torchrun(*DDP, "-m", "seed=1,2", root=tmp_path / "runs")
     assert failed.output.count("-m: a sweep cannot run under torchrun or mpirun (python train.py -m ..., with ") == 1, (

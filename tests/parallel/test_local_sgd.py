@@ -72,6 +72,7 @@ def test_it_is_what_the_replicas_by_hand_are(tmp_path: Path) -> None:
     assert any((run.weights[name] - one_process[name]).abs().max() > 1e-4 for name in one_process)  # it is not equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cut", "stop"), [(1, 2), (5, 8), (8, 12)])  # the ranks agree on a stop a step later
 def test_a_stop_waits_until_the_processes_agree_and_nothing_is_lost(cut: int, stop: int, tmp_path: Path) -> None:
     whole = finished(*RUN, *LOCAL, root=tmp_path / "whole")
@@ -90,6 +91,7 @@ def test_evaluations_and_checkpoints_in_between_are_refused(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.slow
 def test_a_model_that_answers_no_question_is_trained_too(tmp_path: Path) -> None:
     line = [*RUN, *LOCAL, "dataset.image_size=32", "model=torchvision", "model.name=resnet18", "precision=fp32"]
     losses = [row["loss"] for row in finished(*[o for o in line if o != "model.dim=8"], root=tmp_path / "runs").rows]

@@ -33,10 +33,17 @@ def on_emulated(num_devices: int, *others: Callable[[], None]) -> Callable[[], N
     ("model", "strategy", "ranks", "num_devices"),
     [
         *(
-            pytest.param(model, "model-parallel", 1, 2, marks=[pytest.mark.slow] if model == RESNET18 else [])
+            pytest.param(
+                model, "model-parallel", 1, 2, marks=[] if model in ("cnn with BatchNorm", "two inputs") else [pytest.mark.slow]
+            )
             for model in MODELS
         ),
-        *((model, "ddp+mp", 2, 2) for model in MODELS if model != RESNET18),  # its tensors are too many for Python
+        # the tensors of ResNet are too many for Python
+        *(
+            pytest.param(model, "ddp+mp", 2, 2, marks=[] if model == "two inputs" else [pytest.mark.slow])
+            for model in MODELS
+            if model != RESNET18
+        ),
         ("gpt, tied", "model-parallel", 1, 3),
     ],
 )

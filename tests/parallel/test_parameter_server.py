@@ -96,7 +96,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", slow_but([0, 2], [0, 1, 2]))
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_that_dies_is_noticed_at_once(mode: str, rank: int, tmp_path: Path) -> None:
     """At once: long before launch.timeout_s, after which anyone would; and by rpc, since no row makes the ranks meet."""
@@ -134,7 +134,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(rank: int, whole: E
     assert_same_bits(ended, whole)
 
 
-@pytest.mark.parametrize("cut", [3, 7])
+@pytest.mark.parametrize("cut", slow_but([3], [3, 7]))
 def test_preempted_it_ends_with_the_same_bits(cut: int, whole: Ended, tmp_path: Path) -> None:
     stopped = command(*RUN, *SYNC, root=tmp_path / "runs", before=after_step(cut, preempt))
     assert stopped.code == 75, stopped.output
@@ -163,7 +163,7 @@ def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
     assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs", before=plant), whole)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", slow_but(["fp32"], ["fp32", "fp16"]))
 def test_two_ranks_are_ddp_to_the_last_bit(precision: str, tmp_path: Path) -> None:
     """A sum of two does not depend on its order. In fp16 the first steps overflow, and are skipped.
 
