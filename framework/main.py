@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from framework import __version__
 from framework.cli.run import checked_line, start
 from framework.config.arguments import split_flags
 from framework.config.compose import as_yaml, print_by_hydra
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
     if wrong := _choose_folders(flags):
         return print_problems(problems + wrong)
     if not problems and flags.keys() & {"--help", "--version"}:
-        print(help_text(overrides) if "--help" in flags else version_text())
+        print(help_text(overrides) if "--help" in flags else version_text(__version__))
         return Exit.FINISHED
     if any(override.key_or_group == "hydra.verbose" and override.value() for override in map(parse, overrides) if override):
         variables()["STEADFAST_VERBOSE"] = "1"
@@ -56,10 +57,11 @@ def main(arguments: list[str]) -> int:
 
 def _choose_folders(flags: dict[str, str]) -> list[Problem]:
     """Take the flags that say which configuration; every process that this one starts inherits the choice."""
-    folder = flags.pop("--config-dir", None) or flags.pop("--config-path", None)
-    if folder is not None:
+    given = flags.pop("--config-dir", None) or flags.pop("--config-path", None)
+    if folder := given or variables().get("STEADFAST_CONF"):
         if not Path(folder).is_dir():
-            return [Problem("--config-dir", f"{folder} is not a directory", "a folder that holds groups, as conf/ does")]
+            key = "--config-dir" if given else "STEADFAST_CONF"
+            return [Problem(key, f"{folder} is not a directory", "a folder that holds groups, as conf/ does")]
         variables()["STEADFAST_CONF"] = str(Path(folder).resolve())
     name = flags.pop("--config-name", None)
     if name is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from framework import __version__
 from framework.config.help import help_text, version_text
 from framework.runtime.exits import Exit
 from tests.test_malformed import REPOSITORY
@@ -29,8 +30,8 @@ def shell(line: str, *, directory: Path, **env: str) -> "subprocess.CompletedPro
 
 def test_version_says_what_it_runs_with(tmp_path: Path) -> None:
     done = shell("train --version", directory=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, version_text() + "\n", "")
-    assert re.fullmatch(r"Steadfast, with torch \S+, hydra-core \S+, Python \S+", version_text())
+    assert (done.returncode, done.stdout, done.stderr) == (0, version_text(__version__) + "\n", "")
+    assert re.fullmatch(r"Steadfast \d+\.\d+\.\d+, with torch \S+, hydra-core \S+, Python \S+", version_text(__version__))
 
 
 # What a shell may do to the standard streams: the line, its exit code, its last line on stderr.

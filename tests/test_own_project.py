@@ -1,14 +1,16 @@
 """A researcher's own folder: any callable is a component, and their configuration is found before ours."""
 
+import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from framework.build.components import optimizer_builder
+from framework.build.components import complete_model, optimizer_builder
 from framework.config.components import arguments_of, instantiated, locate, signature_of
 from framework.modules.structure import blocks_of, chain_of, own_answer
 from framework.optim.groups import Trainable
@@ -156,6 +158,18 @@ def test_transformers_gpt2_with_its_nested_configuration_computes_the_same_on_on
     assert all(torch.allclose(mine[key], theirs[key], rtol=0, atol=1e-10) for key in mine)
 
 
+def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -> None:
+    info = {"in_channels": 1, "num_classes": 10, "image_size": 8}
+
+    def net(num_classes: int = 5, num_channels: int = 64, *, img_size: int, input_size: int | None = None) -> None: ...
+
+    sys.modules["nets"] = nets = types.ModuleType("nets")
+    nets.net = net  # type: ignore[attr-defined]
+    assert complete_model({"_target_": "nets.net"}, info)[0] == {"_target_": "nets.net", "num_classes": 10, "img_size": 8}
+    asked = {"_target_": "nets.net", "num_channels": None, "num_classes": 3, "img_size": 4}
+    assert complete_model(asked, info)[0] == asked | {"num_channels": 1}
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -169,6 +183,13 @@ def test_transformers_gpt2_with_its_nested_configuration_computes_the_same_on_on
         (["model._target_=mynet.Config"], ["model: mynet.Config gives a Config", "torch.nn.Module"]),
         (["model._target_=mynet.anything", "model._args_=[64]", "model.out=x"], ["model:"]),
         (["model=mynet", "model.width='${data:colour}'"], ["model.width", "colour", "num_classes"]),
+        (["model=mynet", "model._args_=5"], ["model._args_: 5", "a list"]),
+        (["dataset._target_=mynet.Config"], ["dataset:", "mynet.Config has no info, problems, load, transform"]),
+        (["optimizer.groups=[{match: '*', weight_dcay: 0}]"], ["optimizer.groups", "did you mean weight_decay?"]),
+        (["optimizer.groups=[{match: '*', lr: abc}]"], ["optimizer.groups", "'abc'", "a number"]),
+        (["optimizer.groups=[{mtch: '*', lr: 1}]"], ["optimizer.groups", "mtch", "names and options"]),
+        (["optimizer.groups=[{match: 5, lr: 1}]"], ["optimizer.groups", "names and options"]),
+        (["optimizer.groups=5"], ["optimizer.groups: 5", "names and options"]),
     ],
     ids=" ".join,
 )
@@ -345,6 +366,8 @@ def test_a_primary_file_of_ones_own(folder: Path) -> None:
     text = (trains("-cn", "mine", folder=folder).directory / "config.yaml").read_text()
     assert "mynet.Net" in text and "seed: 7" in text
     assert "there is no yours.yaml" in typed("-cn", "yours", directory=folder).output
+    nowhere = typed("model=mynet", directory=folder, before=lambda: os.environ.update(STEADFAST_CONF="nowhere"))
+    assert nowhere.code == 78 and nowhere.output.startswith("STEADFAST_CONF: nowhere"), nowhere.output
 
 
 def test_options_in_folders_groups_of_ones_own_and_keys_of_ones_own(folder: Path) -> None:
@@ -359,6 +382,18 @@ def test_options_in_folders_groups_of_ones_own_and_keys_of_ones_own(folder: Path
         shown = typed(*ours, f"+paper={paper}", "--cfg", "job", "--resolve", directory=folder).output
         ids.add(next(line for line in shown.splitlines() if line.strip().startswith("id:")))
     assert len(ids) == 2, "a key of the user's own is part of the identity"
+    for key in ("paper.alpha", "extra.paper.alpha"):  # one value, under either name
+        words = ["model=vision/tiny", "model.width='${extra.paper.alpha}'", "+paper=first", f"{key}=5"]
+        trains(*words, f"run.root={key}", folder=folder)
+        (weights,) = (load_file(path) for path in (folder / key).rglob("model.safetensors"))
+        assert weights["first.weight"].shape == (5, 64)
+
+
+def test_a_key_of_ones_own_can_be_swept(folder: Path) -> None:
+    ended = typed("-m", "+wide=4,8", "model=mynet", "model.width='${extra.wide}'", *QUICK, directory=folder)
+    assert ended.code == 0, ended.output
+    sizes = {load_file(path)["first.weight"].shape[0] for path in (folder / "runs").rglob("model.safetensors")}
+    assert sizes == {4, 8}
 
 
 def test_a_sweep_written_in_a_file(folder: Path) -> None:
@@ -387,9 +422,9 @@ def test_the_preflight_and_the_workers_find_it_too(folder: Path) -> None:
 
 def test_python_m_and_a_notebook(folder: Path) -> None:
     environment = steadfast(folder / "bin") | {"PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-m", "framework.main", "model=mynet", *QUICK]
+    line = [sys.executable, "-m", "framework", "model=mynet", *QUICK]
     done = subprocess.run(line, cwd=folder, env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and "finished" in done.stdout + done.stderr, done.stdout + done.stderr
     script = f"""
 import torch
 from framework import ConfigurationError, compose, load, run

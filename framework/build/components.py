@@ -128,20 +128,22 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
 
 
 def complete_model(node: Node, info: Mapping[str, int]) -> tuple[Node, list[Problem]]:
-    """Fill the facts of the data (`num_classes`, ...) into the model's node, where the user gave no value.
+    """Fill the facts of the data (`num_classes`, ...) into the model's node, for null and where a value is missing.
 
-    In a node within it, only where the value is null. ValueError if the model cannot be imported.
+    An argument with a default gets a fact of its own name, not by an alias. In a node within the model's, only null is
+    filled. ValueError if the model cannot be imported.
     """
-    arguments = arguments_of(node, group="model").arguments
+    signature = arguments_of(node, group="model")
     node = {name: _filled(value, info) for name, value in node.items()}
-    node |= {name: value for name in (*arguments, *node) if node.get(name) is None and (value := fact(name, info)) is not None}
+    wanted = [*node, *(name for name in signature.arguments if name in signature.required or name in info)]
+    node |= {name: value for name in wanted if node.get(name) is None and (value := fact(name, info)) is not None}
 
     def is_missing(name: str, argument: inspect.Parameter) -> bool:
         if name in node:
             return argument.annotation in (int, float, str, bool)  # null is no value of these types
         return argument.default is argument.empty and _is_fact(name)
 
-    missing = [name for name, argument in arguments.items() if node.get(name) is None and is_missing(name, argument)]
+    missing = [name for name, argument in signature.arguments.items() if node.get(name) is None and is_missing(name, argument)]
     what = "needs a value, and the dataset does not give one"
     return node, [Problem(f"model.{name}", what, _offer(info)) for name in missing]
 

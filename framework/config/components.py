@@ -122,7 +122,8 @@ def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
 def arguments_of(node: Node, *, group: str) -> Signature:
     """Return the arguments that are left for the node's keys after its positional `_args_`."""
     signature = signature_of(str(node.get("_target_")), group=group)
-    taken = list(signature.arguments)[: len(node.get("_args_", ()))]
+    given = node.get("_args_", [])
+    taken = list(signature.arguments)[: len(given) if isinstance(given, list) else 0]
     return Signature({name: p for name, p in signature.arguments.items() if name not in taken}, signature.takes_any)
 
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -58,7 +59,7 @@ def _run_id(_root_: DictConfig) -> str:
         for key in _root_
         if key not in EXECUTION
     }
-    return identity(_with_own_groups(plain))
+    return identity(_without_own_groups(plain))
 
 
 def compose(overrides: list[str]) -> Composed:
@@ -71,7 +72,7 @@ def compose(overrides: list[str]) -> Composed:
     plain, unresolved = _resolve(config)
     plain.setdefault("logger", {})
     problems += unresolved
-    plain = _with_own_groups(renamed(plain))
+    plain = _without_own_groups(renamed(plain))
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
         what = "cannot be chosen: it is a hash of what decides the result"
         problems.append(Problem("run.id", what, "name and run.dir can"))
@@ -109,6 +110,8 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     known = list(flat(written))
     for override in sorted(values, key=lambda override: not override.key_or_group.endswith("._target_")):
         problems += apply(config, override)
+    for name in _own_sections(config):
+        OmegaConf.update(config, f"extra.{name}", f"${{{name}}}", force_add=True)
     return config, known, problems
 
 
@@ -123,12 +126,13 @@ def _composed(_: tuple[Path, ...], name: str, choices: tuple[str, ...], with_hyd
         return hydra_compose(name, overrides=list(choices), return_hydra_config=with_hydra)
 
 
-def _with_own_groups(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the sections of the user's own groups under `extra`."""
-    own = {name: plain[name] for name in own_groups() if name in plain and name not in RunConfig.model_fields}
-    rest = {name: value for name, value in plain.items() if name not in own}
-    extra = rest.get("extra", {})
-    return rest | {"extra": own | extra} if own and isinstance(extra, dict) else plain
+def _own_sections(config: Mapping[str, Any] | DictConfig) -> list[str]:
+    return [name for name in own_groups() if name in config and name not in RunConfig.model_fields]
+
+
+def _without_own_groups(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration without the sections of the user's own groups, which are under `extra`."""
+    return {name: value for name, value in plain.items() if name not in _own_sections(plain)}
 
 
 # --- from OmegaConf to plain data

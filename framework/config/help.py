@@ -58,10 +58,10 @@ def _option_help(group: str, option: str) -> str:
     return "\n".join([*head, *_keys(text, *([] if is_global or group == "logger" else [group]))])
 
 
-def version_text() -> str:
-    """Return the versions of this installation, without importing torch."""
+def version_text(version: str) -> str:
+    """Return the version, and those of what it runs with, without importing torch."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "hydra-core"))
-    return f"Steadfast, with {packages}, Python {platform.python_version()}"
+    return f"Steadfast {version}, with {packages}, Python {platform.python_version()}"
 
 
 def _line(left: str, right: str, *, width: int) -> str:

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
 from framework.config.components import locate
-from framework.config.folders import CONF, config_name, defaults_in, folders, groups, options
+from framework.config.folders import CONF, config_name, defaults_in, folders, groups, options, own_groups
 from framework.config.schema import COMPONENTS, RunConfig
 from framework.config.spelling import did_you_mean, option_meant
 from framework.runtime.problem import Problem, shown
@@ -45,6 +45,16 @@ def parse(text: str) -> Override | None:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError):  # ValueError: an integer of more digits than Python converts
         return None
+
+
+def key_of(override: Override) -> str:
+    """Return the key that an override sets: a new one, `+key`, is `extra.key`; `extra.GROUP` is the user's own group."""
+    key = override.key_or_group
+    root, _, rest = key.partition(".")
+    if root == "extra" and rest.split(".")[0] in own_groups():
+        return rest
+    is_added = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
+    return f"extra.{key}" if is_added and root not in (*RunConfig.model_fields, *groups(), "hydra") else key
 
 
 def is_hydras(key: str) -> bool:
@@ -131,13 +141,10 @@ def _class_meant(group: str, name: str) -> str:
 
 def apply(config: DictConfig, override: Override) -> list[Problem]:
     """Apply an override to the configuration. Returns why that is not possible."""
-    key, value = override.key_or_group, override.value()
+    key, value = key_of(override), override.value()
     sections = key.split(".")
     if override.type == OverrideType.DEL:
         return _delete(config, sections)
-    is_added = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
-    if is_added and sections[0] not in RunConfig.model_fields and sections[0] not in config:
-        key = f"extra.{key}"  # `+key` adds a key of the user's own
     for depth in range(1, len(sections)):
         above = ".".join(sections[:depth])
         if _holds_value(config, above):

@@ -59,6 +59,8 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
     except ValueError as error:
         return [Problem(f"{key}._target_", str(error).removeprefix("_target_="), "the dotted path of a class or function")]
     problems: list[Problem] = []
+    if not isinstance(node.get("_args_", []), list):
+        problems.append(Problem(f"{key}._args_", f"{shown(node['_args_'])} is not valid", "a list"))
     values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
     others = [other for other in known if not other.startswith(f"{key}.")]  # an option's keys may belong to another component
     known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own))]

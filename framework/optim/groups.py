@@ -32,10 +32,10 @@ def rules_of(groups: Sequence[Mapping[str, Any]]) -> list[Rule]:
     ValueError for an entry of another form.
     """
     rules: list[Rule] = []
-    for number, entry in enumerate(groups):
-        if not isinstance(entry, Mapping) or "match" not in entry or len(entry) < 2:
-            raise ValueError(f"groups={entry}: entry {number} needs a pattern of names and an option, as in "
-                             '{match: "*.bias", weight_decay: 0}')  # fmt: skip
+    for entry in groups if isinstance(groups, list) else [groups]:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("match"), (str, list)) or len(entry) < 2:
+            raise ValueError(f"groups={entry}: is not valid (a list of entries with names and options, as in "
+                             '[{match: "*.bias", weight_decay: 0}])')  # fmt: skip
         options = {name: value for name, value in entry.items() if name != "match"}
         rules.append((partial(_is_matched, patterns=_patterns(entry)), options))
     return rules
@@ -49,9 +49,15 @@ def _is_matched(item: Trainable, *, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(item.name, pattern) for pattern in patterns)
 
 
-def require_matches(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Raise ValueError for a pattern of `optimizer.groups` that matches none of the model's parameters."""
+def check_groups(groups: Sequence[Mapping[str, Any]], *, names: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raise ValueError where `optimizer.groups` does not fit the parameters' names or the optimizer's options (with values)."""
+    rules_of(groups)
     for entry in groups:
+        for option in entry.keys() - {"match"}:
+            if option not in options:
+                raise ValueError(f"groups={option}: unknown option ({nearest(option, list(options))})")
+            if isinstance(options[option], (int, float)) and not isinstance(entry[option], (int, float)):
+                raise ValueError(f"groups={option}: {entry[option]!r} is not valid (a number, as in {options[option]})")
         for pattern in _patterns(entry):
             if not fnmatch.filter(names, pattern):
                 raise ValueError(f"groups={pattern}: matches no parameter that is trained ({nearest(pattern, names)})")

@@ -18,7 +18,7 @@ from framework.config.schema import CheckpointSection, Node, RunConfig, TrainerS
 from framework.distributed.mesh import resolve_axes
 from framework.engine.seam import Demands
 from framework.modules.structure import freeze_parameters, switch_off_dropout
-from framework.optim.groups import require_matches
+from framework.optim.groups import check_groups
 from framework.optim.optimizers import hidden_matrices, stand_in, trainable
 from framework.preflight.processes import axes_of
 from framework.runtime.problem import Problem
@@ -63,7 +63,9 @@ def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list
     """Refuse an optimizer that cannot be built or stepped, or whose state a checkpoint cannot hold."""
     trained = trainable(model, hidden=hidden_matrices(model))
     try:
-        require_matches(optimizer.get("groups") or [], [item.name for item in trained])
+        plain = components.optimizer_builder({**optimizer, "groups": None})(trained)
+        options = {name: value for group in plain.param_groups for name, value in group.items() if name != "params"}
+        check_groups(optimizer.get("groups") or [], names=[item.name for item in trained], options=options)
         build = components.optimizer_builder(optimizer)
         built = build(trained)
         if fault := _step_fault(build(stand_in(torch.device("cpu")))):

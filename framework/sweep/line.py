@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 
 from framework.config.compose import swept_in_files
 from framework.config.folders import option_node, options
-from framework.config.overrides import is_hydras, parse
+from framework.config.overrides import is_hydras, key_of, parse
 from framework.config.schema import Count, Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
@@ -201,7 +201,7 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
     written = [f"{key}={value}" for key, value in _written_down(overrides).items() if key not in given]
     for text in [*overrides, *written]:
         override = parse(text)
-        key = override.key_or_group if override is not None else ""
+        key = key_of(override) if override is not None else ""
         swept.pop(key, None)  # the last one counts
         if key.startswith(_PARAMS):
             continue

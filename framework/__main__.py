@@ -1,0 +1,5 @@
+"""`python -m framework ...`, which is `steadfast ...`."""
+
+from framework.main import entry
+
+entry()
