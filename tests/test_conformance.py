@@ -189,14 +189,14 @@ CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with Ba
 
 
 # the whole is CI's
-QUICK = {1: ["gpt, tied"], 2: ["gpt, tied"], 3: ["mlp"]}  # models by the number of ranks; those that replicate take more
+QUICK = {1: ["gpt, tied"], 2: ["gpt, tied"]}  # models by the number of ranks
 
 
 def crossed() -> Iterator[Any]:
     for strategy, ranks, mesh, model in CROSSED:
         for optimizer in OPTIMIZERS if ranks <= 2 and model != RESNET18 else ["adamw"]:
-            replicates = strategy in ("ddp", "fsdp", "zero") and ranks == 2 and model == "cnn with BatchNorm"
-            is_quick = optimizer == "adamw" and (model in QUICK.get(ranks, []) or replicates)
+            more = {2: "cnn with BatchNorm", 3: "mlp"} if strategy in ("ddp", "fsdp") and not mesh else {}
+            is_quick = optimizer == "adamw" and (model in QUICK.get(ranks, []) or model == more.get(ranks))
             marks = [] if is_quick else [pytest.mark.slow]
             case = f"{name(strategy, ranks, mesh)}-{model}-{optimizer}"
             yield pytest.param(strategy, ranks, mesh, model, optimizer, id=case, marks=marks)

@@ -163,7 +163,7 @@ def check(ended: Ended, elapsed_s: float, *, rank: int, stacks: dict[int, str]) 
 TRAINING = [
     ("ddp 2", 1, stop, "stop"),
     pytest.param("ddp 3", 0, loop, "computes", marks=pytest.mark.slow),
-    ("fsdp 2", 0, loop_in_c, "computes"),
+    pytest.param("fsdp 2", 0, loop_in_c, "computes", marks=pytest.mark.slow),
     pytest.param("fsdp 3", 2, stop, "stop", marks=pytest.mark.slow),
     pytest.param("fsdp 3", 1, loop, "computes", marks=pytest.mark.slow),
     pytest.param("ddp 3", 2, loop_in_c, "computes", marks=pytest.mark.slow),
@@ -184,7 +184,7 @@ def test_a_rank_that_hangs_in_training_is_named_and_the_same_command_continues(
 
 
 ELSEWHERE = [
-    ("ddp 3", 1, stop, in_evaluation, "evaluation", "evaluate"),
+    pytest.param("ddp 3", 1, stop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),
     ("fsdp 2", 1, stop, in_a_save, "saving", "save"),
     pytest.param("ddp 2", 0, loop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),
     pytest.param("fsdp 3", 0, stop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),

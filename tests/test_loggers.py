@@ -28,7 +28,7 @@ from framework.loggers.wandb import Wandb
 from framework.runs.metrics_file import MACHINE
 from framework.sweep.sweep import sweep
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, begin, command, end, files_below, finished, wait_for
+from tests.harness import Ended, assert_same_bits, begin, command, end, files_below, finished, slow_but, wait_for
 from tests.test_resume import after_step, crash, preempt
 from tests.wandb_server import WandbServer, wandb_server
 
@@ -376,7 +376,7 @@ def useless_server(kind: str) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("kind", ["refuses", "is silent"])
+@pytest.mark.parametrize("kind", slow_but(["is silent"], ["refuses", "is silent"]))
 def test_a_run_neither_waits_for_a_dead_server_nor_loses_its_rows(kind: str, base: Ended, tmp_path: Path) -> None:
     def plant() -> None:
         os.environ.pop("WANDB_MODE", None)
