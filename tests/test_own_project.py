@@ -183,6 +183,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -
         (["model._target_=mynet.Config"], ["model: mynet.Config gives a Config", "torch.nn.Module"]),
         (["model._target_=mynet.anything", "model._args_=[64]", "model.out=x"], ["model:"]),
         (["model=mynet", "model.width='${data:colour}'"], ["model.width", "colour", "num_classes"]),
+        (["model._target_=leaves.Net"], ["model._target_: leaves.Net", "SystemExit"]),
         (["model=mynet", "model._args_=5"], ["model._args_: 5", "a list"]),
         (["dataset._target_=mynet.Config"], ["dataset:", "mynet.Config has no info, problems, load, transform"]),
         (["optimizer.groups=[{match: '*', weight_dcay: 0}]"], ["optimizer.groups", "did you mean weight_decay?"]),
@@ -194,6 +195,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -
     ids=" ".join,
 )
 def test_it_is_refused_before_the_start(words: list[str], expected: list[str], folder: Path) -> None:
+    write(folder, **{"leaves.py": "raise SystemExit(0)"})
     output = refused(*words, folder=folder)
     for part in expected:
         assert part in output

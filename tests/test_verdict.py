@@ -51,7 +51,7 @@ def test_ranks_of_a_pipeline_are_not_measured_by_each_other() -> None:
         1, [*STEPS, "training"], begun=(2, 0), odd=dict.fromkeys(range(0, 8, 2), 2) | dict.fromkeys(range(1, 8, 2), 1)
     )
     said = verdict(seen(0, [*STEPS, "training"], begun=(1, 0)), last_stage)
-    assert "most likely" in said and "which of them is wrong cannot be told" in said
+    assert "most likely" in said and "which of them is wrong is not known" in said
 
 
 def test_where_no_rank_of_the_node_hangs_another_nodes_are_said_to_be_missing() -> None:

@@ -62,7 +62,7 @@ def print_status(root: Path) -> Exit:
         found = _of_sweep(root / "sweep.csv") or {path: str(path.relative_to(root)) for path in find_runs(root)}
     except (OSError, ValueError, csv.Error) as error:
         what = f"{printable(str(root))}/sweep.csv cannot be read ({error})"
-        return print_problems([Problem("run.root", what, "the sweep's command writes it anew")])
+        return print_problems([Problem("run.root", what, "the sweep's command writes it again")])
     if not found:
         return _no_run(root)
     print_table([RunDirectory(path) for path in found], list(found.values()))

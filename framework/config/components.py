@@ -36,7 +36,7 @@ def locate(target: str) -> Callable[..., Any]:
         found = importlib.import_module(parts[0])
         for depth, name in enumerate(parts[1:], start=2):
             found = getattr(found, name) if hasattr(found, name) else importlib.import_module(".".join(parts[:depth]))
-    except Exception as error:  # importing the user's module may raise anything
+    except (Exception, SystemExit) as error:  # importing the user's module may raise anything
         close = difflib.get_close_matches(parts[-1], dir(found), n=1)
         text = " ".join(str(error).split()) + (f"; did you mean {close[0]}?" if close else "")
         raise ValueError(f"_target_={target} cannot be imported ({type(error).__name__}: {text})") from error

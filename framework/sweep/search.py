@@ -43,7 +43,7 @@ class Search:
             )
             self._interrupted = self._study.get_trials(states=(TrialState.RUNNING,))
         except (SQLAlchemyError, OptunaError) as error:
-            raise DiskFailed(f"{database} cannot be used ({str(error).splitlines()[0]}); without it the search begins anew, "
+            raise DiskFailed(f"{database} cannot be used ({str(error).splitlines()[0]}); without it the search starts again, "
                              "and finds its runs as they are") from None  # fmt: skip
         self._held: tuple[Job, Trial] | None = None
         self._running: dict[Job, _Watched] = {}

@@ -73,7 +73,7 @@ def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) ->
     if found is None:
         last = min(seen, key=lambda one: (len(one.slot.beats) and one.slot.beats[-1].number, one.slot.collectives))
         return (f"rank {last.slot.rank} hangs, most likely, being behind: all have {waited} for each other, and "
-                f"which of them is wrong cannot be told: {everyone}")  # fmt: skip
+                f"which of them is wrong is not known: {everyone}")  # fmt: skip
     rank, said = found
     return f"rank {rank} hangs: {said}; all have {waited} for each other: {everyone}"
 
