@@ -115,7 +115,7 @@ NUM_SECONDS = 5  # strategies under which each strategy's run is continued; as m
 
 
 def pairs() -> Iterator[Any]:
-    """Yield pairs of strategies: each is as often the first as the second..
+    """Yield pairs of strategies: each is as often the first as the second.
 
     A checkpoint is one format, whoever writes it: what a strategy writes wrongly shows with any reader, what it reads
     wrongly with any writer. The strides share no factor with the number of strategies, so that pairs of kin come too.

@@ -134,7 +134,7 @@ def test_skips_are_counted_through_interruptions_and_bounded(tmp_path: Path) -> 
     assert command(*line, root=tmp_path / "runs", before=plant).code == 75
     ended = command(*line, root=tmp_path / "runs", before=faults)
     assert ended.code == 70, ended.output
-    assert "of step 17 is not finite (it was recovered from 2 times, which is trainer.divergence.limit)" in ended.output
+    assert "of step 17 is not finite (the run has recovered 2 times, which is trainer.divergence.limit)" in ended.output
     assert ended.summary["num_divergences"] == 2
 
 

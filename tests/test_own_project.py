@@ -190,6 +190,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -
         (["optimizer.groups=[{match: '*', lr: abc}]"], ["optimizer.groups", "'abc'", "a number"]),
         (["optimizer.groups=[{mtch: '*', lr: 1}]"], ["optimizer.groups", "mtch", "names and options"]),
         (["optimizer.groups=[{match: 5, lr: 1}]"], ["optimizer.groups", "names and options"]),
+        (["optimizer.groups=[{match: '*', betas: abc}]"], ["optimizer"]),
         (["optimizer.groups=5"], ["optimizer.groups: 5", "names and options"]),
     ],
     ids=" ".join,

@@ -80,8 +80,8 @@ def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_p
     write(
         tmp_path, **{"models/net.py": MYNET, "data/__init__.py": "", "conf__model__mine": NODE.replace("mynet", "models.net")}
     )
-    run(["steadfast", "model=mine", *QUICK], tmp_path, venv=environment)
-    run(["steadfast", "model=mlp", *QUICK], tmp_path, venv=environment)
+    for model in ("mine", "mlp"):
+        assert "finished: model.safetensors" in run(["steadfast", f"model={model}", *QUICK], tmp_path, venv=environment)
 
 
 @pytest.mark.parametrize(

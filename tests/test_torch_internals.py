@@ -1,6 +1,8 @@
 """A canary for each name of torch that is not public: a release that takes one away, or changes it, fails here by its name."""
 
 import ast
+import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 
@@ -105,6 +107,14 @@ def test_a_loader_ends_its_processes() -> None:
     ours.shut_down_loader(steps)
     process.join(10)
     assert process.exitcode is not None
+
+
+def test_a_loader_kills_its_processes() -> None:
+    steps = iter(torch.utils.data.DataLoader([1, 2, 3], num_workers=2, multiprocessing_context="fork"))
+    processes = list(steps._workers)  # type: ignore[attr-defined]
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    ours.kill_loader(steps)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.parametrize("name", ["_monitor_workers", "_initialize_workers", "_shutdown"])

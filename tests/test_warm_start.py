@@ -100,7 +100,8 @@ def test_an_evaluation_does_not_ask_for_the_file(first: Ended, tmp_path: Path) -
     save_file(first.weights, file)
     run = finished(*RUN, *STILL, init(file), root=tmp_path / "runs")
     file.unlink()
-    finished("mode=eval", f"run.dir={run.directory}", root=tmp_path / "none")
+    ended = finished("mode=eval", f"run.dir={run.directory}", root=tmp_path / "none")
+    assert "test" in ended.output and "loss" in ended.output
 
 
 # --- what is refused

@@ -108,10 +108,10 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     OmegaConf.set_struct(config, False)
     written: Any = OmegaConf.to_container(config)
     known = list(flat(written))
-    for override in sorted(values, key=lambda override: not override.key_or_group.endswith("._target_")):
-        problems += apply(config, override)
     for name in _own_sections(config):
         OmegaConf.update(config, f"extra.{name}", f"${{{name}}}", force_add=True)
+    for override in sorted(values, key=lambda override: not override.key_or_group.endswith("._target_")):
+        problems += apply(config, override)
     return config, known, problems
 
 
@@ -132,7 +132,8 @@ def _own_sections(config: Mapping[str, Any] | DictConfig) -> list[str]:
 
 def _without_own_groups(plain: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration without the sections of the user's own groups, which are under `extra`."""
-    return {name: value for name, value in plain.items() if name not in _own_sections(plain)}
+    own = _own_sections(plain)
+    return {name: value for name, value in plain.items() if name not in own}
 
 
 # --- from OmegaConf to plain data

@@ -1,10 +1,13 @@
 """From the order of samples to this rank's micro-batches, as tensors on its device, for each split of a dataset."""
 
+import multiprocessing
 import os
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import partial
+from multiprocessing.synchronize import Semaphore
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,9 @@ from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.randomness import keys
 from framework.runtime.preemption import SIGNALS, die_with_parent
-from framework.runtime.torch_internals import shut_down_loader
+from framework.runtime.torch_internals import kill_loader, shut_down_loader
+
+_FORK_S = 5.0  # a new process that has done nothing for so long hangs
 
 
 @dataclass(eq=False)
@@ -41,7 +46,7 @@ class Loader:
 
     def train(self, samples_seen: int) -> Iterator[Step]:
         """Yield the steps after `samples_seen` samples, without end."""
-        return self._run(self._positions(samples_seen), self._train_step)
+        return self._run(partial(self._positions, samples_seen), self._train_step)
 
     def evaluate(self) -> Iterator[MicroBatch]:
         """Yield micro-batches that hold, over all ranks, each sample of the split once, in its stored order."""
@@ -50,7 +55,7 @@ class Loader:
         def fetch(start: int) -> Step:
             return self._step(0, np.arange(start, min(start + size, len(self.source))), None)
 
-        for step in self._run(range(0, len(self.source), size), fetch):
+        for step in self._run(partial(range, 0, len(self.source), size), fetch):
             yield from step.micro_batches
 
     def close(self) -> None:
@@ -78,28 +83,42 @@ class Loader:
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
         return Step(epoch, len(samples), [_cut(whole, part, start=span.start) for part in mine], is_even)
 
-    def _run(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
-        steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions)
+    def _run(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
+        steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions())
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
 
-    def _start_processes(self, positions: Iterable[int], fetch: Callable[[int], Step]) -> Iterator[Step]:
+    def _start_processes(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
+        wait_s = _FORK_S
+        while True:
+            begun = multiprocessing.get_context("fork").Semaphore(0)
+            steps = self._fork(positions(), fetch, begun)
+            if all(begun.acquire(timeout=wait_s) for _ in range(self.num_workers)):
+                self._running.add(steps)
+                return steps
+            kill_loader(
+                steps
+            )  # before 3.11.8, Python's child may hang if torch's threads use Python too (CPython issue 112275)
+            wait_s *= 2
+
+    def _fork(self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore) -> Iterator[Step]:
+        def begin(_: int) -> None:
+            die_with_parent()  # torch's watchdog looks every five seconds, and a queue may break before
+            begun.release()
+
         loader = DataLoader(
             _AtPosition(fetch),
             batch_size=None,
             sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not read
             num_workers=self.num_workers,
             collate_fn=lambda step: step,
-            # torch's watchdog looks every five seconds, and a queue may break before
-            worker_init_fn=lambda _: die_with_parent(),
+            worker_init_fn=begin,
             multiprocessing_context="fork",
         )
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal to the whole process group must not kill them
         try:
-            steps = iter(loader)
+            return iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._running.add(steps)
-        return steps
 
     def _to_device(self, step: Step) -> Step:
         moved = [m.mapped(lambda t: t.to(self.device, non_blocking=True)) for m in step.micro_batches]

@@ -37,7 +37,7 @@ def rules_of(groups: Sequence[Mapping[str, Any]]) -> list[Rule]:
             raise ValueError(f"groups={entry}: is not valid (a list of entries with names and options, as in "
                              '[{match: "*.bias", weight_decay: 0}])')  # fmt: skip
         options = {name: value for name, value in entry.items() if name != "match"}
-        rules.append((partial(_is_matched, patterns=_patterns(entry)), options))
+        rules.append((partial(_is_matched, _patterns(entry)), options))
     return rules
 
 
@@ -45,7 +45,7 @@ def _patterns(entry: Mapping[str, Any]) -> list[str]:
     return [entry["match"]] if isinstance(entry["match"], str) else list(entry["match"])
 
 
-def _is_matched(item: Trainable, *, patterns: list[str]) -> bool:
+def _is_matched(patterns: list[str], item: Trainable) -> bool:
     return any(fnmatch.fnmatchcase(item.name, pattern) for pattern in patterns)
 
 

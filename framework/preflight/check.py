@@ -91,12 +91,10 @@ def _dataset(node: Node) -> tuple[Dataset | None, list[Problem]]:
     """Return the dataset, if it can be built, and its problems. This imports no torch."""
     try:
         dataset = components.dataset(node)
-    except Exception as error:  # the constructor refuses the arguments
+    except (Exception, SystemExit) as error:  # the constructor refuses the arguments
         return None, [Problem.of_error("dataset", error)]
-    if missing := [name for name in ("info", "problems", "load", "transform") if not hasattr(dataset, name)]:
-        return None, [
-            Problem("dataset", f"{node['_target_']} has no {', '.join(missing)}", "a dataset, as in framework/data/source.py")
-        ]
+    if missing := ", ".join(name for name in ("info", "problems", "load", "transform") if name not in dir(dataset)):
+        return None, [Problem("dataset", f"{node['_target_']} has no {missing}", "a dataset, as in framework/data/source.py")]
     return dataset, [Problem.of_line(line) for line in dataset.problems()]
 
 

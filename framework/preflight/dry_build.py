@@ -29,7 +29,7 @@ def dry_build(config: RunConfig) -> list[Problem]:
     try:
         with torch.device("meta"):
             model = components.model(config.model, seed=config.seed)
-    except Exception as error:  # a model of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a model of the user's may raise anything
         return [Problem.of_error("model", error)]
     if not isinstance(model, nn.Module):
         return [Problem("model", f"{config.model['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
@@ -63,15 +63,19 @@ def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list
     """Refuse an optimizer that cannot be built or stepped, or whose state a checkpoint cannot hold."""
     trained = trainable(model, hidden=hidden_matrices(model))
     try:
-        plain = components.optimizer_builder({**optimizer, "groups": None})(trained)
-        options = {name: value for group in plain.param_groups for name, value in group.items() if name != "params"}
-        check_groups(optimizer.get("groups") or [], names=[item.name for item in trained], options=options)
+        if groups := optimizer.get("groups"):
+            rest = components.optimizer_builder({name: value for name, value in optimizer.items() if name != "groups"})
+            options = {name: value for group in rest(trained).param_groups for name, value in group.items() if name != "params"}
+            check_groups(groups, names=[item.name for item in trained], options=options)
+            for entry in groups:  # a value that torch refuses only in a step
+                everywhere = {**optimizer, "groups": [{**entry, "match": "*"}]}
+                _step_fault(components.optimizer_builder(everywhere)(stand_in(torch.device("cpu"))))
         build = components.optimizer_builder(optimizer)
         built = build(trained)
         if fault := _step_fault(build(stand_in(torch.device("cpu")))):
             expected = "an optimizer that keeps tensors for each parameter, as those of torch.optim do"
             return [Problem("optimizer", f"{type(built).__name__} {fault}", expected)]
-    except Exception as error:  # an optimizer of the user's may raise anything
+    except (Exception, SystemExit) as error:  # an optimizer of the user's may raise anything
         return [Problem.of_error("optimizer", error)]
     try:
         lr = optimizer.get("lr", built.param_groups[0]["lr"])

@@ -25,10 +25,10 @@ class Problem:
         return cls(key, what)
 
     @classmethod
-    def of_error(cls, group: str, error: Exception) -> "Problem":
+    def of_error(cls, group: str, error: BaseException) -> "Problem":
         """Return a component's refusal under the key that it names (`seq_len=0: ...`), else under its group's."""
         text = " ".join(str(error).split("\n")[0].split())
-        if not text or isinstance(error, LookupError):  # a KeyError's text is the key alone
+        if not text or isinstance(error, (LookupError, SystemExit)):  # a KeyError's text is the key alone
             text = f"{type(error).__name__}: {text}".rstrip(": ")
         if re.match(r"[a-z]\w*(\.\w+)+: ", text):
             return cls.of_line(text)

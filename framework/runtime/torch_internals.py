@@ -19,6 +19,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data._utils import signal_handling
 
 # --- modules
 
@@ -129,6 +130,15 @@ def rpc_options(*, init_method: str, timeout_s: float, num_threads: int) -> Any:
 def shut_down_loader(steps: Iterator[Any]) -> None:
     """End the processes of a DataLoader's iterator, as its own __del__ does."""
     steps._shutdown_workers()  # type: ignore[attr-defined]  # an iterator of torch's
+
+
+def kill_loader(steps: Any) -> None:
+    """End them by force: also processes that do not listen."""
+    signal_handling._remove_worker_pids(id(steps))  # or its handler would raise
+    steps._worker_pids_set = False
+    for process in steps._workers:
+        process.kill()
+    steps._shutdown_workers()
 
 
 # --- torch elastic's agent

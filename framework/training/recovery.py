@@ -54,7 +54,7 @@ class Recovery:
             raise error
         policy, count = self.policy, progress.num_divergences + 1
         if count > policy.limit:
-            raise Diverged(f"{error.what} (it was recovered from {policy.limit} times, which is trainer.divergence.limit)")
+            raise Diverged(f"{error.what} (the run has recovered {policy.limit} times, which is trainer.divergence.limit)")
         progress.num_divergences = count
         state = self._roll_back(past=step, progress=progress) if self.rolls_back else None
         if state is None:  # the step counts as taken; its forward pass has changed nothing but the buffers

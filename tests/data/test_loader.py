@@ -120,6 +120,26 @@ def test_evaluation_visits_each_sample_once(num_workers: int, dp_size: int) -> N
     assert sorted(map(bytes, inputs.numpy())) == sorted(map(bytes, stored.numpy()))
 
 
+def test_a_loader_process_that_stands_still_after_its_fork_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python before 3.11.8 does, if another thread is about to enter the interpreter: before anything of ours runs."""
+    num_forks = 0
+
+    def fork() -> int:
+        nonlocal num_forks
+        num_forks += 1
+        pid = original()
+        if pid == 0 and num_forks == 2:
+            signal.pause()
+        return pid
+
+    original = os.fork
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr("framework.data.loader._FORK_S", 0.5)
+    steps = loader(num_workers=2).train(0)
+    assert_same_steps(list(islice(steps, 3)), list(islice(loader().train(0), 3)))
+    assert num_forks == 4 and len(multiprocessing.active_children()) == 2
+
+
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_loader_processes_survive_a_signal_to_the_whole_group(signum: int) -> None:
     before = {other: signal.signal(other, lambda *_: None) for other in SIGNALS}
