@@ -117,8 +117,7 @@ def load(directory: str | os.PathLike[str], *, checkpoint: int | str = "final") 
     from framework.modes.load_run import load_run
 
     path = Path(directory)
-    plain = recall(path)
-    plain["run"] |= {"dir": str(path), "checkpoint": checkpoint}
+    config = RunConfig.model_validate(recall(path)).with_run(dir=str(path), checkpoint=checkpoint)
     world = World.start(Environment(), backend="gloo", timeout_s=60.0, scratch=None)
     with _as_before():
-        return load_run(Builder(RunConfig.model_validate(plain), world=world)).module.eval()
+        return load_run(Builder(config, world=world)).module.eval()

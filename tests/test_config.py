@@ -73,8 +73,8 @@ def test_true_is_not_one() -> None:
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in groups() for option in options(group)])
 def test_every_option_fits_the_schema(group: str, option: str) -> None:
-    config, found, known, _ = compose([f"{group}={option}"])
-    problems = found + validate(config, known=known)[1]
+    config, found, known, given = compose([f"{group}={option}"])
+    problems = validate(Composed(config, found, known, given)).problems
     for name in COMPONENTS:
         own = {"model": ("init_from",), "optimizer": ("groups",)}.get(name, ())
         problems += component_problems(name, config[name], known=known, own=own)

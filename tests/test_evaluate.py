@@ -261,7 +261,7 @@ def test_without_a_run_and_in_a_sweep(run: Ended, tmp_path: Path) -> None:
     assert (refused.code, refused.output) == (78, "run.dir: is not given: mode=eval is about one run (run.dir=runs/NAME/ID)\n")
     line = [sys.executable, str(ROOT / "train.py"), "-m", "mode=eval", f"run.dir={run.directory}", "eval.split=val,test"]
     done = subprocess.run(line, text=True, capture_output=True, timeout=60)
-    assert done.returncode == 78 and "mode: eval is about one run (without -m)" in done.stderr
+    assert done.returncode == 78 and "mode: eval does nothing with a sweep (without -m)" in done.stderr
 
 
 def flip_a_bit(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from framework.config.components import arguments_of, component, locate
 from framework.config.folders import option_node, options
 from framework.config.identity import content_of
-from framework.config.schema import Node
+from framework.config.schema import INIT, Node
 from framework.data.source import Dataset
 from framework.runtime.problem import Problem
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from framework.engine.seam import Task
     from framework.optim.groups import BuildOptimizer
-
-INIT = ("init_from", "init_digest")  # keys of the model's node that are not arguments of the model
 
 # What other projects call the facts of a dataset.
 ALIASES = {
@@ -127,14 +125,14 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
     return replaced(node, key), problems
 
 
-def complete_model(node: Node, info: Mapping[str, int]) -> tuple[Node, list[Problem]]:
+def complete_model(model: Node, info: Mapping[str, int]) -> tuple[Node, list[Problem]]:
     """Fill the facts of the data (`num_classes`, ...) into the model's node, for null and where a value is missing.
 
     An argument with a default gets a fact of its own name, not by an alias. In a node within the model's, only null is
     filled. ValueError if the model cannot be imported.
     """
-    signature = arguments_of(node, group="model")
-    node = {name: _filled(value, info) for name, value in node.items()}
+    signature = arguments_of(model, group="model")
+    node = {name: _filled(value, info) for name, value in model.items()}
     wanted = [*node, *(name for name in signature.arguments if name in signature.required or name in info)]
     node |= {name: value for name in wanted if node.get(name) is None and (value := fact(name, info)) is not None}
 
@@ -165,11 +163,11 @@ def _offer(info: Mapping[str, int]) -> str:
     return f"it gives {', '.join(info) or 'nothing'}, which fits {', '.join(fitting) or 'no model here'}"
 
 
-def with_init_digest(node: Node) -> Node:
+def with_init_digest(model: Node) -> tuple[Node, list[Problem]]:
     """Return a model's node with the checksum of the file that it starts from: workers accept no other file."""
-    return {**node, "init_digest": content_of(str(node["init_from"]))} if node.get("init_from") else node
+    return {**model, "init_digest": content_of(str(model["init_from"]))} if model.get("init_from") else model, []
 
 
-def complete_task(node: Node, dataset: Dataset) -> Node:
+def complete_task(task: Node, *, dataset: Dataset) -> tuple[Node, list[Problem]]:
     """Fill what only the dataset knows (`bytes_per_token`) into the task's node, where the user gave no value."""
-    return {name: getattr(dataset, name, None) if value is None else value for name, value in node.items()}
+    return {name: getattr(dataset, name, None) if value is None else value for name, value in task.items()}, []

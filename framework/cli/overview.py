@@ -21,12 +21,13 @@ _USED = ("mode", "run.root")
 
 def over_root(composed: Composed, mode: Mode) -> int:
     """Run a mode that is about all runs below run.root. Returns the exit code."""
-    valid, problems = validate(composed.config, known=composed.known)
-    problems = composed.problems + problems
-    problems = problems or [Problem(key, f"does nothing with mode={valid['mode']}", "run.root alone")
-                            for key in composed.given if key not in _USED]  # fmt: skip
-    problems += missing_extra("mode", "report") if valid.get("mode") == "report" else []
-    return print_problems(problems) if problems else locate(mode.parent)(Path(valid["run"].root))
+    draft = validate(composed)
+    if not draft.problems:
+        ignored = [key for key in composed.given if key not in _USED]
+        draft.add(Problem(key, f"does nothing with mode={mode.name}", "run.root alone") for key in ignored)
+    draft.add(missing_extra("mode", mode.extra) if mode.extra else [])
+    config = draft.config
+    return print_problems(draft.problems) if config is None else locate(mode.parent)(Path(config.run.root))
 
 
 def print_plan(command: Command) -> Exit:

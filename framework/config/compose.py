@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.folders import CONF, config_name, folders, own_folder, own_groups
 from framework.config.identity import EXECUTION, flat, identity
+from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, one_line, parse, sort_overrides
 from framework.config.renamed import renamed
 from framework.config.schema import RunConfig
@@ -35,6 +36,10 @@ class Composed(NamedTuple):
     problems: list[Problem]
     known: list[str]  # the keys of the files that were chosen
     given: list[str]  # the keys and groups that the command line names
+
+    @property
+    def mode(self) -> Mode | None:
+        return MODES.get(str(self.config.get("mode")))
 
 
 class _OwnFolder(SearchPathPlugin):

@@ -16,31 +16,30 @@ class Command:
 
 @dataclass(frozen=True)
 class Mode:
-    """One value of `mode`. `parent` and `worker` are dotted paths, imported when they are needed.
+    """One value of `mode`. `parent`, `worker` and `sweep` are dotted paths, imported when they are needed.
 
     `parent` gets the Command, or run.root for a mode about all runs of a root, and returns the exit code.
-    `worker` gets a Builder, on every rank.
+    `worker` gets a Builder, on every rank. `sweep` gets a Sweep, and returns the exit code.
     """
 
+    name: str
     about: Literal["run", "existing run", "root"]
     parent: str
     worker: str = ""
+    sweep: str = ""
     may_give: tuple[str, ...] = ()  # keys that the command line may set for an existing run
+    extra: str = ""  # the packages that it needs
 
 
 _HOW = ("mode", "run.dir", "run.root", "run.checkpoint")
-MODES = {
-    "train": Mode("run", parent="framework.cli.run.launch", worker="framework.modes.train.train"),
-    "plan": Mode("run", parent="framework.cli.overview.print_plan"),
-    "eval": Mode(
-        "existing run",
-        parent="framework.cli.run.launch",
-        worker="framework.modes.evaluate.evaluate",
-        may_give=(*_HOW, "eval", "parallel", "launch", "backend", "precision", "micro_batch_size", "dataset.num_workers"),
-    ),
-    "export": Mode(
-        "existing run", parent="framework.cli.run.launch", worker="framework.modes.export.export", may_give=(*_HOW, "export")
-    ),
-    "report": Mode("root", parent="framework.cli.overview.make_report"),
-    "status": Mode("root", parent="framework.cli.overview.print_status"),
-}
+_OF_EVALUATION = ("eval", "parallel", "launch", "backend", "precision", "micro_batch_size", "dataset.num_workers")
+_LAUNCH = "framework.cli.run.launch"
+_MODES = (
+    Mode("train", "run", parent=_LAUNCH, worker="framework.modes.train.train", sweep="framework.sweep.sweep.run_jobs"),
+    Mode("plan", "run", parent="framework.cli.overview.print_plan", sweep="framework.sweep.sweep.print_plan"),
+    Mode("eval", "existing run", parent=_LAUNCH, worker="framework.modes.evaluate.evaluate", may_give=(*_HOW, *_OF_EVALUATION)),
+    Mode("export", "existing run", parent=_LAUNCH, worker="framework.modes.export.export", may_give=(*_HOW, "export")),
+    Mode("report", "root", parent="framework.cli.overview.make_report", extra="report"),
+    Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_status"),
+)
+MODES = {mode.name: mode for mode in _MODES}

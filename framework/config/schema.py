@@ -20,6 +20,9 @@ Monitor = Annotated[str, Field(description="SPLIT/METRIC")]
 Node = dict[str, Any]  # a component's own node: data for its `_target_`
 
 
+INIT = ("init_from", "init_digest")  # keys of the model's node that are not arguments of the model
+
+
 class Section(BaseModel):
     """A part of the configuration. `rules` yields problems that types cannot express, under the section's keys."""
 
@@ -205,16 +208,32 @@ class RunConfig(Section):
 
     def in_group(self, group: str) -> "RunConfig":
         """Return the configuration with this `run.group`, unless it has one already."""
-        return self if self.run.group is not None else self._with_run(group=group)
+        return self if self.run.group is not None else self.with_run(group=group)
 
     def begun(self) -> "RunConfig":
         """Return the configuration for a restart: `run.resume=never` must not start over a second time."""
-        return self._with_run(resume="auto") if self.run.resume == "never" else self
+        return self.with_run(resume="auto") if self.run.resume == "never" else self
 
-    def in_directory(self, path: str) -> "RunConfig":
-        return self._with_run(dir=path)
+    def evaluated(self, asked: "RunConfig", *, given: list[str]) -> "RunConfig":
+        """Return a run's configuration as mode=eval and mode=export take it: without what only training needs.
 
-    def _with_run(self, **values: Any) -> "RunConfig":
+        `asked` is their command line's own configuration, `given` the keys that the line names.
+        """
+        how = {"mode", "eval", "export", "parallel", "launch", "backend"}
+        how |= {"precision", "micro_batch_size"} & {key.partition(".")[0] for key in given}
+        workers = {"num_workers": asked.dataset["num_workers"]} if "dataset.num_workers" in given else {}
+        off = dict.fromkeys(("compile", "activation_checkpointing", "sync_batchnorm"), False)
+        changed = {
+            "dataset": self.dataset | workers,
+            "run": asked.run.model_copy(update={"id": self.run.id}),
+            "model": {name: value for name, value in self.model.items() if name not in INIT},
+            "trainer": self.trainer.model_copy(update=off),
+            "invariance": "samples",
+            "logger": {},
+        }
+        return self.model_copy(update={name: getattr(asked, name) for name in how} | changed)
+
+    def with_run(self, **values: Any) -> "RunConfig":
         return self.model_copy(update={"run": self.run.model_copy(update=values)})
 
     def plain(self) -> dict[str, Any]:
@@ -230,6 +249,10 @@ def section_of(annotation: Any) -> type[Section] | None:
     members = [annotation, *getattr(annotation, "__args__", ())]
     found = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Section)]
     return found[0] if found else None
+
+
+# the fields of the root that are sections
+SECTIONS = [name for name, field in RunConfig.model_fields.items() if section_of(field.annotation)]
 
 
 def keys_of(section: type[Section], prefix: str = "") -> list[str]:

@@ -1,13 +1,15 @@
 """Validation of a configuration against its types, with messages for users."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from framework.config.components import HYDRAS, arguments_of
+from framework.config.compose import Composed
+from framework.config.draft import Draft
 from framework.config.folders import groups, options
 from framework.config.schema import COMPONENTS, LARGEST, RunConfig, Section, section_of
 from framework.config.spelling import did_you_mean, done_here, nearest
@@ -17,15 +19,12 @@ from framework.runtime.problem import Problem, shown
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-def validate(config: Mapping[str, Any], *, known: list[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the valid fields of the root by name, and every problem of the others.
-
-    Only our own sections are validated, which needs no import; `component_problems` validates the components' nodes.
-    `known` are the keys that may be suggested for an unknown key.
-    """
+def validate(composed: Composed) -> Draft:
+    """Validate our own sections, which needs no import; `component_problems` validates the components' nodes."""
+    config, known = composed.config, composed.known
     valid: dict[str, Any] = {}
     unknown = config.keys() - RunConfig.model_fields.keys()
-    problems = [problem for name in unknown for problem in _unknown(name, config[name], known=known)]
+    problems = composed.problems + [problem for name in unknown for problem in _unknown(name, config[name], known=known)]
     for name, annotation in _types_of(RunConfig).items():
         if name not in config:
             if RunConfig.model_fields[name].is_required():
@@ -37,7 +36,7 @@ def validate(config: Mapping[str, Any], *, known: list[str]) -> tuple[dict[str, 
         problems += found
         if not found:
             valid[name] = section.model_validate(value) if section else value
-    return valid, problems
+    return Draft(valid, problems)
 
 
 @functools.cache

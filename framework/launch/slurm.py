@@ -117,7 +117,7 @@ def _submit(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> None:
         own = Path(run.config.run.dir).absolute() / "slurm"
         make_directory(own)
         # an earlier run has been moved aside; what the job finds after a requeue is its own
-        plain = run.config.begun().in_directory(str(own.parent)).plain()
+        plain = run.config.begun().with_run(dir=str(own.parent)).plain()
         frozen_configs.append(freeze(plain, own, name="frozen.yaml"))
     try:
         with executor.batch():

@@ -1,82 +1,64 @@
 """Preflight: every problem of a configuration, found before any process or directory exists."""
 
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from framework.build import components
 from framework.config.components import locate
 from framework.config.compose import Composed
+from framework.config.draft import Draft
 from framework.config.modes import MODES
-from framework.config.schema import COMPONENTS, Node, RunConfig, Section
+from framework.config.schema import COMPONENTS, Node, RunSection
 from framework.config.validation import component_problems, validate
 from framework.data.source import Dataset
 from framework.preflight.place import place_problems, writing_problems
 from framework.preflight.processes import backend_problems, with_processes
-from framework.preflight.rules import broken_rules, metric_names, monitor_problems
+from framework.preflight.rules import RULES, monitors_are_metrics
 from framework.runs.directory import RunDirectory
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 
 
-class Checked(NamedTuple):
-    """A configuration with all its problems; if there are none, `config` is complete."""
-
-    config: RunConfig | None
-    problems: list[Problem]
-    valid: dict[str, Any]  # the valid fields of the root, completed from the data and the machine
-
-
-def check(composed: Composed, *, world_size: int | None) -> Checked:
-    """Complete a configuration from the data and the machine, and return it with every problem.
+def check(composed: Composed, *, world_size: int | None) -> Draft:
+    """Complete a configuration from the data and the machine, and find every problem.
 
     `world_size` is the launcher's; None: this process chooses it. Our own sections are validated first. Components, and torch
     with them, are imported only if those sections are valid or the command line sets a component's key: a mistake in
     them is reported at once.
     """
-    valid, found = validate(composed.config, known=composed.known)
-    problems = composed.problems + found
+    draft = validate(composed)
     keys = [key.split(".") for key in composed.given]
-    imports = not problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, "logger") for parts in keys)
-    imports &= not _has_run(valid)
+    imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, "logger") for parts in keys)
+    imports &= not draft.call(_is_finished, otherwise=False)
     if imports:
-        problems += _check_data(valid, known=composed.known) + _check_components(valid, known=composed.known)
+        draft.add(_check_data(draft, known=composed.known) + _check_components(draft, known=composed.known))
     else:
-        problems += _dataset(valid.get("dataset", {}))[1]
-    problems = _check_secrets(composed.config, problems)
-    is_wrong = {problem.key.split(".")[0] for problem in problems}
-    if {"launch", "parallel", "backend"} <= valid.keys() and "parallel" not in is_wrong:
-        backend = valid["backend"].name
-        valid["launch"], found = with_processes(valid["launch"], valid["parallel"], backend=backend, world_size=world_size)
-        problems += found + backend_problems(backend, num_processes=valid["launch"].most_processes)
-    mode = MODES.get(valid.get("mode", ""))
-    if mode is not None and mode.about == "existing run":
-        problems += writing_problems(Path(valid["run"].dir)) if "run" in valid else []
+        draft.check(lambda dataset: _build_dataset(dataset)[1])
+    draft.add(draft.change("launch", partial(with_processes, world_size=world_size)))
+    draft.check(backend_problems)
+    if draft.call(lambda mode: MODES[mode].about == "existing run"):
+        draft.check(writing_problems)
     else:
-        problems += broken_rules(valid)
-        problems += _check_monitors(valid) if imports else []
-        is_placed = {"run", "name"} <= valid.keys() and not any(problem.key in ("name", "run.dir") for problem in problems)
-        problems += place_problems(valid["run"]) if is_placed else []
+        draft.check(*RULES, *([monitors_are_metrics] if imports else []))
+        draft.check(lambda name, run: place_problems(run))
     seen: dict[str, Problem] = {}
-    for problem in problems:
+    for problem in _with_secrets(composed.config, draft.problems):
         seen.setdefault(problem.key.partition("[")[0], problem)  # the first problem of a key causes the others
-    config = None
-    if not seen:
-        valid["model"] = components.with_init_digest(valid["model"])
-        plain = {name: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
-                 for name, value in valid.items()}  # fmt: skip
-        config = RunConfig.model_validate(plain)
-    return Checked(config, list(seen.values()), valid)
+    draft.problems = list(seen.values())
+    draft.change("model", components.with_init_digest)
+    return draft
 
 
-def _has_run(valid: dict[str, Any]) -> bool:
+def _is_finished(mode: str, run: RunSection) -> bool:
     """Return whether this configuration has finished already, so that its components are known to be valid."""
-    run = valid.get("run")
-    if run is None or valid.get("mode") not in ("train", "plan") or run.resume == "never":
+    if MODES[mode].about != "run" or run.resume == "never":
         return False
     return Path(run.dir).name == run.id and RunDirectory(Path(run.dir)).is_finished
 
 
-def _check_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Problem]:
+def _with_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Problem]:
     """Return the problems, secrets first, without problems that would print a secret."""
     found = secrets_in(config)
     found |= {problem.key: "has the name of a secret" for problem in problems if is_secret_key(problem.key)}
@@ -87,38 +69,36 @@ def _check_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Prob
 # --- components
 
 
-def _dataset(node: Node) -> tuple[Dataset | None, list[Problem]]:
+def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
     """Return the dataset, if it can be built, and its problems. This imports no torch."""
     try:
-        dataset = components.dataset(node)
+        built = components.dataset(dataset)
     except (Exception, SystemExit) as error:  # the constructor refuses the arguments
         return None, [Problem.of_error("dataset", error)]
-    if missing := ", ".join(name for name in ("info", "problems", "load", "transform") if name not in dir(dataset)):
-        return None, [Problem("dataset", f"{node['_target_']} has no {missing}", "a dataset, as in framework/data/source.py")]
-    return dataset, [Problem.of_line(line) for line in dataset.problems()]
+    if missing := ", ".join(name for name in ("info", "problems", "load", "transform") if name not in dir(built)):
+        return None, [
+            Problem("dataset", f"{dataset['_target_']} has no {missing}", "a dataset, as in framework/data/source.py")
+        ]
+    return built, [Problem.of_line(line) for line in built.problems()]
 
 
-def _check_data(valid: dict[str, Any], *, known: list[str]) -> list[Problem]:
+def _check_data(draft: Draft, *, known: list[str]) -> list[Problem]:
     """Check the dataset, and fill in what the components take from it."""
-    if "dataset" not in valid:
-        return []
-    if problems := component_problems("dataset", valid["dataset"], known=known):
+    if problems := draft.call(lambda dataset: component_problems("dataset", dataset, known=known)):
         return problems
-    dataset, problems = _dataset(valid["dataset"])
+    dataset, problems = draft.call(_build_dataset, otherwise=(None, []))
     if dataset is None:
         return problems
     info = dict(dataset.info)
-    for group in valid.keys() & {*COMPONENTS} - {"dataset"}:
-        valid[group], unknown = components.with_facts(valid[group], info, key=group)
+    for group in draft.fields.keys() & {*COMPONENTS} - {"dataset"}:
+        draft.fields[group], unknown = components.with_facts(draft.fields[group], info, key=group)
         problems += unknown
     unfilled: list[Problem] = []
-    try:
-        valid["model"], unfilled = components.complete_model(valid["model"], info)
-        valid["task"] = components.complete_task(valid["task"], dataset)
-    except (KeyError, ValueError):  # component_problems reports a faulty component
-        pass
+    with suppress(ValueError):  # component_problems reports a faulty component
+        unfilled = draft.change("model", partial(components.complete_model, info=info))
+    draft.change("task", partial(components.complete_task, dataset=dataset))
     # without the data, the facts are unknown too
-    return (problems or unfilled) + _check_task(valid.get("task", {}), getattr(dataset, "task", None))
+    return (problems or unfilled) + draft.call(lambda task: _check_task(task, getattr(dataset, "task", None)), otherwise=[])
 
 
 _OWN_TASKS = ("classification", "language_modeling", "regression")
@@ -132,12 +112,12 @@ def _check_task(node: Node, made_for: str | None) -> list[Problem]:
     return [Problem("task", f"{chosen} does not go with this dataset", f"task={made_for}")]
 
 
-def _check_components(valid: dict[str, Any], *, known: list[str]) -> list[Problem]:
-    problems: list[Problem] = []
+def _check_components(draft: Draft, *, known: list[str]) -> list[Problem]:
     own = {"model": ("init_from",), "optimizer": ("groups",)}
-    for group in (group for group in COMPONENTS if group in valid and group != "dataset"):
-        problems += component_problems(group, valid[group], known=known, own=own.get(group, ()))
-    for name, node in valid.get("logger", {}).items():
+    problems: list[Problem] = []
+    for group in (group for group in COMPONENTS if group in draft.fields and group != "dataset"):
+        problems += component_problems(group, draft.fields[group], known=known, own=own.get(group, ()))
+    for name, node in draft.call(lambda logger: logger, otherwise={}).items():
         problems += _logger_problems(name, node, known=known)
     return problems
 
@@ -151,11 +131,3 @@ def _logger_problems(name: str, node: Any, *, known: list[str]) -> list[Problem]
         return problems
     extra = getattr(locate(node["_target_"]), "extra", None)
     return missing_extra(f"logger.{name}", extra) if extra else []
-
-
-def _check_monitors(valid: dict[str, Any]) -> list[Problem]:
-    if not {"task", "trainer", "checkpoint"} <= valid.keys():
-        return []
-    stopping = valid["trainer"].early_stopping
-    monitors = {"checkpoint.monitor": valid["checkpoint"].monitor, "trainer.early_stopping.monitor": stopping.monitor}
-    return monitor_problems(monitors, metric_names(valid["task"]))

@@ -14,7 +14,7 @@ from framework.runtime.problem import Problem, shown
 def place_problems(run: RunSection) -> list[Problem]:
     """Return why a run cannot start or continue in its directory."""
     directory = RunDirectory(Path(run.dir))
-    if problems := writing_problems(directory.path) or _check_contents(directory):
+    if problems := writing_problems(run) or _check_contents(directory):
         return problems
     there = frozen_run_id(directory.path)
     if there not in (None, run.id):
@@ -23,8 +23,9 @@ def place_problems(run: RunSection) -> list[Problem]:
     return problems + _check_resume(run.resume, directory)
 
 
-def writing_problems(path: Path) -> list[Problem]:
-    """Return why a directory cannot be made or written."""
+def writing_problems(run: RunSection) -> list[Problem]:
+    """Return why a run's directory cannot be made or written."""
+    path = Path(run.dir)
     if max(map(len, map(os.fsencode, path.parts))) > 255 or len(os.fsencode(path.absolute())) > 3000:
         return [Problem("run.dir", "is too long for a path", "255 bytes between slashes, 3000 in all")]
     # os.path: Path raises if a parent directory may not be entered

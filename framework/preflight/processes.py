@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.folders import option_node, options
-from framework.config.schema import LaunchSection, Node
+from framework.config.schema import BackendSection, LaunchSection, Node
 from framework.distributed.mesh import MESH_AXES
 from framework.distributed.mpi import start as mpi
 from framework.runtime.problem import Problem
 
 
 def with_processes(
-    launch: LaunchSection, parallel: Node, *, backend: str, world_size: int | None
+    launch: LaunchSection, parallel: Node, backend: BackendSection, *, world_size: int | None
 ) -> tuple[LaunchSection, list[Problem]]:
     """Return the section with the number of processes filled in, and the problems with the mesh or the machine.
 
@@ -43,7 +43,7 @@ def with_processes(
             source = f"{num_nodes} nodes of launch.nproc_per_node={count} give {count * num_nodes}"
         problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=_option(parallel))
     if not problems and world_size is None:
-        problems = _device_problems(launch, parallel, backend=backend)
+        problems = _device_problems(launch, parallel, backend=backend.name)
     return launch, problems
 
 
@@ -120,17 +120,17 @@ def _device_problems(launch: LaunchSection, parallel: Node, *, backend: str) -> 
 _BACKEND_COMES_WITH = {"nccl": "those for CUDA", "ucc": "one compiled from source with USE_UCC=1"}
 
 
-def backend_problems(backend: str, *, num_processes: int) -> list[Problem]:
+def backend_problems(backend: BackendSection, launch: LaunchSection) -> list[Problem]:
     """Refuse a backend that the installed torch does not have. Torch is imported only for an optional backend."""
-    if backend in ("auto", "gloo"):
+    if backend.name in ("auto", "gloo"):
         return []
     from torch import distributed
 
-    if backend == "mpi":
-        refusal = mpi.refusal(num_processes=num_processes, is_torchs=distributed.is_mpi_available())
+    if backend.name == "mpi":
+        refusal = mpi.refusal(num_processes=launch.most_processes, is_torchs=distributed.is_mpi_available())
         return [refusal] if refusal is not None else []
     available = {"nccl": distributed.is_nccl_available, "ucc": distributed.is_ucc_available}
-    if available[backend]():
+    if available[backend.name]():
         return []
-    what = f"{backend} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend]}"
+    what = f"{backend.name} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend.name]}"
     return [Problem("backend", what, "gloo, or auto for the best there is")]

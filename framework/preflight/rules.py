@@ -1,10 +1,10 @@
-"""Rules between sections (a rule's parameters name the sections that must be valid), and the metrics that can be monitored."""
+"""Rules between sections (a rule's parameters name them), and the metrics that can be monitored."""
 
 import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,6 @@ from framework.config.components import locate
 from framework.config.schema import BackendSection, CheckpointSection, Node, RunSection, TrainerSection
 from framework.config.spelling import did_you_mean
 from framework.runtime.problem import Problem, shown
-
-
-def broken_rules(valid: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of all rules whose sections are valid."""
-    problems: list[Problem] = []
-    for rule in RULES:
-        names = inspect.signature(rule).parameters
-        if names.keys() <= valid.keys():
-            problems += rule(**{name: valid[name] for name in names})
-    return problems
 
 
 def name_is_a_directory(name: str) -> Iterator[Problem]:
@@ -98,17 +88,18 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
 )
 
 
-def monitor_problems(monitors: Mapping[str, str], metrics: list[str] | None) -> list[Problem]:
-    """Refuse to monitor a metric that the task does not have; `metrics` are its names, None if they are not known."""
+def monitors_are_metrics(task: Node, trainer: TrainerSection, checkpoint: CheckpointSection) -> Iterator[Problem]:
+    """Refuse to monitor a metric that the task does not have. This imports the task."""
+    metrics = metric_names(task)
     choices = [f"{split}/{metric}" for split in ("val", "train") for metric in ["loss", *(metrics or ["METRIC"])]]
-    problems = []
+    stopping = trainer.early_stopping
+    monitors = {"checkpoint.monitor": checkpoint.monitor, "trainer.early_stopping.monitor": stopping.monitor}
     for key, monitor in monitors.items():
         if monitor in choices or (metrics is None and re.fullmatch("(val|train)/.+", monitor)):
             continue
         close = did_you_mean(monitor, choices)
         expected = "one of " + ", ".join(choices) + (f"; {close}" if close else "")
-        problems.append(Problem(key, f"{monitor!r} is not valid", expected))
-    return problems
+        yield Problem(key, f"{monitor!r} is not valid", expected)
 
 
 def metric_names(task: Node) -> list[str] | None:

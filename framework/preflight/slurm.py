@@ -47,7 +47,7 @@ def job_options(launch: LaunchSection, *, job_name: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
-def job_problems(run: RunSection, launch: LaunchSection, *, job_name: str) -> list[Problem]:
+def job_problems(name: str, run: RunSection, launch: LaunchSection) -> list[Problem]:
     """Return why Slurm would refuse the job, or the job could not run, as far as that shows without submitting it."""
     if launch.kind != "slurm":
         return []
@@ -64,7 +64,7 @@ def job_problems(run: RunSection, launch: LaunchSection, *, job_name: str) -> li
         return [Problem("launch", f"Slurm does not answer: {error}", "try again, or launch=local")]
     if "%" in run.dir:
         found.append(Problem("run.dir", "holds a %, which Slurm replaces in the names of its output", "a path without"))
-    options = job_options(launch, job_name=job_name)
+    options = job_options(launch, job_name=f"{name}/{run.id}")
     return found or _check_limits(options) or _check_visible(Path(run.dir), options)
 
 

@@ -150,7 +150,7 @@ def problems_of(jobs: list[Job]) -> list[Problem]:
 
     found = [problem for job in left for problem in dry_build(job.config)]
     for config in [alike[0].config for alike in _alike(left)] if not found else []:
-        found += job_problems(config.run, config.launch, job_name=f"{config.name}/{config.run.id}")
+        found += job_problems(config.name, config.run, config.launch)
     return list(dict.fromkeys(found))
 
 

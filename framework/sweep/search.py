@@ -11,8 +11,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from framework.cli.run import checked_line
+from framework.config.draft import Draft
 from framework.config.frozen_file import digest_of
-from framework.preflight.check import Checked
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, rows_in
 from framework.runs.table import TableRow
@@ -48,7 +48,7 @@ class Search:
         self._held: tuple[Job, Trial] | None = None
         self._running: dict[Job, _Watched] = {}
         self._codes: list[int] = []
-        self._checked: dict[int, Checked] = {}
+        self._checked: dict[int, Draft] = {}
 
     @property
     def num_left(self) -> int:
@@ -119,11 +119,11 @@ class Search:
         checked = self._check(trial.number, values)
         state = {TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}.get(trial.state)
         if checked.config is None:
-            run = checked.valid["run"]
+            run = checked.fields["run"]
             return TableRow(run.id, RunDirectory(Path(run.dir)), values, "failed", None, str(checked.problems[0]), None)
         return TableRow.read(checked.config.run, self._monitor, values, state=state)
 
-    def _check(self, number: int, values: Values) -> Checked:
+    def _check(self, number: int, values: Values) -> Draft:
         if number not in self._checked:  # a check takes 50 ms, and each end of a trial asks for all trials
             self._checked[number] = checked_line(self._multirun.line(values))
         return self._checked[number]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import yaml
 
 from framework.cli.run import checked_line
+from framework.config.components import locate
 from framework.config.frozen_file import digest_of
 from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection
@@ -75,34 +76,78 @@ def sweep(overrides: list[str], problems: list[Problem]) -> int:
     jobs, problems = _checked(multirun, [*problems, *found])
     if problems:
         return print_problems(problems)
-    if MODES[jobs[0].config.mode].about == "existing run":
-        return print_problems([Problem("mode", f"{jobs[0].config.mode} is about one run", "without -m")])
+    mode = MODES[jobs[0].config.mode]
+    if not mode.sweep:
+        return print_problems([Problem("mode", f"{mode.name} does nothing with a sweep", "without -m")])
     try:
-        return _carry_out(overrides, multirun, jobs)
+        return locate(mode.sweep)(Sweep(overrides, multirun, jobs))
     except RunEnded as end:
         LOGGER.error("%s", end)
         return end.code
 
 
-def _carry_out(overrides: list[str], multirun: Multirun, jobs: list[Job]) -> int:
-    """Do with the jobs what `mode` says. Returns the exit code."""
-    directory, config = _directory(multirun, jobs), jobs[0].config
-    if config.mode in ("plan", "status"):
-        return _show(multirun, jobs, directory)
+@dataclass(frozen=True)
+class Sweep:
+    """The command line of a sweep, and the jobs that are known before the first runs: of a search, its samples."""
+
+    overrides: list[str]
+    multirun: Multirun
+    jobs: list[Job]
+
+    @property
+    def directory(self) -> Path:
+        """The sweep's directory, named by a hash of its runs; of a search, by a hash of its start and how it draws."""
+        decides: Any = sorted([job.config.name, job.config.run.id] for job in self.jobs)
+        if self.multirun.sweeper is not None:
+            spaces = {key: space if isinstance(space, list) else asdict(space) for key, space in self.multirun.swept.items()}
+            decides = [decides, spaces, self.multirun.sweeper.model_dump(exclude={"n_trials"})]
+        return Path(self.jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
+
+    def source(self) -> Source:
+        if self.multirun.sweeper is None:
+            return Grid(self.jobs)
+        from framework.sweep.search import Search  # Optuna takes a second
+
+        saving = self.jobs[0].config.checkpoint
+        return Search(self.multirun, monitor=saving.monitor, mode=saving.mode, directory=self.directory)
+
+    def rows(self) -> list[TableRow]:
+        """Return the states of the jobs; of a search, of the trials that have been drawn."""
+        is_new = self.multirun.sweeper is not None and not (self.directory / "search.db").exists()
+        return [] if is_new else self.source().rows()
+
+
+def print_status(sweep: Sweep) -> int:
+    rows = sweep.rows()
+    print_table([row.directory for row in rows], [row.assignment for row in rows])
+    return Exit.FINISHED
+
+
+def print_plan(sweep: Sweep) -> int:
+    rows, sweeper = sweep.rows(), sweep.multirun.sweeper
+    print(listing(rows), end="")
+    if sweeper is not None:
+        print(f"{max(0, sweeper.n_trials - len(rows))} of {sweeper.n_trials} trials are still to be drawn")
+    return Exit.FINISHED
+
+
+def run_jobs(sweep: Sweep) -> int:
+    """Run the jobs, here or on a cluster."""
+    multirun, jobs, directory, config = sweep.multirun, sweep.jobs, sweep.directory, sweep.jobs[0].config
     on_slurm, group = config.launch.kind == "slurm", f"sweep-{directory.name}"
     if on_slurm and (problems := problems_of(jobs)):
         return print_problems(problems)
     lock = Lock(directory)
     try:
         lock.take()
-        write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *overrides]}))
+        write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *sweep.overrides]}))
         if multirun.num_at_a_time > 1:
             make_directory(directory / "logs")
     except OSError as error:
         LOGGER.error("the sweep's directory cannot be written: %s", error)
         return Exit.DISK
     try:
-        source = _source(multirun, jobs, directory)
+        source = sweep.source()
         if on_slurm and not isinstance(multirun.launcher, SubmititSlurm):
             submit_all(jobs, directory=directory, group=group)
             LOGGER.info("how they stand: python train.py mode=status run.root=%s", directory)
@@ -159,37 +204,6 @@ def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], 
         if checked.config is not None:
             jobs.append(Job(values, line=multirun.line(values), config=checked.config))
     return jobs, list(problems)
-
-
-def _directory(multirun: Multirun, jobs: list[Job]) -> Path:
-    """Return the sweep's directory, named by a hash of its runs; of a search, by a hash of its start and how it draws."""
-    decides: Any = sorted([job.config.name, job.config.run.id] for job in jobs)
-    if multirun.sweeper is not None:
-        spaces = {key: space if isinstance(space, list) else asdict(space) for key, space in multirun.swept.items()}
-        decides = [decides, spaces, multirun.sweeper.model_dump(exclude={"n_trials"})]
-    return Path(jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
-
-
-def _source(multirun: Multirun, jobs: list[Job], directory: Path) -> Source:
-    if multirun.sweeper is None:
-        return Grid(jobs)
-    from framework.sweep.search import Search  # Optuna takes a second
-
-    saving = jobs[0].config.checkpoint
-    return Search(multirun, monitor=saving.monitor, mode=saving.mode, directory=directory)
-
-
-def _show(multirun: Multirun, jobs: list[Job], directory: Path) -> int:
-    """Print the jobs, or their states; of a search, the trials that have been drawn."""
-    is_new = multirun.sweeper is not None and not (directory / "search.db").exists()
-    rows = [] if is_new else _source(multirun, jobs, directory).rows()
-    if jobs[0].config.mode == "status":
-        print_table([row.directory for row in rows], [row.assignment for row in rows])
-        return Exit.FINISHED
-    print(listing(rows), end="")
-    if multirun.sweeper is not None:
-        print(f"{max(0, multirun.sweeper.n_trials - len(rows))} of {multirun.sweeper.n_trials} trials are still to be drawn")
-    return Exit.FINISHED
 
 
 def _run(source: Source, pool: Pool | SlurmPool, saving: CheckpointSection, directory: Path) -> int:
