@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from framework.config.compose import Composed, compose
+from framework.config.compose import Composed, compose_line
 from framework.config.folders import groups, options
 from framework.config.frozen_file import freeze, thaw
 from framework.config.help import help_text
@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @cache  # a composition takes Hydra a tenth of a second
 def composed(*overrides: str) -> Composed:
-    return compose(list(overrides))
+    return compose_line(list(overrides))
 
 
 def run_id(*overrides: str) -> str:
@@ -73,7 +73,7 @@ def test_true_is_not_one() -> None:
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in groups() for option in options(group)])
 def test_every_option_fits_the_schema(group: str, option: str) -> None:
-    config, found, known, given = compose([f"{group}={option}"])
+    config, found, known, given = compose_line([f"{group}={option}"])
     problems = validate(Composed(config, found, known, given)).problems
     for name in COMPONENTS:
         own = {"model": ("init_from",), "optimizer": ("groups",)}.get(name, ())
@@ -106,7 +106,7 @@ def test_cfg_prints_the_composition(tmp_path: Path) -> None:
     overrides = ["model=mlp", "seed=3", "name=x", "logger=[tensorboard,wandb]", "optimizer.lr=1e-3"]
     printed = train("--cfg", "job", "--resolve", *overrides, directory=tmp_path)
     assert (printed.returncode, printed.stderr) == (0, "")
-    assert yaml.safe_load(printed.stdout) == compose(overrides).config
+    assert yaml.safe_load(printed.stdout) == compose_line(overrides).config
     assert not list(tmp_path.iterdir())
 
 

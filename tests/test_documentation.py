@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from framework.config.compose import compose
+from framework.config.compose import compose_line
 from framework.data import fashion_mnist
 from framework.distributed.mpi import start as mpi
 from tests.harness import Ended, files_below, typed, wait_for
@@ -138,14 +138,14 @@ def test_nothing_is_wrong_with_a_command_that_takes_long(command: Command, tmp_p
 
 def prepared(command: Command, folder: Path) -> Path:
     """Return a copy of the project with what the command needs: data, and the runs that it names. Skip where it cannot be had."""
-    if command.line.startswith("mpirun") and not mpi.is_installed():
+    if command.line.startswith("mpirun") and mpi.missing("mpi"):
         pytest.skip(f"no MPI here: {mpi.INSTALL}")
     if "fashion_mnist" in command.line and not fashion_mnist.DEBIAN.is_dir():
         pytest.skip("Debian's package dataset-fashion-mnist is not installed")
     folder = project(folder)
     for name, recipe in RECIPES.items():
         if f"experiment={name}" in command.line:
-            recipe.write(folder / compose([f"experiment={name}"]).config["dataset"]["root"])
+            recipe.write(folder / compose_line([f"experiment={name}"]).config["dataset"]["root"])
     for name in re.findall(r"runs/(\w+)/ID", command.line):
         ended = typed(f"name={name}", "trainer.max_steps=4", directory=folder)
         assert ended.code == 0, ended.output
@@ -315,7 +315,7 @@ def test_others_say_what_the_page_has_them_say(message: str, tmp_path: Path) -> 
         assert message.encode() in (Path(torch.__file__).parent / "lib" / "libtorch_python.so").read_bytes()
         return
     line = OTHERS[message]
-    if "mpirun" in line and not mpi.is_installed() or "root" in message and os.geteuid() != 0:
+    if "mpirun" in line and mpi.missing("mpi") or "root" in message and os.geteuid() != 0:
         pytest.skip("no MPI here, or not root")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         ended = in_bash(line.format(port=taken.getsockname()[1]), project(tmp_path / "project"))

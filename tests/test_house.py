@@ -61,12 +61,30 @@ def looked_up_by_name() -> list[str]:
 
 def takers_of_the_whole() -> list[str]:
     """The functions that take a whole RunConfig, but for its own methods."""
+    from framework.config.schema import RunConfig
+
     found = []
     for node in functions():
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         if any(one.annotation is not None and "RunConfig" in ast.unparse(one.annotation) for one in arguments):
             found.append(node.name)
-    return found
+    return [name for name in found if name == "__init__" or not hasattr(RunConfig, name)]
+
+
+def homonyms() -> dict[str, list[str]]:
+    """The public names that are defined at the top of several modules, but for `problems`, which every strategy may have."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = (
+                [node.name]
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+                else [getattr(one, "id", "_") for one in targets]
+            )
+            for name in names if path.is_relative_to(ROOT / "framework") else ():
+                places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return {name: found for name, found in places.items() if len(found) > 1 and name[0] != "_" and name != "problems"}
 
 
 def way_to_backward(folder: Path) -> list[tuple[str, str, int]]:
@@ -111,6 +129,10 @@ def test_the_configuration_is_typed() -> None:
     assert len(takers_of_the_whole()) <= 5
 
 
+def test_one_word_has_one_meaning() -> None:
+    assert homonyms() == {}
+
+
 def test_the_way_from_the_command_to_backward_is_short(tmp_path: Path) -> None:
     way = way_to_backward(tmp_path)
     assert len({file for file, _, _ in way}) <= 7, way
@@ -125,4 +147,5 @@ if __name__ == "__main__":
     print(f"parameters of Trainer           {trainer_parameters()}")
     print(f'config["..."]                   {looked_up_by_name()}')
     print(f"functions that take the whole   {len(takers_of_the_whole())}: {', '.join(takers_of_the_whole())}")
+    print(f"words with several meanings     {len(homonyms())}")
     print(f"lines of framework/             {num_lines()}")

@@ -218,7 +218,7 @@ def test_is_refused_with_its_line(line: str, tmp_path: Path) -> None:
 def test_a_backend_that_this_build_lacks_is_refused() -> None:
     has = {
         "nccl": torch.distributed.is_nccl_available(),
-        "mpi": torch.distributed.is_mpi_available() or mpi.is_installed(),
+        "mpi": torch.distributed.is_mpi_available() or not mpi.missing("mpi"),
         "ucc": torch.distributed.is_ucc_available(),
     }
     for name, is_available in has.items():

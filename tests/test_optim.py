@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from framework.config.components import component
 from framework.config.folders import options
+from framework.config.targets import component
 from framework.engine.data_parallel import DataParallelEngine
 from framework.optim import schedules
 from framework.optim.groups import Trainable

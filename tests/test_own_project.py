@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from framework.build.components import complete_model, optimizer_builder
-from framework.config.components import arguments_of, instantiated, locate, signature_of
+from framework.config.targets import arguments_of, instantiated, locate, signature_of
 from framework.modules.structure import blocks_of, chain_of, own_answer
 from framework.optim.groups import Trainable
 from tests.harness import Ended, files_below, typed
@@ -58,6 +58,19 @@ def by_name(name):
 
 def flatten():
     return nn.Flatten()
+
+
+def stack(layers):
+    return nn.Sequential(*layers)
+
+
+def head(in_features, num_classes):
+    return nn.Linear(in_features, num_classes)
+
+
+def later(node):  # builds its node itself
+    assert node == {"_target_": "mynet.head", "in_features": 64}, node
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
 not_callable = 3
@@ -113,9 +126,11 @@ def small(width: int) -> int:
         (["torch.nn.Sequential", "_args_=[{_target_: mynet.flatten},{_target_: torch.nn.Linear,in_features: 64,out_features: 10}]"],
          65 * 10),
         (["mynet.Net", "act={_target_: torch.nn.functional.leaky_relu, _partial_: true}"], small(16)),
+        (["mynet.stack", "layers=[{_target_: mynet.flatten},{_target_: mynet.head,in_features: 64,num_classes: null}]"], 65 * 10),
+        (["mynet.later", "node={_target_: mynet.head,in_features: 64}", "_recursive_=false"], 65 * 10),
     ],
     ids=["a class", "a class method", "a factory, a nested node, aliases", "${data:}", "_args_ and **kwargs", "nodes in _args_",
-         "_partial_"],
+         "_partial_", "nodes in a list, one with a fact of the data", "_recursive_"],
 )  # fmt: skip
 def test_it_trains_with(node: list[str], size: int, folder: Path) -> None:
     target, *keys = node
@@ -184,6 +199,14 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -
         (["model._target_=mynet.anything", "model._args_=[64]", "model.out=x"], ["model:"]),
         (["model=mynet", "model.width='${data:colour}'"], ["model.width", "colour", "num_classes"]),
         (["model._target_=leaves.Net"], ["model._target_: leaves.Net", "SystemExit"]),
+        (
+            ["model._target_=torch.nn.Sequential", "model._args_=[{_target_: mynet.head,in_features: 6,num_clases: 3}]"],
+            ["model._args_[0].num_clases", "model._args_[0].num_classes?"],
+        ),
+        (
+            ["model._target_=mynet.stack", "model.layers=[{_target_: mynet.haed}]"],
+            ["model.layers[0]._target_", "did you mean head?"],
+        ),
         (["model=mynet", "model._args_=5"], ["model._args_: 5", "a list"]),
         (["dataset._target_=mynet.Config"], ["dataset:", "mynet.Config has no info, problems, load, transform"]),
         (["optimizer.groups=[{match: '*', weight_dcay: 0}]"], ["optimizer.groups", "did you mean weight_decay?"]),
@@ -191,12 +214,14 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -
         (["optimizer.groups=[{mtch: '*', lr: 1}]"], ["optimizer.groups", "mtch", "names and options"]),
         (["optimizer.groups=[{match: 5, lr: 1}]"], ["optimizer.groups", "names and options"]),
         (["optimizer.groups=[{match: '*', betas: abc}]"], ["optimizer"]),
+        (["+augment=hard", "extra=5"], ["extra: 5", "section"]),
+        (["+augment=hard", "augment.strenth=5"], ["augment.strenth", "did you mean augment.strength?"]),
         (["optimizer.groups=5"], ["optimizer.groups: 5", "names and options"]),
     ],
     ids=" ".join,
 )
 def test_it_is_refused_before_the_start(words: list[str], expected: list[str], folder: Path) -> None:
-    write(folder, **{"leaves.py": "raise SystemExit(0)"})
+    write(folder, **{"leaves.py": "raise SystemExit(0)", "conf__augment__hard": "strength: 3"})
     output = refused(*words, folder=folder)
     for part in expected:
         assert part in output
@@ -408,6 +433,23 @@ def test_a_sweep_written_in_a_file(folder: Path) -> None:
     ended = typed("-cn", "sweep", "-m", *QUICK, directory=folder)
     assert ended.code == 0, ended.output
     assert len(list((folder / "runs").glob("*/*/summary.json"))) == 4
+    ended = typed("-cn", "sweep", "-m", *QUICK, "hydra.sweeper.params.seed=2", "model.width=4", directory=folder)
+    assert "1 job: 1 finished" in ended.output, ended.output
+
+
+def test_a_search_written_in_a_file(folder: Path) -> None:
+    text = (
+        "defaults:\n  - config\n  - override model: mynet\n  - override /hydra/sweeper: optuna\n  - _self_\n"
+        "hydra:\n  sweeper:\n    n_trials: 3\n    params:\n      optimizer.lr: interval(0.001, 0.1)\n      model.width: 4,8\n"
+    )
+    write(folder, conf__search=text)
+    ended = typed("-cn", "search", "-m", *QUICK, directory=folder)
+    assert ended.code == 0, ended.output
+    assert "3 jobs: 3 finished" in ended.output
+    again = typed(
+        "-cn", "search", "-m", "hydra.sweeper.n_trials=4", "optimizer.lr=interval(0.001, 0.1)", *QUICK, directory=folder
+    )
+    assert "4 jobs: 4 finished" in again.output, again.output
 
 
 def test_models_of_theirs_and_of_ours_do_not_hide_each_other(folder: Path) -> None:
@@ -416,6 +458,14 @@ def test_models_of_theirs_and_of_ours_do_not_hide_each_other(folder: Path) -> No
     ours = trains("model=mlp", "model.dim=4", "run.root=ours", folder=folder)
     found = [set(load_file(next((folder / root).rglob("model.safetensors")))) for root in ("theirs", "ours")]
     assert theirs.code == ours.code == 0 and "first.weight" in found[0] and "first.weight" not in found[1]
+
+
+def test_a_file_of_theirs_may_not_be_called_as_one_of_ours(folder: Path) -> None:
+    """Whose `models.mlp` it is would depend on the folder."""
+    write(folder, **{"models/mlp.py": MYNET})
+    for line in (["model=mlp"], ["model._target_=models.mlp.Net"]):
+        assert "give models/mlp.py another name" in refused(*line, folder=folder).replace(f"{folder}/", "")
+    trains("model=mynet", folder=folder)
 
 
 def test_the_preflight_and_the_workers_find_it_too(folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from framework.config.compose import compose
+from framework.config.compose import compose_line
 from tests.harness import Ended, assert_same_bits, command, finished
 from tests.test_conformance import SMALL
 from tests.test_resume import after_step, preempt
@@ -86,5 +86,5 @@ def test_without_it_nothing_is_recorded(plain: Ended) -> None:
 
 
 def test_it_is_not_in_the_runs_id() -> None:
-    ids = {compose(line).config["run"]["id"] for line in ([], [PROFILE], ["trainer.profile=all"])}
+    ids = {compose_line(line).config["run"]["id"] for line in ([], [PROFILE], ["trainer.profile=all"])}
     assert len(ids) == 1

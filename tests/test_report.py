@@ -331,7 +331,7 @@ def test_what_a_report_does_not_use_is_refused(tmp_path: Path) -> None:
     assert ended.output.splitlines() == ["optimizer.lr: does nothing with mode=report (run.root alone)",
                                          "model: does nothing with mode=report (run.root alone)"]  # fmt: skip
     ended = swept("mode=report", "seed=1,2", root=tmp_path / "runs")
-    assert ended.code == 78 and "mode: report is about all runs of a root, and -m about jobs" in ended.output
+    assert ended.code == 78 and "mode: report does nothing with a sweep (without -m)" in ended.output
 
 
 def test_a_report_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:

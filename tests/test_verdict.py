@@ -4,7 +4,7 @@ import faulthandler
 import threading
 from pathlib import Path
 
-from framework.distributed.hang.board import Beat, Board, RankSlot, State
+from framework.distributed.hang.board import Beat, Board, RankSlot, RankState
 from framework.distributed.hang.diagnose import RankReport, frames, judge, own_frame
 
 USUAL = {"training": (4, 1), "logging": (0, 1)}  # collectives of a step's parts, on both groups
@@ -20,7 +20,7 @@ def seen(rank: int, parts: list[str], *, begun: tuple[int, int] = (0, 0), odd: d
         beats.append(Beat(number, 1 + number // 2, part, totals))
         made = ((odd or {}).get(number, USUAL[part][0]), USUAL[part][1]) if number < len(parts) - 1 else begun
         totals = (totals[0] + made[0], totals[1] + made[1])
-    return RankReport(RankSlot(rank, rank, 100 + rank, State.TIMED_OUT, 0.0, totals, tuple(beats)), "", "")
+    return RankReport(RankSlot(rank, rank, 100 + rank, RankState.TIMED_OUT, 0.0, totals, tuple(beats)), "", "")
 
 
 def verdict(*ranks: RankReport) -> str:
@@ -66,9 +66,9 @@ def test_a_board_tells_the_latest_beats_of_the_others(tmp_path: Path) -> None:
     for step in range(200):
         others.beat("training", step=step, collectives=(2 * step, step))
     place = mine.slot(1)
-    assert (place.rank, place.state, place.collectives) == (5, State.RUNNING, (398, 199))
+    assert (place.rank, place.state, place.collectives) == (5, RankState.RUNNING, (398, 199))
     assert [beat.step for beat in place.beats] == list(range(136, 200))
-    assert (mine.slot(2).rank, mine.slot(2).state) == (6, State.ABSENT)
+    assert (mine.slot(2).rank, mine.slot(2).state) == (6, RankState.ABSENT)
     assert mine.try_lead() and not others.try_lead()
     mine.post("rank 5")
     assert others.verdict == "rank 5"

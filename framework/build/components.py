@@ -5,10 +5,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from framework.config.components import arguments_of, component, locate
 from framework.config.folders import option_node, options
 from framework.config.identity import content_of
 from framework.config.schema import INIT, Node
+from framework.config.targets import arguments_of, component, locate
 from framework.data.source import Dataset
 from framework.runtime.problem import Problem
 
@@ -147,10 +147,11 @@ def complete_model(model: Node, info: Mapping[str, int]) -> tuple[Node, list[Pro
 
 
 def _filled(value: Any, info: Mapping[str, int]) -> Any:
-    """Return a node within the model's with the facts for its null values; any other value as it is."""
-    if not isinstance(value, dict) or "_target_" not in value:
-        return value
-    return {name: fact(name, info) if item is None else _filled(item, info) for name, item in value.items()}
+    """Return a value of the model's node with the facts for the null values of the nodes in it."""
+    if isinstance(value, dict):
+        is_node = "_target_" in value
+        return {name: fact(name, info) if item is None and is_node else _filled(item, info) for name, item in value.items()}
+    return [_filled(item, info) for item in value] if isinstance(value, list) else value
 
 
 def _offer(info: Mapping[str, int]) -> str:

@@ -10,9 +10,9 @@ from framework.build import components
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import warm_start
-from framework.config.components import component
 from framework.config.renamed import first_target
 from framework.config.schema import Node, RunConfig
+from framework.config.targets import component
 from framework.data.loader import Loader, Splits, load_shared
 from framework.data.order import Order
 from framework.data.source import Dataset, Split
@@ -148,14 +148,8 @@ class Builder:
     def _plan(self, *, steps_per_epoch: int) -> Plan:
         settings = self.config.trainer
         steps = [settings.max_steps, settings.max_epochs and settings.max_epochs * steps_per_epoch]
-        return Plan(
-            total_steps=min(count for count in steps if count is not None),
-            log_every=settings.log_every,
-            eval_every=settings.eval_every,
-            checkpoint_every=self.config.checkpoint.every,
-            clip_grad_norm=settings.clip_grad_norm,
-            grace_s=self.config.launch.grace_s,
-        )
+        total_steps = min(count for count in steps if count is not None)
+        return Plan(total_steps, settings, checkpoint_every=self.config.checkpoint.every, grace_s=self.config.launch.grace_s)
 
     def _update(self, engine: Engine, trained: list[Trainable], *, total_steps: int) -> Update:
         config = self.config

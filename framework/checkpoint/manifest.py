@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from framework.checkpoint.plain import Invalid, Plain, first_fault, read_json, require_directory, require_file
-from framework.checkpoint.state import STATE, Count
+from framework.checkpoint.state import STATE, Natural
 from framework.runtime.files import checksum, flush_directory, write_atomically
 from framework.runtime.problem import shown
 
@@ -19,7 +19,7 @@ _NAME = re.compile(r"step_([0-9]{8,18})")
 
 
 class _Entry(Plain):
-    size: Count
+    size: Natural
     blake2b: str = Field(pattern="^[0-9a-f]{128}$")
 
 
@@ -27,7 +27,7 @@ class _Manifest(Plain):
     """Only the names that we give are allowed: no other kind of file, and no path that leads out of the checkpoint."""
 
     format: Literal[1]
-    step: Count
+    step: Natural
     files: dict[Annotated[str, Field(pattern=r"^(state\.json|shard-\d+-model-\d+-of-\d+\.safetensors)$")], _Entry]
 
 
@@ -119,7 +119,7 @@ def discard(path: Path) -> None:
     _remove(trash)
 
 
-def remove_leftovers(directory: Path) -> None:
+def remove_unfinished(directory: Path) -> None:
     """Remove what crashed saves and deletions left. Only for the process that holds the run's lock."""
     for leftover in [*directory.glob(".tmp_*"), *directory.glob(".trash_*")]:
         _remove(leftover)

@@ -20,19 +20,19 @@ def _printable(text: str) -> str:
 
 
 Word = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
 Measured = Annotated[float, Field(allow_inf_nan=True)]  # a perplexity can overflow, and the run continues
 
 
 class Progress(Plain):
     """How far a run is. All counters are global; none belongs to a rank."""
 
-    step: Count
-    samples_seen: Count
+    step: Natural
+    samples_seen: Natural
     wall_s: float = Field(ge=0)
     train_s: float = Field(ge=0, default=0.0)  # in steps: not in starts, evaluations and checkpoints
     began: float = Field(ge=0, default_factory=time.time)  # seconds since the epoch, of the first start
-    num_divergences: Count = 0  # that the run has recovered from
+    num_divergences: Natural = 0  # that the run has recovered from
 
     @property
     def goodput(self) -> float:
@@ -40,47 +40,47 @@ class Progress(Plain):
         return self.train_s / max(time.time() - self.began, 1e-9)
 
 
-class Row(Plain):
+class SavedRow(Plain):
     """A row of metrics.jsonl, with the task's own metrics."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Measured | None]
 
-    step: Count
+    step: Natural
     split: Word
     loss: Measured
 
     @model_validator(mode="after")
-    def _metrics_have_names(self) -> "Row":
+    def _metrics_have_names(self) -> "SavedRow":
         for name in self.model_extra or {}:
             _printable(name)
         return self
 
 
-class Split(Plain):
-    last: Row
-    best: Row
+class SavedSplit(Plain):
+    last: SavedRow
+    best: SavedRow
 
 
-class Patience(Plain):
+class SavedPatience(Plain):
     best: Measured | None
-    num_bad: Count
+    num_bad: Natural
 
 
-class LossScale(Plain):
+class SavedLossScale(Plain):
     value: float = Field(gt=0)
-    num_quiet_steps: Count
-    num_skipped: Count
+    num_quiet_steps: Natural
+    num_skipped: Natural
 
 
-class State(Plain):
+class SavedState(Plain):
     """What `Trainer.state_dict` returns."""
 
     progress: Progress
-    metrics: dict[Literal["train", "val", "test"], Split]
+    metrics: dict[Literal["train", "val", "test"], SavedSplit]
     monitor: Measured | None
-    patience: Patience
-    loss_scale: LossScale
+    patience: SavedPatience
+    loss_scale: SavedLossScale
     facts: dict[Word, Word | int | float | bool | None]
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name for loggers
 
@@ -89,7 +89,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's plain state. Raises Invalid if it is not what a run writes."""
     _, state = read_json(directory / STATE)
     try:
-        State.model_validate(state)
+        SavedState.model_validate(state)
     except ValidationError as error:
         raise Invalid(f"{STATE} is not a run's: {first_fault(error)}") from None
     return state

@@ -44,12 +44,12 @@ class CheckpointStore:
             together(lambda: self._commit(staging, target, files, state), rank_0_only=True)
         except DiskFailed:
             if self.world.rank == 0:
-                manifest.remove_leftovers(self.directory)  # room for the summary, which reports it
+                manifest.remove_unfinished(self.directory)  # room for the summary, which reports it
             raise
 
     def _clear(self, staging: Path) -> None:
         make_directory(self.directory)
-        manifest.remove_leftovers(self.directory)
+        manifest.remove_unfinished(self.directory)
         staging.mkdir()
 
     def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from framework.checkpoint.plain import Invalid, Plain, first_fault, parse_json, require_file
-from framework.checkpoint.state import Count
+from framework.checkpoint.state import Natural
 from framework.runtime.problem import shown
 
 _DTYPES = {
@@ -59,7 +59,7 @@ def _read(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 class _Place(Plain):
     """A shard's place in its tensor, as DCP's writer stores it."""
 
-    saved_offsets: list[Count] = Field(max_length=64)
+    saved_offsets: list[Natural] = Field(max_length=64)
 
 
 _PLACES = TypeAdapter(dict[str, _Place])

@@ -3,9 +3,9 @@
 import csv
 from pathlib import Path
 
-from framework.config.components import locate
 from framework.config.compose import Composed
 from framework.config.modes import Command, Mode
+from framework.config.targets import locate
 from framework.config.validation import validate
 from framework.launch.claim import print_problems
 from framework.runs.directory import RunDirectory

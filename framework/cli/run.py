@@ -1,17 +1,16 @@
 """From a command line to a run: compose, check, claim the directory, freeze, and hand over to the workers."""
 
 from pathlib import Path
-from typing import Any
 
 from framework.checkpoint.manifest import candidates, step_of
 from framework.cli.overview import over_root
-from framework.config.components import locate
-from framework.config.compose import Composed, compose
+from framework.config.compose import Composed, compose_line
 from framework.config.draft import Draft
 from framework.config.frozen_file import recall
 from framework.config.identity import is_below
 from framework.config.modes import MODES, Command, Mode
 from framework.config.schema import SECTIONS, RunConfig
+from framework.config.targets import locate
 from framework.config.validation import validate
 from framework.launch.claim import ClaimedRun, claim, is_finished, print_problems
 from framework.launch.slurm import submit
@@ -71,7 +70,7 @@ def begin(overrides: list[str], *, world_size: int) -> ClaimedRun | int:
 
 def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
     """Compose and check, without writing anything. An exit code instead, if there is nothing to start."""
-    composed = compose(overrides)
+    composed = compose_line(overrides)
     if composed.mode is not None and composed.mode.about == "root":
         return over_root(composed, composed.mode)
     draft = _checked(composed, world_size=world_size)
@@ -91,7 +90,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
 
 def checked_line(overrides: list[str], *, world_size: int | None = None) -> Draft:
     """Compose a command line; return its complete configuration, or every problem that it has."""
-    return _checked(compose(overrides), world_size=world_size)
+    return _checked(compose_line(overrides), world_size=world_size)
 
 
 def _checked(composed: Composed, *, world_size: int | None) -> Draft:
@@ -124,7 +123,9 @@ def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
         return composed._replace(problems=problems or draft.problems)
     directory = RunDirectory(Path(asked.run.dir))
     try:
-        frozen = validate(composed._replace(config=_over(asked.plain(), recall(directory.path))))
+        kept, plain = recall(directory.path), asked.plain()
+        plain |= kept | {name: plain[name] | kept[name] for name in SECTIONS if name in kept}  # its version knew fewer keys
+        frozen = validate(composed._replace(config=plain))
     except ValueError as error:
         return composed._replace(problems=[_no_run(str(error))])
     run = frozen.config
@@ -137,12 +138,6 @@ def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
 
 def _no_run(what: str) -> Problem:
     return Problem("run.dir", what, code=Exit.NO_VALID_CHECKPOINT)
-
-
-def _over(asked: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
-    """Return a frozen configuration with the keys that its version did not know yet."""
-    both = {name: asked[name] | frozen[name] for name in SECTIONS if name in frozen}
-    return asked | frozen | both
 
 
 def _checkpoint_problems(directory: RunDirectory, which: str | int) -> list[Problem]:

@@ -14,6 +14,7 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -21,12 +22,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.folders import CONF, config_name, folders, own_folder, own_groups
-from framework.config.identity import EXECUTION, flat, identity
+from framework.config.identity import EXECUTION, flat, identity, is_below
 from framework.config.modes import MODES, Mode
-from framework.config.overrides import apply, one_line, parse, sort_overrides
+from framework.config.overrides import apply, key_of, one_line, parse, sort_overrides
 from framework.config.renamed import renamed
 from framework.config.schema import RunConfig
+from framework.config.spelling import did_you_mean
 from framework.runtime.problem import Problem
+
+FAULTY_FILE = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # what composing raises for it
 
 
 class Composed(NamedTuple):
@@ -67,7 +71,7 @@ def _run_id(_root_: DictConfig) -> str:
     return identity(_without_own_groups(plain))
 
 
-def compose(overrides: list[str]) -> Composed:
+def compose_line(overrides: list[str]) -> Composed:
     """Compose the configuration from the folders and the command line's overrides, resolved to plain data.
 
     An override that cannot be applied becomes a `Problem` and is left out, so that one report names all of them; Hydra
@@ -91,15 +95,12 @@ def as_yaml(overrides: list[str], *, resolve: bool) -> str:
     return OmegaConf.to_yaml(config, resolve=resolve)
 
 
-def swept_in_files(overrides: list[str]) -> dict[str, str]:
-    """Return the sweep in the chosen files: the values of `hydra.sweeper.params` by key."""
+def launcher_and_sweeper(overrides: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return Hydra's launcher and sweeper as the chosen files and the line have them: the option's name, and its keys."""
     choices, _, _ = sort_overrides(overrides)
-    try:
-        hydras = _compose(choices, with_hydra=True).hydra
-        params = OmegaConf.select(hydras, "sweeper.params")
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):  # `compose` reports the error
-        return {}
-    return {str(key): str(value) for key, value in params.items()} if params is not None else {}
+    hydras = _compose([*choices, *(text for text in overrides if text.startswith("hydra/"))], with_hydra=True).hydra
+    plain: Any = OmegaConf.to_container(hydras)
+    return {name: (plain["runtime"]["choices"][f"hydra/{name}"], plain[name]) for name in ("launcher", "sweeper")}
 
 
 def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]]:
@@ -107,16 +108,25 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     choices, values, problems = sort_overrides(overrides)
     try:
         config = _compose(choices)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # a faulty YAML file
+    except FAULTY_FILE as error:
         problems.append(Problem(" ".join(choices) or "conf", one_line(error)))
         config = _compose([])
     OmegaConf.set_struct(config, False)
     written: Any = OmegaConf.to_container(config)
     known = list(flat(written))
-    for name in _own_sections(config):
+    own = _own_sections(config)
+    for name in own:
         OmegaConf.update(config, f"extra.{name}", f"${{{name}}}", force_add=True)
     for override in sorted(values, key=lambda override: not override.key_or_group.endswith("._target_")):
-        problems += apply(config, override)
+        key = key_of(override)
+        if (
+            key.split(".")[0] in own
+            and override.type == OverrideType.CHANGE
+            and not any(is_below(name, [key]) for name in known)
+        ):
+            problems.append(Problem(key, "unknown key", did_you_mean(key, known) or f"+{key} is a new one"))
+        else:
+            problems += apply(config, override)
     return config, known, problems
 
 

@@ -2,32 +2,9 @@
 
 import platform
 from importlib import metadata
+from pathlib import Path
 
 from framework.config.folders import CONF, defaults_in, groups, option_file, option_node, options
-
-_HEAD = """\
-Steadfast: a run is its configuration.
-
-  python train.py [group=option ...] [key=value ...]      one run; the same command continues it
-  python train.py -m key=a,b,c ...                        a sweep
-  torchrun --nproc-per-node=N train.py ...                the same run under torchrun
-  python train.py --cfg job --resolve [...]               print the configuration of a command, and run nothing
-  python train.py --version                               what this installation runs with
-  eval "$(python train.py --shell-completion install=bash)"    Tab completes options and keys (docs/command_line.md)
-
-Examples
-
-  python train.py                                         a small CNN on handwritten digits
-  python train.py model=vit optimizer.lr=1e-3 name=first
-  python train.py model=gpt dataset=text precision=bf16 trainer.max_epochs=1
-  python train.py parallel=ddp launch.nproc_per_node=2
-  python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1,2    six runs; with hydra/launcher=joblib several at a time
-  python train.py mode=plan -m optimizer.lr=1e-3,3e-3     how they stand; runs none
-  python train.py mode=status                             how all runs below run.root stand (of a sweep: its -m line)
-  python train.py mode=eval run.dir=runs/default/ID       measure it; mode=export: use it elsewhere (docs/evaluate.md)
-  python train.py mode=report run.root=runs               all runs of a root on one page (docs/reports.md)
-  python train.py -m "optimizer.lr=tag(log, interval(1e-4, 1e-1))" hydra/sweeper=optuna    a search (docs/sweeps.md)
-"""
 
 
 def help_text(overrides: list[str]) -> str:
@@ -36,7 +13,7 @@ def help_text(overrides: list[str]) -> str:
               if group in groups() and option in options(group)]  # fmt: skip
     if chosen:
         return "\n\n".join(_option_help(group, option) for group, option in chosen)
-    parts = [_HEAD, "Groups: choose with group=option (* is the default)\n"]
+    parts = [Path(__file__).with_name("usage.txt").read_text(), "Groups: choose with group=option (* is the default)\n"]
     defaults = defaults_in(CONF / "config.yaml")
     for group in groups():
         if options(group):

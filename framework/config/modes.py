@@ -36,10 +36,10 @@ _OF_EVALUATION = ("eval", "parallel", "launch", "backend", "precision", "micro_b
 _LAUNCH = "framework.cli.run.launch"
 _MODES = (
     Mode("train", "run", parent=_LAUNCH, worker="framework.modes.train.train", sweep="framework.sweep.sweep.run_jobs"),
-    Mode("plan", "run", parent="framework.cli.overview.print_plan", sweep="framework.sweep.sweep.print_plan"),
+    Mode("plan", "run", parent="framework.cli.overview.print_plan", sweep="framework.sweep.sweep.print_sweep_plan"),
     Mode("eval", "existing run", parent=_LAUNCH, worker="framework.modes.evaluate.evaluate", may_give=(*_HOW, *_OF_EVALUATION)),
     Mode("export", "existing run", parent=_LAUNCH, worker="framework.modes.export.export", may_give=(*_HOW, "export")),
     Mode("report", "root", parent="framework.cli.overview.make_report", extra="report"),
-    Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_status"),
+    Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_sweep_status"),
 )
 MODES = {mode.name: mode for mode in _MODES}

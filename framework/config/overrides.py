@@ -9,10 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
-from framework.config.components import locate
 from framework.config.folders import CONF, config_name, defaults_in, folders, groups, options, own_groups
 from framework.config.schema import COMPONENTS, RunConfig
 from framework.config.spelling import did_you_mean, option_meant
+from framework.config.targets import locate
 from framework.runtime.problem import Problem, shown
 
 

@@ -11,7 +11,6 @@ from framework.runtime.problem import Problem, shown
 
 LARGEST = 2**63 - 1  # 64 bits
 
-Whole = Annotated[int, Field(le=LARGEST, ge=-LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 AboveZero = Annotated[float, Field(gt=0)]

@@ -1,18 +1,19 @@
 """Validation of a configuration against its types, with messages for users."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from framework.config.components import HYDRAS, arguments_of
 from framework.config.compose import Composed
 from framework.config.draft import Draft
 from framework.config.folders import groups, options
 from framework.config.schema import COMPONENTS, LARGEST, RunConfig, Section, section_of
 from framework.config.spelling import did_you_mean, done_here, nearest
+from framework.config.targets import HYDRAS, arguments_of, nodes_in
 from framework.config.type_words import UNIONS, bare, described, meant
 from framework.runtime.problem import Problem, shown
 
@@ -61,6 +62,7 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
     if not isinstance(node.get("_args_", []), list):
         problems.append(Problem(f"{key}._args_", f"{shown(node['_args_'])} is not valid", "a list"))
     values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
+    inner = {name: list(nodes_in(value, f"{key}.{name}")) for name, value in node.items() if node.get("_recursive_", True)}
     others = [other for other in known if not other.startswith(f"{key}.")]  # an option's keys may belong to another component
     known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own))]
     for name, value in values.items():
@@ -69,11 +71,11 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
         is_from_data = (value is None and key.split(".")[0] == "model") or str(value).startswith("${data:")
         if argument is None and not signature.takes_any:
             problems += _unknown(f"{key}.{name}", value, known=known)
-        elif _is_node(value):
-            problems += component_problems(f"{key}.{name}", value, known=known)
-        elif argument is not None and not is_from_data and _is_plain(argument.annotation):
+        elif argument is not None and not is_from_data and not inner.get(name) and _is_plain(argument.annotation):
             is_default = type(value) is type(argument.default) and value == argument.default
             problems += [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
+    for inner_key, inner_node in itertools.chain(*inner.values()):
+        problems += component_problems(inner_key, inner_node, known=known)
     missing = [name for name in signature.required if name not in values and not node.get("_partial_")]
     return problems + [Problem(f"{key}.{name}", "is missing", f"{node['_target_']} needs it") for name in missing]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig, RunSection
-from framework.launch.scratch import remove_leftovers
+from framework.launch.scratch import remove_scratch
 from framework.runs.directory import Lock, RunDirectory, RunLocked
 from framework.runs.metrics_file import MACHINE, read_rows
 from framework.runtime.environment import Environment
@@ -59,7 +59,7 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
     try:
         require_room(folder)
         lock.take()
-        remove_leftovers(folder)
+        remove_scratch(folder)
         if config.run.resume == "never" and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
             lock.release()

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def remove_leftovers(directory: Path) -> None:
+def remove_scratch(directory: Path) -> None:
     """Remove the folders that killed launches of the run in `directory` have left, except locked folders.
 
     The folders of other launchers (`common_folder`) are not in use while this process holds the run's lock.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.config.folders import project_folders
+from framework.config.folders import ROOT, project_folders
 from framework.config.frozen_file import FrozenConfig, freeze, thaw
 from framework.config.schema import RunConfig
 from framework.launch.claim import ClaimedRun, claim
@@ -24,7 +24,6 @@ from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.slurm import SlurmFailed
 
-ROOT = Path(__file__).resolve().parents[2]
 # Python, with signals blocked until take_node handles them: a signal would end an interpreter that is starting
 PATIENT = (
     f"import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {[int(signum) for signum in SIGNALS]}); "

@@ -18,10 +18,10 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from framework.build.training import Builder
-from framework.config.components import locate
 from framework.config.frozen_file import FrozenConfig, thaw
 from framework.config.modes import MODES
 from framework.config.schema import LaunchSection
+from framework.config.targets import locate
 from framework.distributed.hang import diagnose as hang
 from framework.distributed.hang.board import Board, posted_verdict
 from framework.distributed.world import World

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 from framework.build.training import Builder
 from framework.checkpoint.canonical import full_weights
 from framework.config.frozen_file import digest_of, recall
-from framework.data.loader import Loader
-from framework.data.order import Order
 from framework.data.source import Dataset
 from framework.modes.load_run import LoadedModel, load_run
 from framework.modules.tensors import Tree, call, map_tensors
@@ -29,7 +28,7 @@ _NUM_SAMPLES = 8
 _TOLERANCES = {torch.float64: 1e-10}  # relative to the largest output
 _TOLERANCE = 1e-4
 
-Run: TypeAlias = Callable[[Tree], list[Tensor]]  # an exported program: its outputs on inputs
+Program: TypeAlias = Callable[[Tree], list[Tensor]]  # an exported program: its outputs on inputs
 
 
 def export(build: Builder) -> Exit:
@@ -67,19 +66,9 @@ def _samples(dataset: Dataset, *, dtype: torch.dtype) -> Tree:
     source = dataset.load("test")
     if len(source) < 2:
         raise Unfit("dataset: one test sample is not enough to export a model of any batch size; at least 2 are")
-    loader = Loader(
-        dataset,
-        source,
-        order=Order(num_samples=len(source), global_batch_size=_NUM_SAMPLES, seed=0, drop_last=False),
-        micro_batch_size=None,
-        dp_rank=0,
-        dp_size=1,
-        device=torch.device("cpu"),
-        dtype=dtype,
-    )
-    inputs = next(loader.evaluate()).inputs
-    loader.close()
-    return inputs
+    stored = map(torch.from_numpy, source.gather(np.arange(min(_NUM_SAMPLES, len(source)))))
+    inputs, _ = dataset.transform(*stored, keys=None)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
 def _made(name: str, model: LoadedModel, *, samples: Tree, build: Builder) -> tuple[bytes, str]:
@@ -104,7 +93,7 @@ def _safetensors(model: LoadedModel, build: Builder) -> bytes:
     return save(full_weights(model.module, world=build.world), metadata={"format": "pt"} | facts)
 
 
-def _pt2(module: nn.Module, samples: Tree) -> tuple[bytes, Run]:
+def _pt2(module: nn.Module, samples: Tree) -> tuple[bytes, Program]:
     program = _traced(module, samples)
     program.example_inputs = None  # they would be pickled
     buffer = io.BytesIO()
@@ -115,7 +104,7 @@ def _pt2(module: nn.Module, samples: Tree) -> tuple[bytes, Run]:
     return buffer.getvalue(), lambda inputs: _tensors(call(again, inputs))
 
 
-def _onnx(module: nn.Module, samples: Tree) -> tuple[bytes, Run]:
+def _onnx(module: nn.Module, samples: Tree) -> tuple[bytes, Program]:
     import onnxruntime
 
     with warnings.catch_warnings():
@@ -142,7 +131,7 @@ def _traced(module: nn.Module, samples: Tree) -> torch.export.ExportedProgram:
     return torch.export.export(module, arguments, samples if is_named else None, dynamic_shapes=shapes)
 
 
-def _compare(run: Run, module: nn.Module, samples: Tree) -> tuple[float, float]:
+def _compare(run: Program, module: nn.Module, samples: Tree) -> tuple[float, float]:
     """Return a program's largest difference from the model's outputs, and the allowed one: over batches of two sizes."""
     differences, largest, dtype = [], 1.0, torch.float32
     for inputs in (samples, map_tensors(lambda tensor: tensor[:1], samples)):

@@ -125,10 +125,10 @@ def _expected(pattern: str, model: nn.Module) -> str:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if f"{pattern}.*" in of_modules:
         return f"did you mean {pattern}.*?"
-    return nearest(pattern, [*of_modules, *names])
+    return nearest_name(pattern, [*of_modules, *names])
 
 
-def nearest(pattern: str, names: Sequence[str]) -> str:
+def nearest_name(pattern: str, names: Sequence[str]) -> str:
     """Return which name was probably meant by a pattern that matches none of them."""
     close = difflib.get_close_matches(pattern, names, n=1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(names[:5])}, ..."

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from framework.modules.structure import nearest
+from framework.modules.structure import nearest_name
 from framework.modules.tensors import by_mesh
 
 
@@ -55,12 +55,12 @@ def check_groups(groups: Sequence[Mapping[str, Any]], *, names: Sequence[str], o
     for entry in groups:
         for option in entry.keys() - {"match"}:
             if option not in options:
-                raise ValueError(f"groups={option}: unknown option ({nearest(option, list(options))})")
+                raise ValueError(f"groups={option}: unknown option ({nearest_name(option, list(options))})")
             if isinstance(options[option], (int, float)) and not isinstance(entry[option], (int, float)):
                 raise ValueError(f"groups={option}: {entry[option]!r} is not valid (a number, as in {options[option]})")
         for pattern in _patterns(entry):
             if not fnmatch.filter(names, pattern):
-                raise ValueError(f"groups={pattern}: matches no parameter that is trained ({nearest(pattern, names)})")
+                raise ValueError(f"groups={pattern}: matches no parameter that is trained ({nearest_name(pattern, names)})")
 
 
 def param_groups(trained: Sequence[Trainable], rules: Sequence[Rule]) -> list[dict[str, Any]]:

@@ -35,34 +35,42 @@ def stand_in(device: torch.device) -> list[Trainable]:
 
 
 # Options of a parameter group, by patterns of the names of its parameters: docs/training.md.
-Groups = list[dict[str, Any]]
+_Groups = list[dict[str, Any]]
 Rate = Annotated[float, Gt(0)]
 Decay = Annotated[float, Ge(0)]
 Momentum = Annotated[float, Ge(0), Lt(1)]
 Betas = list[Annotated[float, Ge(0), Lt(1)]]
 
 
-def _by_decay(trained: list[Trainable], groups: Groups | None, weight_decay: float) -> list[dict[str, Any]]:
+def _by_decay(trained: list[Trainable], groups: _Groups | None, weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameter groups of the rules in `groups`, and without weight decay for vectors."""
     not_decayed: list[Rule] = [(lambda item: not item.is_decayed, {"weight_decay": 0.0})] if weight_decay else []
     return param_groups(trained, [*rules_of(groups or []), *not_decayed])
 
 
 def adamw(
-    trained: list[Trainable], *, lr: Rate, betas: Betas, eps: Rate, weight_decay: Decay, groups: Groups | None = None
+    trained: list[Trainable], *, lr: Rate, betas: Betas, eps: Rate, weight_decay: Decay, groups: _Groups | None = None
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019)."""
     by_decay = _by_decay(trained, groups, weight_decay)
     return torch.optim.AdamW(by_decay, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, fused=True)
 
 
-def adam(trained: list[Trainable], *, lr: Rate, betas: Betas, eps: Rate, groups: Groups | None = None) -> torch.optim.Optimizer:
+def adam(
+    trained: list[Trainable], *, lr: Rate, betas: Betas, eps: Rate, groups: _Groups | None = None
+) -> torch.optim.Optimizer:
     """Adam (Kingma & Ba 2015)."""
     return torch.optim.Adam(_by_decay(trained, groups, 0.0), lr=lr, betas=_pair(betas), eps=eps, fused=True)
 
 
 def sgd(
-    trained: list[Trainable], *, lr: Rate, momentum: Momentum, nesterov: bool, weight_decay: Decay, groups: Groups | None = None
+    trained: list[Trainable],
+    *,
+    lr: Rate,
+    momentum: Momentum,
+    nesterov: bool,
+    weight_decay: Decay,
+    groups: _Groups | None = None,
 ) -> torch.optim.Optimizer:
     """Stochastic gradient descent with momentum."""
     if nesterov and momentum == 0:
@@ -81,7 +89,7 @@ def muon(
     adamw_lr: Rate,
     adamw_betas: Betas,
     adamw_eps: Rate,
-    groups: Groups | None = None,
+    groups: _Groups | None = None,
 ) -> torch.optim.Optimizer:
     """Muon for the matrices between the first and the last layer, AdamW for everything else."""
     rules = rules_of(groups or [])

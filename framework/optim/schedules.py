@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge, Le
 
-Count = Annotated[int, Ge(0)]
+Steps = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
 
@@ -15,12 +15,12 @@ def _warm_up(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
-def constant(step: int, total_steps: int, *, warmup_steps: Count) -> float:
+def constant(step: int, total_steps: int, *, warmup_steps: Steps) -> float:
     """Linear warm-up, then constant. `step` counts from 0 to `total_steps` - 1 in every schedule."""
     return _warm_up(step, warmup_steps)
 
 
-def cosine(step: int, total_steps: int, *, warmup_steps: Count, min_lr_ratio: Share) -> float:
+def cosine(step: int, total_steps: int, *, warmup_steps: Steps, min_lr_ratio: Share) -> float:
     """Linear warm-up, then half a cosine from 1 towards `min_lr_ratio` (Loshchilov & Hutter 2017, without restarts)."""
     if step < warmup_steps:
         return _warm_up(step, warmup_steps)
@@ -28,12 +28,12 @@ def cosine(step: int, total_steps: int, *, warmup_steps: Count, min_lr_ratio: Sh
     return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def step(step: int, total_steps: int, *, warmup_steps: Count, milestones: list[Count], gamma: Share) -> float:
+def step(step: int, total_steps: int, *, warmup_steps: Steps, milestones: list[Steps], gamma: Share) -> float:
     """Linear warm-up, then multiplied by `gamma` at each milestone."""
     return _warm_up(step, warmup_steps) * gamma ** sum(step >= milestone for milestone in milestones)
 
 
-def wsd(step: int, total_steps: int, *, warmup_steps: Count, decay_steps: Count, min_lr_ratio: Share) -> float:
+def wsd(step: int, total_steps: int, *, warmup_steps: Steps, decay_steps: Steps, min_lr_ratio: Share) -> float:
     """Warm-up, stable, decay: linear up, flat, linear down to `min_lr_ratio` over the last `decay_steps`.
 
     Source: Hu et al. 2024, "MiniCPM".

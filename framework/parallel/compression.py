@@ -26,7 +26,7 @@ Name = Literal["fp16", "bf16", "int8", "top_k", "powersgd"]
 
 
 @dataclass
-class State:
+class HookState:
     """What a hook keeps between steps."""
 
     group: dist.ProcessGroup
@@ -41,12 +41,12 @@ def register(wrapper: DistributedDataParallel, name: Name, *, group: dist.Proces
         state = PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=10)
         wrapper.register_comm_hook(state, powerSGD_hook)  # Vogels et al. 2019
     elif name in ("fp16", "bf16"):
-        wrapper.register_comm_hook(State(group, torch.float16 if name == "fp16" else torch.bfloat16), half)
+        wrapper.register_comm_hook(HookState(group, torch.float16 if name == "fp16" else torch.bfloat16), half)
     else:
-        wrapper.register_comm_hook(State(group), int8 if name == "int8" else top_k)
+        wrapper.register_comm_hook(HookState(group), int8 if name == "int8" else top_k)
 
 
-def half(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+def half(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Sum in 16 bits. Not by torch's hooks: DDP accepts the hook for bfloat16 with NCCL only."""
     gradient = bucket.buffer()
     # divided first: the sum of many could overflow
@@ -55,7 +55,7 @@ def half(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     return work.get_future().then(lambda _: gradient.copy_(sent))
 
 
-def int8(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+def int8(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Send 8-bit integers, a scale for each block, with error feedback (Seide et al. 2014; Dettmers 2016)."""
     gradient, num_ranks = bucket.buffer(), state.group.size()
     wanted, where = _with_error(state, bucket)
@@ -71,7 +71,7 @@ def int8(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     return _gathered(scales, levels, group=state.group, then=mean)
 
 
-def top_k(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+def top_k(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Send the largest gradients only, with error feedback (Aji & Heafield 2017; Lin et al. 2018)."""
     gradient, num_ranks = bucket.buffer(), state.group.size()
     wanted, where = _with_error(state, bucket)
@@ -89,7 +89,7 @@ def top_k(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     return _gathered(values, places, group=state.group, then=mean)
 
 
-def _with_error(state: State, bucket: dist.GradBucket) -> tuple[Tensor, tuple[int, int]]:
+def _with_error(state: HookState, bucket: dist.GradBucket) -> tuple[Tensor, tuple[int, int]]:
     """Return a new tensor, the gradient plus the remainder of earlier steps, and the remainder's key."""
     gradient = bucket.buffer()
     where = (bucket.index(), gradient.numel())

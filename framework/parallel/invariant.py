@@ -12,10 +12,10 @@ from framework.engine.forward import Forward
 from framework.engine.seam import EngineAround, MicroBatch, Step, Sums
 from framework.optim.groups import MakeOptimizer
 
-Node = tuple[int, int]  # of a tree: its leaves, range(start, stop)
+Subtree = tuple[int, int]  # of a tree: its leaves, range(start, stop)
 
 
-def inner_nodes(root: Node) -> Iterator[tuple[Node, Node, Node]]:
+def inner_nodes(root: Subtree) -> Iterator[tuple[Subtree, Subtree, Subtree]]:
     """Yield the nodes of several leaves, each after the two nodes below it and with them.
 
     The left of the two has the largest power of two below the number of leaves.
@@ -39,7 +39,7 @@ class TreeSum:
         self._rank = rank
         self._num_ranks = len(bounds) - 1
         self._owners = [r for r in range(len(bounds) - 1) for _ in range(bounds[r], bounds[r + 1])]
-        self._sums: dict[Node, Tensor] = {}
+        self._sums: dict[Subtree, Tensor] = {}
         self._root = (0, bounds[-1])
         self._inner = list(inner_nodes(self._root))
         self._above = {one: (node, other) for node, *pair in self._inner for one, other in (pair, pair[::-1])}

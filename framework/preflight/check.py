@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from framework.build import components
-from framework.config.components import locate
 from framework.config.compose import Composed
 from framework.config.draft import Draft
 from framework.config.modes import MODES
 from framework.config.schema import COMPONENTS, Node, RunSection
+from framework.config.targets import locate
 from framework.config.validation import component_problems, validate
 from framework.data.source import Dataset
 from framework.preflight.place import place_problems, writing_problems

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from framework.build import components
 from framework.checkpoint.tensors import read_header
 from framework.checkpoint.weights import Fit
-from framework.config.components import locate
 from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection, Node, RunConfig, TrainerSection
+from framework.config.targets import locate
 from framework.distributed.mesh import resolve_axes
 from framework.engine.seam import Demands
 from framework.modules.structure import freeze_parameters, switch_off_dropout

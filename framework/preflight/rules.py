@@ -10,9 +10,9 @@ from typing import Any
 
 from framework.checkpoint.plain import Invalid
 from framework.checkpoint.tensors import read_header
-from framework.config.components import locate
 from framework.config.schema import BackendSection, CheckpointSection, Node, RunSection, TrainerSection
 from framework.config.spelling import did_you_mean
+from framework.config.targets import locate
 from framework.runtime.problem import Problem, shown
 
 

@@ -19,8 +19,8 @@ from framework.runtime.files import lock_file, make_directory, write_atomically
 from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
 
-RECORD = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
-_FILES = (*RECORD, "model.safetensors", "curves.png", "evaluations.jsonl")
+RECORD_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
+_FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl")
 _FOLDERS = ("checkpoints", "export", "tensorboard", "wandb", "slurm", "profile")
 
 

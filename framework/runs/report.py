@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from framework.runs.curves import NOT_CURVES
-from framework.runs.directory import RECORD, RunDirectory
+from framework.runs.directory import RECORD_FILES, RunDirectory
 from framework.runs.metrics_file import Row, is_maximised, rows_in
 from framework.runtime.problem import shown
 
@@ -48,7 +48,7 @@ def find_runs(root: Path) -> list[Path]:
     found = []
     for path, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not _MOVED_ASIDE.search(name) and not name.startswith(".")]
-        if len({*files, *folders}.intersection(RECORD)) >= 2:  # a run has two of them at least
+        if len({*files, *folders}.intersection(RECORD_FILES)) >= 2:  # a run has two of them at least
             found.append(Path(path))
             folders.clear()
     return sorted(found)

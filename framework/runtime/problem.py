@@ -60,6 +60,7 @@ _MODULES = {
     "slurm": ["submitit"],
     "search": ["optuna"],
     "report": ["bokeh"],
+    "mpi": ["mpi4py"],
     "export": ["onnx", "onnxscript", "onnxruntime"],
 }
 

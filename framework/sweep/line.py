@@ -5,12 +5,12 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict
 
-from framework.config.compose import swept_in_files
-from framework.config.folders import option_node, options
+from framework.config.compose import FAULTY_FILE, launcher_and_sweeper
+from framework.config.folders import options
 from framework.config.overrides import is_hydras, key_of, parse
 from framework.config.schema import Count, Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
@@ -89,7 +89,6 @@ class Sweeper(Section):
     seed: Count
     sampler: Literal["tpe", "random"]
     pruner: Literal["median", "none"]
-    params: dict[str, str] | None = None  # the sweep, where a file defines it
 
 
 _OPTIONS: dict[str, dict[str, type[Any]]] = {
@@ -98,36 +97,51 @@ _OPTIONS: dict[str, dict[str, type[Any]]] = {
 }
 
 
-def read_settings(hydras: dict[str, Any]) -> tuple[Launcher, Sweeper | None, list[Problem]]:
-    """Read the overrides of Hydra's own keys: `hydra/sweeper=optuna`, `hydra.sweeper.n_trials=9`."""
-    problems = []
-    nodes: dict[str, dict[str, Any]] = {}
-    chosen: dict[str, str] = {}
-    for section, known in _OPTIONS.items():
-        name = chosen[section] = str(hydras.pop(f"hydra/{section}", "basic"))
-        if name not in known:
-            close = did_you_mean(name, list(known))
-            problems.append(Problem(f"hydra/{section}", f"no option {shown(name)}",
-                                    f"one of {', '.join(known)}" + (f"; {close}" if close else "")))  # fmt: skip
-        nodes[section] = option_node(f"hydra/{section}", name) if name in known and name != "basic" else {}
-    if problems:
-        return Launcher(), None, problems
-    for key, value in hydras.items():
-        section, _, name = key.removeprefix("hydra.").partition(".")
-        if section not in _OPTIONS or not name:
-            problems.append(Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go"))
-        elif chosen[section] == "basic":
-            others = [option for option in _OPTIONS[section] if option != "basic"]
-            problems.append(Problem(key, "unknown key", f"only with hydra/{section}={' or '.join(others)}"))
-        else:
-            nodes[section][name] = value
-    kinds = {section: _OPTIONS[section][name] for section, name in chosen.items()}
-    for section, kind in kinds.items():
-        problems += section_problems(kind, nodes[section], f"hydra.{section}", keys_of(kind, f"hydra.{section}."))
-    if problems:
-        return Launcher(), None, problems
-    sweeper = Sweeper(**nodes["sweeper"]) if chosen["sweeper"] == "optuna" else None
-    return kinds["launcher"](**nodes["launcher"]), sweeper, []
+class Settings(NamedTuple):
+    """What `hydra.launcher` and `hydra.sweeper` say."""
+
+    launcher: Launcher = Launcher()
+    sweeper: Sweeper | None = None
+    params: dict[str, str] = {}  # swept keys and their values
+
+    @classmethod
+    def read(cls, hydras: list[str], line: list[str]) -> tuple["Settings", list[Problem]]:
+        """Read the files that a line chooses, and overrides of Hydra's own keys such as `hydra.sweeper.n_trials=9`."""
+        given = {override.key_or_group: override.value() for override in map(parse, hydras) if override is not None}
+        problems = []
+        for section, known in _OPTIONS.items():
+            if (name := given.pop(f"hydra/{section}", "basic")) not in known:
+                expected = f"one of {', '.join(known)}; {did_you_mean(str(name), list(known))}".rstrip("; ")
+                problems.append(Problem(f"hydra/{section}", f"no option {shown(name)}", expected))
+        try:
+            found = {} if problems else launcher_and_sweeper([*line, *(text for text in hydras if text.startswith("hydra/"))])
+        except FAULTY_FILE:  # the check of the jobs reports it
+            found = {}
+        if not found:
+            return cls(), problems
+        params = {str(key): str(value) for key, value in (found["sweeper"][1].pop("params", None) or {}).items()}
+        nodes = {section: {} if name == "basic" else node for section, (name, node) in found.items()}
+        for key, value in given.items():
+            section, _, name = key.removeprefix("hydra.").partition(".")
+            if key.startswith(_PARAMS):
+                params[key.removeprefix(_PARAMS)] = next(t.partition("=")[2] for t in hydras[::-1] if t.startswith(f"{key}="))
+            elif section not in _OPTIONS or not name:
+                problems.append(Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go"))
+            elif found[section][0] == "basic":
+                others = [option for option in _OPTIONS[section] if option != "basic"]
+                problems.append(Problem(key, "unknown key", f"only with hydra/{section}={' or '.join(others)}"))
+            else:
+                nodes[section][name] = value
+        kinds = {section: _OPTIONS[section][name] for section, (name, _) in found.items()}
+        for section, kind in kinds.items():
+            problems += section_problems(kind, nodes[section], f"hydra.{section}", keys_of(kind, f"hydra.{section}."))
+        if problems:
+            return cls(params=params), problems
+        sweeper = kinds["sweeper"](**nodes["sweeper"])
+        return cls(kinds["launcher"](**nodes["launcher"]), sweeper if isinstance(sweeper, Sweeper) else None, params), []
+
+
+_PARAMS = "hydra.sweeper.params."
 
 
 # --- the line
@@ -196,27 +210,21 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
     """Parse a sweep's command line. Its single values are not checked here."""
     fixed: list[str] = []
     swept: dict[str, Any] = {}
-    hydras: dict[str, Any] = {}
-    given = {override.key_or_group for override in map(parse, overrides) if override is not None}
-    written = [f"{key}={value}" for key, value in _written_down(overrides).items() if key not in given]
-    for text in [*overrides, *written]:
+    hydras = [text for text in overrides if (override := parse(text)) is not None and is_hydras(override.key_or_group)
+              and (text.startswith(_PARAMS) or not override.is_sweep_override())]  # fmt: skip
+    line = [text for text in overrides if text not in hydras]
+    (launcher, sweeper, params), problems = Settings.read(hydras, line)
+    given = {_key_of(text).lstrip("+") for text in line}
+    for text in [*line, *(f"{key}={values}" for key, values in params.items() if key not in given)]:
         override = parse(text)
         key = key_of(override) if override is not None else ""
         swept.pop(key, None)  # the last one counts
-        if key.startswith(_PARAMS):
-            continue
         if override is not None and override.is_sweep_override():
             swept[key] = override
-        elif is_hydras(key):
-            hydras[key] = override.value()  # type: ignore[union-attr]  # it has a key
         else:
             fixed.append(text)
-    is_search = hydras.get("hydra/sweeper") == "optuna"
-    launcher, sweeper, problems = read_settings(hydras)
+    is_search = sweeper is not None or "hydra/sweeper=optuna" in hydras
     problems += [Problem(key, "cannot be swept", "one value for all jobs") for key in swept if is_hydras(key) or key == "mode"]
-    if "mode=report" in fixed:
-        what = "report is about all runs of a root, and -m about jobs"
-        problems.append(Problem("mode", what, "without -m, with run.root alone"))
     if isinstance(launcher, SubmititSlurm) and any(text.startswith("launch=") and text != "launch=slurm" for text in fixed):
         problems.append(Problem("launch", "is not slurm, but hydra/launcher=submitit_slurm is", "one of the two"))
         launcher = Launcher()
@@ -233,17 +241,6 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
     return Multirun(fixed, spaces, launcher, sweeper), problems
 
 
-def _written_down(overrides: list[str]) -> dict[str, str]:
-    """Return the sweep that a file or `hydra.sweeper.params.KEY=VALUES` defines, as Hydra's users do."""
-    found = swept_in_files([text for text in overrides if not text.startswith("hydra")])
-    for text in overrides:
-        key, _, values = text.lstrip("+").partition("=")
-        if key.startswith(_PARAMS):
-            found[key.removeprefix(_PARAMS)] = values
-    return found
-
-
-_PARAMS = "hydra.sweeper.params."
 _EXAMPLE = '"optimizer.lr=tag(log, interval(1e-4, 1e-1))"'
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import yaml
 
 from framework.cli.run import checked_line
-from framework.config.components import locate
 from framework.config.frozen_file import digest_of
 from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection
+from framework.config.targets import locate
 from framework.launch.claim import print_problems
 from framework.runs.directory import Lock
 from framework.runs.status import print_table, states_of
@@ -31,7 +31,7 @@ from framework.sweep.picture import draw
 if TYPE_CHECKING:
     from framework.sweep.search import Search
 
-Source: TypeAlias = "Grid | Search"  # where the jobs of a sweep come from
+JobSource: TypeAlias = "Grid | Search"  # where the jobs of a sweep come from
 
 
 class Grid:
@@ -103,7 +103,7 @@ class Sweep:
             decides = [decides, spaces, self.multirun.sweeper.model_dump(exclude={"n_trials"})]
         return Path(self.jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
 
-    def source(self) -> Source:
+    def source(self) -> JobSource:
         if self.multirun.sweeper is None:
             return Grid(self.jobs)
         from framework.sweep.search import Search  # Optuna takes a second
@@ -117,13 +117,13 @@ class Sweep:
         return [] if is_new else self.source().rows()
 
 
-def print_status(sweep: Sweep) -> int:
+def print_sweep_status(sweep: Sweep) -> int:
     rows = sweep.rows()
     print_table([row.directory for row in rows], [row.assignment for row in rows])
     return Exit.FINISHED
 
 
-def print_plan(sweep: Sweep) -> int:
+def print_sweep_plan(sweep: Sweep) -> int:
     rows, sweeper = sweep.rows(), sweep.multirun.sweeper
     print(listing(rows), end="")
     if sweeper is not None:
@@ -206,7 +206,7 @@ def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], 
     return jobs, list(problems)
 
 
-def _run(source: Source, pool: Pool | SlurmPool, saving: CheckpointSection, directory: Path) -> int:
+def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, directory: Path) -> int:
     PREEMPTION.watch()
     _write(source.rows(), directory / "sweep.csv", write_csv)
     while not PREEMPTION.requested or pool.running:
@@ -238,7 +238,7 @@ def _write(rows: list[TableRow], target: Path, write: Callable[[list[TableRow], 
         LOGGER.warning("%s could not be written: %s", target, error.strerror)
 
 
-def _end(source: Source, saving: CheckpointSection, directory: Path) -> int:
+def _end(source: JobSource, saving: CheckpointSection, directory: Path) -> int:
     """Draw the picture, log the best job and the failed jobs. Returns the exit code."""
     rows = source.rows()
     _write(rows, directory / "sweep.csv", write_csv)

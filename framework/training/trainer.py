@@ -12,6 +12,7 @@ from torch import Tensor
 from framework.checkpoint.canonical import state_tensors
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
+from framework.config.schema import TrainerSection
 from framework.data.loader import Splits
 from framework.data.source import Split
 from framework.distributed.world import World
@@ -32,10 +33,8 @@ class Plan:
     """When things are due, in optimizer steps; None is "only at the end"."""
 
     total_steps: int
-    log_every: int
-    eval_every: int | None
+    settings: TrainerSection
     checkpoint_every: int | None
-    clip_grad_norm: float | None
     grace_s: float | None  # between the signal that asks a run to stop and the signal that kills it; None if not known
 
 
@@ -78,7 +77,7 @@ class Trainer:
                     self.loss_watch.zero_()
                     step, steps = self.begin()
                     continue
-            if self.is_over or self.is_due(self.plan.eval_every):
+            if self.is_over or self.is_due(self.plan.settings.eval_every):
                 self.evaluate("val")
             can_pause = self.engine.can_pause(self.progress.step)
             is_best = can_pause and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
@@ -121,7 +120,7 @@ class Trainer:
         """Take one optimizer step, and log it if due. Diverged, without a step, if it is not finite."""
         if self.speed.profile is not None:
             self.speed.profile.begin_step(self.progress.step + 1)
-        is_logged = self.is_due(self.plan.log_every, at=self.progress.step + 1)
+        is_logged = self.is_due(self.plan.settings.log_every, at=self.progress.step + 1)
         sums, grad_norm = self.train_step(step, measure=is_logged)
         if is_logged:
             self.log_step(step, sums, grad_norm)
@@ -137,8 +136,9 @@ class Trainer:
         sums = self.engine.forward_backward(step, index=progress.step, loss_scale=scale.value, measure=measure)
         self.speed.enter("optimizer")
         scale.unscale(self.parameters)
-        needs_norm = measure or plan.clip_grad_norm is not None or scale.is_dynamic or is_watching
-        grad_norm = self.engine.clip_grad_norm(plan.clip_grad_norm) if needs_norm else None
+        max_norm = plan.settings.clip_grad_norm
+        needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching
+        grad_norm = self.engine.clip_grad_norm(max_norm) if needs_norm else None
         if is_watching and self.world.agreement.sum((~torch.isfinite(sums["loss"])).double().cpu()):
             raise Diverged(f"the loss of step {progress.step + 1} is not finite")
         if (measure or is_watching) and grad_norm is not None:

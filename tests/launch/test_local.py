@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from framework.cli import run as command_line
-from framework.config.compose import compose
+from framework.config.compose import compose_line
 from framework.launch import claim
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
@@ -180,7 +180,7 @@ def test_one_process_composes_whatever_the_number_of_workers(tmp_path: Path) -> 
         def counted(overrides: list[str]) -> object:
             with open(composers, "a") as file:
                 file.write(f"{os.getpid()}\n")
-            return compose(overrides)
+            return compose_line(overrides)
 
         command_line.compose = counted  # type: ignore[assignment]
 

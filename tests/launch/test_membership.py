@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from framework.launch.elastic.membership import RECORD, Meeting, Membership, Node
+from framework.launch.elastic.membership import MEMBERSHIP, Meeting, Member, Membership
 from framework.launch.failures import Failure
 from tests import harness
 
@@ -17,7 +17,7 @@ def of(num_nodes: int, *, sizes: list[int], max_restarts: int = 3) -> Membership
     """So many nodes that wait."""
     membership = Membership(sizes, 1, max_restarts)
     for pid in range(num_nodes):
-        membership.add(Node("host", pid))
+        membership.add(Member("host", pid))
     return membership
 
 
@@ -30,7 +30,7 @@ def test_a_round_has_the_largest_size_that_fits_and_the_others_wait() -> None:
     membership = of(3, sizes=[2, 4])
     membership.start_round()
     assert (membership.members, membership.waiting, membership.may_grow) == ([1, 2], [3], False)
-    membership.add(Node("host", 3))
+    membership.add(Member("host", 3))
     assert membership.may_grow
     all_leave(membership)
     membership.start_round()
@@ -53,7 +53,7 @@ def test_a_lost_node_is_no_failure() -> None:
         membership.broken = membership.round
         all_leave(membership)
         del membership.nodes[membership.members[0]]
-        membership.add(Node("host", 0))
+        membership.add(Member("host", 0))
     assert (membership.failures, membership.code) == ([], None)
 
 
@@ -93,7 +93,7 @@ def test_the_record_survives_being_written_down() -> None:
     membership = of(2, sizes=[1, 2])
     membership.start_round()
     membership.note(ERROR, 1)
-    assert RECORD.validate_json(RECORD.dump_json(membership)) == membership
+    assert MEMBERSHIP.validate_json(MEMBERSHIP.dump_json(membership)) == membership
 
 
 def test_kill_9_in_the_middle_of_a_change_leaves_the_record_as_it_was(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.test_conformance import MODELS, RUN
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-needs_mpi = pytest.mark.skipif(MPIRUN is None or not mpi.is_installed(), reason=f"no MPI here: {mpi.INSTALL}")
+needs_mpi = pytest.mark.skipif(MPIRUN is None or mpi.missing("mpi"), reason=f"no MPI here: {mpi.INSTALL}")
 # as root, and with more ranks than cores, Open MPI wants to be told
 ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
            "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::FutureWarning"}  # fmt: skip
@@ -96,7 +96,7 @@ STRATEGIES = {
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run every line of STRATEGIES under one mpirun, each in a folder of its number."""
-    if MPIRUN is None or not mpi.is_installed():
+    if MPIRUN is None or mpi.missing("mpi"):
         pytest.skip(f"no MPI here: {mpi.INSTALL}")
     folder = tmp_path_factory.mktemp("two")
     lines = [[*run, *options, f"run.root={folder / str(i)}"] for i, (run, options) in enumerate(STRATEGIES.values())]
@@ -210,7 +210,7 @@ def hide_mpi() -> None:
     dist.is_mpi_available = lambda: False  # type: ignore[assignment]
 
 
-LACKING = Says("backend: mpi ... mpi4py ... not installed ... requirements-mpi.txt")
+LACKING = Says("backend: mpi ... mpi4py ... not installed ... steadfast[mpi]")
 
 
 def test_without_mpi4py_the_backend_is_refused_with_what_would_provide_it(tmp_path: Path) -> None:
@@ -219,14 +219,14 @@ def test_without_mpi4py_the_backend_is_refused_with_what_would_provide_it(tmp_pa
     assert not list(refused.root.iterdir())
 
 
-@pytest.mark.skipif(not mpi.is_installed() and not dist.is_mpi_available(), reason=f"no MPI here: {mpi.INSTALL}")
+@pytest.mark.skipif(mpi.missing("mpi") and not dist.is_mpi_available(), reason=f"no MPI here: {mpi.INSTALL}")
 def test_workers_that_are_not_mpiruns_are_refused(tmp_path: Path) -> None:
     refused = command(*MLP, "parallel=ddp", "backend=mpi", "launch.nproc_per_node=2", root=tmp_path / "runs")
     says = Says("backend: mpi ... not mpirun ... 2 processes ... mpirun -n 2")
     assert (refused.code, refused.output) == (78, says)
 
 
-NOT_INSTALLED = Says("mpirun: started 2 processes ... mpi4py ... not installed ... requirements-mpi.txt ... torchrun")
+NOT_INSTALLED = Says("mpirun: started 2 processes ... mpi4py ... not installed ... steadfast[mpi] ... torchrun")
 
 
 @pytest.mark.parametrize(("names", "rank"), [("OMPI_COMM_WORLD_{}", 0), ("PMI_{}", 0), ("PMI_{}", 1)])
@@ -244,7 +244,7 @@ def test_under_an_mpirun_without_mpi4py_no_process_trains(names: str, rank: int,
 
 @needs_mpi
 def test_under_an_mpirun_without_mpi4py_rank_0_alone_speaks(tmp_path: Path) -> None:
-    hidden = "import sys; from framework.distributed.mpi import start as mpi; mpi.is_installed = lambda: False; from train import main; sys.exit(main(sys.argv[1:]))"
+    hidden = 'import sys; from framework.distributed.mpi import start as mpi; mpi.missing = lambda extra: ["mpi4py"]; from train import main; sys.exit(main(sys.argv[1:]))'
     refused = end(mpirun(2, "-c", hidden, *MLP, "parallel=ddp", f"run.root={tmp_path / 'runs'}"), root=tmp_path)
     assert refused.code == 78 and refused.output.splitlines().count(NOT_INSTALLED) == 1, refused.output
     assert not list(tmp_path.iterdir())

@@ -289,6 +289,7 @@ def test_the_plan_of_one_run_is_its_state(tmp_path: Path) -> None:
         ("seed=1,2 hydra.verbose=true", "hydra.verbose: ... Hydra's ... nothing ... run.root ... run.dir"),
         ("optimizer.lr=interval(1,2)", "optimizer.lr: ... hydra/sweeper=optuna"),
         ("seed=range(3,3)", "seed: no value is left to run (as in "),
+        ("seed=1,2 hydra/launcher=joblib,basic", "hydra/launcher: cannot be swept"),
         ("mode=train,plan", "mode: cannot be swept (one value for all jobs)"),
         ("global_batch_size=16,4 micro_batch_size=2,8", "micro_batch_size: 8 ... global_batch_size=4 ... 4"),
         ("seed=1,2 run.dir=there", "run.dir: ... several ... seed=1 seed=2 run.root"),

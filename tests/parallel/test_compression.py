@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.parallel.compression import BLOCK, SHARE, State, int8, top_k
+from framework.parallel.compression import BLOCK, SHARE, HookState, int8, top_k
 from tests.harness import Ended, assert_same_bits, command, finished
 from tests.test_resume import after_step, preempt
 
@@ -64,7 +64,7 @@ def alone(tmp_path: Path):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("hook", [int8, top_k])
 def test_what_is_not_sent_now_is_sent_later(hook, alone) -> None:  # type: ignore[no-untyped-def]
     """The sum of what was sent over many steps is the sum of the gradients, but for one remainder."""
-    state, generator = State(alone), torch.Generator().manual_seed(0)
+    state, generator = HookState(alone), torch.Generator().manual_seed(0)
     wanted, sent = torch.zeros(1000), torch.zeros(1000)
     for _ in range(50):
         gradient = torch.randn(1000, generator=generator)
@@ -76,13 +76,13 @@ def test_what_is_not_sent_now_is_sent_later(hook, alone) -> None:  # type: ignor
 
 def test_int8_rounds_each_block_to_its_own_scale(alone) -> None:  # type: ignore[no-untyped-def]
     gradient = torch.cat([torch.linspace(-1, 1, BLOCK), 1000 * torch.linspace(-1, 1, BLOCK)])
-    got = int8(State(alone), Bucket(gradient.clone())).wait()
+    got = int8(HookState(alone), Bucket(gradient.clone())).wait()
     for block, scale in ((slice(0, BLOCK), 1 / 127), (slice(BLOCK, None), 1000 / 127)):
         assert (got[block] - gradient[block]).abs().max() <= 0.5001 * scale
 
 
 def test_top_k_sends_the_largest(alone) -> None:  # type: ignore[no-untyped-def]
     gradient = torch.arange(100.0)
-    got = top_k(State(alone), Bucket(gradient.clone())).wait()
+    got = top_k(HookState(alone), Bucket(gradient.clone())).wait()
     assert got.nonzero().flatten().tolist() == list(range(100 - int(100 * SHARE), 100))
     assert torch.equal(got[-5:], gradient[-5:])

@@ -24,7 +24,7 @@ _PLACE = [("rank", "i4"), ("pid", "i4"), ("state", "i8"), ("since", "f8"), *_COL
 _SLOT = np.dtype([*_PLACE, ("num_beats", "i8"), ("beats", _BEAT, NUM_BEATS)])  # one rank's, as of RankSlot and Beat
 
 
-class State(IntEnum):
+class RankState(IntEnum):
     """What a rank reports about itself."""
 
     ABSENT = 0  # it has not opened the board yet
@@ -54,14 +54,14 @@ class RankSlot:
     local_rank: int
     rank: int
     pid: int
-    state: State
+    state: RankState
     since: float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has reported an error
     collectives: tuple[int, int]  # started so far, if it has reported its error; otherwise as of the latest beat
     beats: tuple[Beat, ...]  # the latest, oldest first
 
     @property
     def has_reported(self) -> bool:
-        return self.state > State.RUNNING
+        return self.state > RankState.RUNNING
 
 
 class Board:
@@ -87,7 +87,7 @@ class Board:
         self._stack = open(path, "r+b", buffering=0)
         self._stack.seek(self._stack_at(local_rank))
         faulthandler.register(DUMP, file=self._stack, all_threads=True)
-        self._mine["rank"], self._mine["pid"], self._mine["state"] = rank, os.getpid(), State.RUNNING
+        self._mine["rank"], self._mine["pid"], self._mine["state"] = rank, os.getpid(), RankState.RUNNING
 
     def close(self) -> None:
         faulthandler.unregister(DUMP)
@@ -100,7 +100,7 @@ class Board:
         self._number += 1
         self._mine["num_beats"] = self._number
 
-    def report(self, state: State, *, stack: str, collectives: tuple[int, int]) -> None:
+    def report(self, state: RankState, *, stack: str, collectives: tuple[int, int]) -> None:
         """Write down how this rank's work has ended, and where."""
         if not self.stack(self.local_rank):
             os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
@@ -119,10 +119,10 @@ class Board:
         rank, pid, state, since, *begun, total, ring = self._slots[local_rank].copy().item()
         latest = [ring[number % NUM_BEATS].item() for number in range(max(0, total - NUM_BEATS), total)]
         beats = tuple(Beat(number, step, phase.decode(), (a, b)) for number, step, phase, a, b in latest)
-        collectives = (begun[0], begun[1]) if state > State.RUNNING or not beats else beats[-1].collectives
-        if state == State.ABSENT:  # then its slot is empty; launchers number a node's ranks without a gap
+        collectives = (begun[0], begun[1]) if state > RankState.RUNNING or not beats else beats[-1].collectives
+        if state == RankState.ABSENT:  # then its slot is empty; launchers number a node's ranks without a gap
             rank = int(self._mine["rank"]) - self.local_rank + local_rank
-        return RankSlot(local_rank, rank, pid, State(state), since, collectives, beats)
+        return RankSlot(local_rank, rank, pid, RankState(state), since, collectives, beats)
 
     def stack(self, local_rank: int) -> str:
         """Return what a rank has written of its stack so far."""

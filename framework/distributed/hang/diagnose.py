@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from framework.distributed.hang.board import Beat, Board, RankSlot, State, request_stacks
+from framework.distributed.hang.board import Beat, Board, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
@@ -120,8 +120,8 @@ _SETTLED_S = 0.2  # a stack that has not grown for so long is complete
 
 def report_error(board: Board, error: Exception, *, collectives: tuple[int, int] | None = None) -> None:
     """Write on the board how this rank's work has ended. `collectives`: started so far. The first report counts."""
-    state = State.TIMED_OUT if is_timeout(error) else State.LOST_PEER if is_lost_peer(error) else State.FAILED
-    if board.mine.state is State.RUNNING:
+    state = RankState.TIMED_OUT if is_timeout(error) else RankState.LOST_PEER if is_lost_peer(error) else RankState.FAILED
+    if board.mine.state is RankState.RUNNING:
         stack = "".join(traceback.format_exception(error))
         board.report(state, stack=stack, collectives=collectives or board.mine.collectives)
 
@@ -133,10 +133,10 @@ def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
     ranks write their stacks, puts all stacks into the log, and posts the verdict, for which the other ranks wait. It leads
     from then on.
     """
-    if board.mine.state is State.LOST_PEER:
+    if board.mine.state is RankState.LOST_PEER:
         # gloo makes a rank that has timed out close its connections: was it a time-out, or has the peer ended?
         _wait(lambda: _has_ended(board) or _has_timed_out(board), at_most_s=_TO_LOSE_S)
-    if board.mine.state is not State.TIMED_OUT and not (board.mine.state is State.LOST_PEER and _has_timed_out(board)):
+    if board.mine.state is not RankState.TIMED_OUT and not (board.mine.state is RankState.LOST_PEER and _has_timed_out(board)):
         return ""
     while not board.verdict:
         if board.try_lead() and not _lead(board, timeout_s=timeout_s, spans_nodes=spans_nodes):
@@ -155,12 +155,12 @@ def kill_silent(board: Board) -> None:
 
 
 def _has_timed_out(board: Board) -> bool:
-    return any(slot.state is State.TIMED_OUT for slot in board.others())
+    return any(slot.state is RankState.TIMED_OUT for slot in board.others())
 
 
 def _has_ended(board: Board) -> bool:
-    started = [slot for slot in board.others() if slot.state is not State.ABSENT]
-    return any(slot.state is State.FAILED or _process_state(slot) in ("", "Z", "X") for slot in started)
+    started = [slot for slot in board.others() if slot.state is not RankState.ABSENT]
+    return any(slot.state is RankState.FAILED or _process_state(slot) in ("", "Z", "X") for slot in started)
 
 
 def _is_stopped(slot: RankSlot) -> bool:
@@ -217,14 +217,14 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
 
 def _lateness(slot: RankSlot, board: Board) -> str:
     """Return by how much a rank came late. A rank that waits loses its connections the moment another rank gives up."""
-    gave_up = [p.since for p in board.others() + [board.mine] if p.state is State.TIMED_OUT and p.since <= slot.since]
-    if slot.state is State.LOST_PEER and gave_up and slot.since - max(gave_up) > _LATE_S:
+    gave_up = [p.since for p in board.others() + [board.mine] if p.state is RankState.TIMED_OUT and p.since <= slot.since]
+    if slot.state is RankState.LOST_PEER and gave_up and slot.since - max(gave_up) > _LATE_S:
         return f"came {slot.since - max(gave_up):.1f} seconds after the others had given up"
     return ""
 
 
 def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
-    if slot.state is State.ABSENT:
+    if slot.state is RankState.ABSENT:
         return "has not come so far as to say where it is"
     if _process_state(slot) == "D":
         return "is in a system call that does not end (a disk or a network file system)"

@@ -1,7 +1,6 @@
 """MPI, through mpi4py: what the processes that mpirun has started agree on, and how they leave."""
 
 import functools
-import importlib.util
 import socket
 import time
 from collections.abc import Sequence
@@ -10,22 +9,17 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from framework.runtime.environment import Environment, variables
-from framework.runtime.problem import Problem
+from framework.runtime.problem import Problem, install_command, missing
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-INSTALL = "pip install -r requirements-mpi.txt"
-
-
-def is_installed() -> bool:
-    """Return whether mpi4py is there, without importing it: that would start MPI."""
-    return importlib.util.find_spec("mpi4py") is not None
+INSTALL = install_command("mpi")
 
 
 def refusal(*, num_processes: Any, is_torchs: bool) -> Problem | None:
     """Return why a run of so many processes cannot have backend=mpi. `is_torchs`: torch was built with MPI."""
-    if not is_torchs and not is_installed():
+    if not is_torchs and missing("mpi"):
         what = "mpi is not in this PyTorch build, and mpi4py, which would do, is not installed"
         return Problem("backend", what, f"{INSTALL}, or a PyTorch compiled from source where an MPI library is installed")
     if isinstance(num_processes, int) and num_processes > 1 and not Environment.read().uses_mpi:
@@ -54,7 +48,7 @@ def library() -> Any:
 def problem(environment: Environment) -> Problem | None:
     """Return why this process, which mpirun has started, cannot meet the others. Starts MPI. Collective."""
     count = environment.world_size
-    if not is_installed():
+    if missing("mpi"):
         what = f"started {count} processes, which find each other through mpi4py, and it is not installed"
         return Problem("mpirun", what, f"{INSTALL}, or torchrun --nproc-per-node={count} train.py ...")
     try:

@@ -16,7 +16,7 @@ from framework.config.schema import RunConfig
 from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
 from framework.launch.elastic.membership import Meeting, Membership, Superseded
 from framework.launch.failures import cause, record_failure, recorded_failures, report
-from framework.launch.scratch import new_folder, remove_leftovers
+from framework.launch.scratch import new_folder, remove_scratch
 from framework.launch.worker import Agent, prepare, work
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
@@ -52,7 +52,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
         if (code := _enter(meeting)) is not None:
             return code
         try:
-            remove_leftovers(directory.path)
+            remove_scratch(directory.path)
             with new_folder(directory.path) as scratch:
                 entry = _Entry(config, meeting.folder)
                 agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)

@@ -19,7 +19,7 @@ from framework.runtime.files import lock_file, write_atomically
 
 
 @dataclass
-class Node:
+class Member:
     """A node's agent. It takes part in the round, with running workers, unless it waits for the next round."""
 
     host: str
@@ -39,7 +39,7 @@ class Membership:
     num_workers: int  # of each node
     max_restarts: int
     attempt: list[int] = field(default_factory=list)  # of a Slurm job: a newer attempt takes the place of an older one
-    nodes: dict[int, Node] = field(default_factory=dict)
+    nodes: dict[int, Member] = field(default_factory=dict)
     num_nodes_ever: int = 0
     round: int = 0
     members: list[int] = field(default_factory=list)  # of the round, by rank, including nodes that have left it
@@ -80,7 +80,7 @@ class Membership:
         """Become another attempt's. The numbers of nodes and rounds stay used: some of their files may be left."""
         vars(self).update(vars(fresh) | {"num_nodes_ever": self.num_nodes_ever, "round": self.round})
 
-    def add(self, node: Node) -> int:
+    def add(self, node: Member) -> int:
         self.num_nodes_ever += 1
         self.nodes[self.num_nodes_ever] = node
         return self.num_nodes_ever
@@ -123,7 +123,7 @@ _BEAT_S = 1.0
 _DEAD_AFTER_S = 8.0  # without a beat
 
 
-RECORD = TypeAdapter(Membership)
+MEMBERSHIP = TypeAdapter(Membership)
 
 
 class Superseded(RunEnded):
@@ -142,7 +142,7 @@ class Meeting:
         self.number = 0  # this node's
         self._file = folder / "membership.json"
         self._new = lambda: Membership(sizes, num_workers, max_restarts, attempt)
-        self._node = Node(node_name(), os.getpid(), attempt)
+        self._node = Member(node_name(), os.getpid(), attempt)
         self._came = time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}  # of each node: its last beat, and when this process saw it
         self._left = threading.Event()
@@ -184,7 +184,7 @@ class Meeting:
 
     def _read(self) -> Membership:
         try:
-            membership = RECORD.validate_json(self._file.read_bytes())
+            membership = MEMBERSHIP.validate_json(self._file.read_bytes())
         except FileNotFoundError:
             return self._new()
         for number in [number for number in membership.nodes if self._is_dead(number)]:
@@ -200,7 +200,7 @@ class Meeting:
             self._write(membership)
 
     def _write(self, membership: Membership) -> None:
-        write_atomically(self._file, RECORD.dump_json(membership, indent=1).decode() + "\n")
+        write_atomically(self._file, MEMBERSHIP.dump_json(membership, indent=1).decode() + "\n")
 
     def wait_for_next(self, membership: Membership) -> None:
         """Become a node that waits, even if the others considered this node dead. Within `change`."""

@@ -12,7 +12,7 @@ from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.seam import EngineAround, Step, Sums
 from framework.optim.groups import BuildOptimizer, Trainable
 from framework.optim.optimizers import stand_in
-from framework.parallel.server.rpc import Gradients, call, gradients_of, join, on_cpu, serve
+from framework.parallel.server.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 
 
 class Hogwild(EngineAround):
@@ -32,7 +32,7 @@ class Hogwild(EngineAround):
         self._num_samples = 0  # this rank's, in the current step
         self._is_measured = False
         self._pushed: Gradients = []
-        join(world)
+        join_rpc(world)
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._pull()
@@ -82,7 +82,7 @@ class Hogwild(EngineAround):
 
     @torch.no_grad()
     def _pull(self) -> None:
-        values = self._server.current() if self._server is not None else call("current")
+        values = self._server.current() if self._server is not None else call_remote("current")
         for parameter, value in zip(self._parameters, values):
             parameter.copy_(value)
 
@@ -96,7 +96,7 @@ class Hogwild(EngineAround):
         if self._server is not None:
             self._server.update(self._pushed, [group["lr"] for group in optimizer.param_groups])
         else:
-            call("update_by_factor", sent, optimizer.param_groups[0]["lr"])
+            call_remote("update_by_factor", sent, optimizer.param_groups[0]["lr"])
 
     def _put_back(self, *_: object) -> None:
         for parameter, gradient in zip(self._parameters, self._pushed):

@@ -25,7 +25,7 @@ def name_of(rank: int) -> str:
     return f"rank{rank}"
 
 
-def join(world: World, *, lost: Callable[[int, Exception], None] | None = None) -> None:
+def join_rpc(world: World, *, lost: Callable[[int, Exception], None] | None = None) -> None:
     """Let this rank answer the calls of the others until the world ends. Collective.
 
     Rank 0 calls `lost`, from another thread, with a rank that has died and the error that rpc gave.
@@ -74,7 +74,7 @@ def serve(server: Any) -> None:
     _SERVED[:] = [server]
 
 
-def call(method: str, *arguments: Any) -> Any:
+def call_remote(method: str, *arguments: Any) -> Any:
     """Call a method of the object that rank 0 serves, in rank 0's process, and return its result.
 
     A method that returns a future keeps no thread of rank 0 waiting.

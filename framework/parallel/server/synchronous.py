@@ -14,7 +14,7 @@ from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.seam import EngineAround, Step, Sums
 from framework.optim.groups import BuildOptimizer, Trainable
 from framework.optim.optimizers import stand_in
-from framework.parallel.server.rpc import Gradients, call, gradients_of, join, on_cpu, serve
+from framework.parallel.server.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 
 
 class Synchronous(EngineAround):
@@ -73,7 +73,7 @@ class Server:
         self.read = self._notices.read
         self._num_shared = 0
         serve(self)  # before any other rank can call
-        join(world, lost=lambda rank, error: self._inboxes[rank].put(error))
+        join_rpc(world, lost=lambda rank, error: self._inboxes[rank].put(error))
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
         # in the order of the ranks, not of arrival: the same step has the same bits again
@@ -136,13 +136,13 @@ class Client:
     def __init__(self, world: World) -> None:
         self._rank = world.rank
         self._num_shared = 0
-        join(world)
+        join_rpc(world)
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
         # it waits until the gradients have arrived: the loop will change them
-        call("hand_in", gradients_of(parameters), self._rank)
+        call_remote("hand_in", gradients_of(parameters), self._rank)
 
     def share(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-        values: list[Tensor] = call("read", self._num_shared)
+        values: list[Tensor] = call_remote("read", self._num_shared)
         self._num_shared += 1
         return values

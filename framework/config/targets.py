@@ -4,15 +4,14 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args, get_type_hints, is_typeddict
 
 from framework.config.folders import ROOT, enter_project
 from framework.config.renamed import current_target
-
-Node = Mapping[str, Any]
+from framework.config.schema import Node
 
 HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # keys of a node that are not arguments of its target
 
@@ -30,7 +29,7 @@ def locate(target: str) -> Callable[..., Any]:
     if len(parts) < 2 or not all(parts):
         raise ValueError(f"_target_={target} is not a dotted path, as in package.module.Name")
     if parts[0] == "models":
-        _join_models()
+        _join_models(parts[1])
     found: Any = None
     try:
         found = importlib.import_module(parts[0])
@@ -45,12 +44,17 @@ def locate(target: str) -> Callable[..., Any]:
     return found
 
 
-def _join_models() -> None:
-    """Join the user's package `models` and ours, so that neither hides the other."""
+def _join_models(name: str) -> None:
+    """Join the user's package `models` and ours. ValueError if both have a module of this name."""
     models = importlib.import_module("models")
     ours = str(ROOT / "models")
     if ours not in models.__path__:
         models.__path__.append(ours)
+    folders = list(
+        dict.fromkeys(os.path.realpath(folder) for folder in models.__path__ if os.path.exists(f"{folder}/{name}.py"))
+    )
+    if len(folders) > 1:
+        raise ValueError(f"_target_=models.{name} names two files: give {folders[0]}/{name}.py another name")
 
 
 def component(node: Node, **given: Any) -> Callable[..., Any]:
@@ -59,18 +63,28 @@ def component(node: Node, **given: Any) -> Callable[..., Any]:
     Nested nodes with a `_target_` are built first. ValueError if a target cannot be imported. This is not
     `hydra.utils.instantiate`, whose partials look up their target at every call: 0.1 ms in every step.
     """
-    values = {key: instantiated(value) for key, value in (dict(node) | given).items() if key not in HYDRAS}
-    return functools.partial(locate(node["_target_"]), *map(instantiated, node.get("_args_", ())), **values)
+    build = instantiated if node.get("_recursive_", True) else lambda value: value
+    values = {key: build(value) for key, value in (node | given).items() if key not in HYDRAS}
+    return functools.partial(locate(node["_target_"]), *map(build, node.get("_args_", ())), **values)
 
 
 def instantiated(value: Any) -> Any:
     """Return plain data with every node that has a `_target_` built (or bound, with `_partial_: true`)."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         if "_target_" in value:
             bound = component(value)
             return bound if value.get("_partial_") else bound()
         return {key: instantiated(item) for key, item in value.items()}
     return [instantiated(item) for item in value] if isinstance(value, list) else value
+
+
+def nodes_in(value: Any, key: str) -> Iterator[tuple[str, Node]]:
+    """Yield the nodes with a `_target_` in plain data whose key is `key`, with theirs; not the nodes in these."""
+    if isinstance(value, dict) and "_target_" in value:
+        yield key, value
+    elif isinstance(value, (dict, list)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from nodes_in(item, f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]")
 
 
 @dataclass(frozen=True)
@@ -125,11 +139,3 @@ def arguments_of(node: Node, *, group: str) -> Signature:
     given = node.get("_args_", [])
     taken = list(signature.arguments)[: len(given) if isinstance(given, list) else 0]
     return Signature({name: p for name, p in signature.arguments.items() if name not in taken}, signature.takes_any)
-
-
-def source_file(target: str) -> Path | None:
-    """Return the file that defines a component, if it is Python."""
-    try:
-        return Path(inspect.getsourcefile(inspect.unwrap(locate(target))) or "")
-    except TypeError:
-        return None
