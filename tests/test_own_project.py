@@ -1,6 +1,7 @@
 """A researcher's own folder: any callable is a component, and their configuration is found before ours."""
 
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -62,6 +63,10 @@ def flatten():
 
 def stack(layers):
     return nn.Sequential(*layers)
+
+
+def lazy():
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
 
 
 def head(in_features, num_classes):
@@ -207,6 +212,8 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -
             ["model._target_=mynet.stack", "model.layers=[{_target_: mynet.haed}]"],
             ["model.layers[0]._target_", "did you mean head?"],
         ),
+        (["model._target_=mynet.lazy"], ["model: 1.weight has no shape"]),
+        (["parallel._target_=mynet.later"], ["parallel: mynet.later takes no world and forward"]),
         (["model=mynet", "model._args_=5"], ["model._args_: 5", "a list"]),
         (["dataset._target_=mynet.Config"], ["dataset:", "mynet.Config has no info, problems, load, transform"]),
         (["optimizer.groups=[{match: '*', weight_dcay: 0}]"], ["optimizer.groups", "did you mean weight_decay?"]),
@@ -461,7 +468,10 @@ def test_models_of_theirs_and_of_ours_do_not_hide_each_other(folder: Path) -> No
 
 
 def test_a_file_of_theirs_may_not_be_called_as_one_of_ours(folder: Path) -> None:
-    """Whose `models.mlp` it is would depend on the folder."""
+    """Whose `models.mlp` it is would depend on the folder; a copy is the same."""
+    write(folder, **{"models/mlp.py": (ROOT / "models" / "mlp.py").read_text()})
+    trains("model=mlp", "model.dim=4", folder=folder)
+    shutil.rmtree(folder / "runs")
     write(folder, **{"models/mlp.py": MYNET})
     for line in (["model=mlp"], ["model._target_=models.mlp.Net"]):
         assert "give models/mlp.py another name" in refused(*line, folder=folder).replace(f"{folder}/", "")

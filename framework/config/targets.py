@@ -4,9 +4,9 @@ import difflib
 import functools
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args, get_type_hints, is_typeddict
 
 from framework.config.folders import ROOT, enter_project
@@ -45,16 +45,14 @@ def locate(target: str) -> Callable[..., Any]:
 
 
 def _join_models(name: str) -> None:
-    """Join the user's package `models` and ours. ValueError if both have a module of this name."""
+    """Join the user's package `models` and ours. ValueError if both have a module of this name, and they differ."""
     models = importlib.import_module("models")
     ours = str(ROOT / "models")
     if ours not in models.__path__:
         models.__path__.append(ours)
-    folders = list(
-        dict.fromkeys(os.path.realpath(folder) for folder in models.__path__ if os.path.exists(f"{folder}/{name}.py"))
-    )
-    if len(folders) > 1:
-        raise ValueError(f"_target_=models.{name} names two files: give {folders[0]}/{name}.py another name")
+    files = [path for folder in models.__path__ if (path := Path(folder, f"{name}.py")).exists()]
+    if len({path.read_bytes() for path in files}) > 1:
+        raise ValueError(f"_target_=models.{name} names two files: give {files[0]} another name")
 
 
 def component(node: Node, **given: Any) -> Callable[..., Any]:

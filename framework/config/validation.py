@@ -80,10 +80,6 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
     return problems + [Problem(f"{key}.{name}", "is missing", f"{node['_target_']} needs it") for name in missing]
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, dict) and "_target_" in value
-
-
 _PLAIN = (int, float, bool, str, list, dict, type(None))
 
 
@@ -171,7 +167,7 @@ def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
 
 def _unknown(key: str, value: Any, *, known: list[str]) -> list[Problem]:
     """Return a problem for each key that does not exist: `value` may hold several."""
-    if isinstance(value, dict) and value and not _is_node(value):
+    if isinstance(value, dict) and value and "_target_" not in value:
         return [problem for name, item in value.items() for problem in _unknown(f"{key}.{name}", item, known=known)]
     section, _, name = key.rpartition(".")
     of = [group for group in groups() if not section and value in options(group) and nearest(name, [group])]

@@ -33,6 +33,8 @@ def dry_build(config: RunConfig) -> list[Problem]:
         return [Problem.of_error("model", error)]
     if not isinstance(model, nn.Module):
         return [Problem("model", f"{config.model['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
+    if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
+        return [Problem("model", f"{lazy[0]} has no shape before the first batch", "a layer with its sizes, not a lazy one")]
     if MODES[config.mode].about == "existing run":
         switch_off_dropout(model)
     if (path := config.model.get("init_from")) and not (fit := Fit.of(read_header(Path(path)), model)).fitting:
@@ -123,7 +125,11 @@ def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precisio
 def _check_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num_processes: int) -> list[Problem]:
     """Ask the strategy's module, if it has a function `problems`, whether the strategy can run this model."""
     strategy = locate(parallel["_target_"])
-    if demands.bitwise and "bitwise" not in inspect.signature(strategy).parameters:
+    taken = inspect.signature(strategy).parameters
+    if not ({"world", "forward"} <= taken.keys() or any(one.kind is one.VAR_KEYWORD for one in taken.values())):
+        what = f"{parallel['_target_']} takes no world and forward"
+        return [Problem("parallel", what, "a strategy, as in framework/parallel/single.py")]
+    if demands.bitwise and "bitwise" not in taken:
         what = "bitwise, but this strategy sums in an order of its own collectives"
         return [Problem("invariance", what, "parallel=single, ddp or zero, or invariance=samples")]
     problems = getattr(inspect.getmodule(strategy), "problems", None)

@@ -224,7 +224,9 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
         else:
             fixed.append(text)
     is_search = sweeper is not None or "hydra/sweeper=optuna" in hydras
-    problems += [Problem(key, "cannot be swept", "one value for all jobs") for key in swept if is_hydras(key) or key == "mode"]
+    for key in [key for key in swept if is_hydras(key) or key == "mode"]:
+        problems.append(Problem(key, "cannot be swept", "one value for all jobs"))
+        del swept[key]
     if isinstance(launcher, SubmititSlurm) and any(text.startswith("launch=") and text != "launch=slurm" for text in fixed):
         problems.append(Problem("launch", "is not slurm, but hydra/launcher=submitit_slurm is", "one of the two"))
         launcher = Launcher()

@@ -182,7 +182,7 @@ def test_one_process_composes_whatever_the_number_of_workers(tmp_path: Path) -> 
                 file.write(f"{os.getpid()}\n")
             return compose_line(overrides)
 
-        command_line.compose = counted  # type: ignore[assignment]
+        command_line.compose_line = counted  # type: ignore[assignment]
 
     finished(*RUN, *STRATEGIES["ddp 3"], root=tmp_path / "runs", before=plant)
     assert len(composers.read_text().splitlines()) == 1
