@@ -114,17 +114,15 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     OmegaConf.set_struct(config, False)
     written: Any = OmegaConf.to_container(config)
     known = list(flat(written))
-    own = _own_sections(config)
-    for name in own:
+    for name in _own_sections(config):
         OmegaConf.update(config, f"extra.{name}", f"${{{name}}}", force_add=True)
     for override in sorted(values, key=lambda override: not override.key_or_group.endswith("._target_")):
         key = key_of(override)
-        if (
-            key.split(".")[0] in own
-            and override.type == OverrideType.CHANGE
-            and not any(is_below(name, [key]) for name in known)
-        ):
-            problems.append(Problem(key, "unknown key", did_you_mean(key, known) or f"+{key} is a new one"))
+        group = key.split(".")[0]
+        is_new = group in own_groups() and not any(is_below(name, [key]) for name in known)
+        if is_new and (group not in config or override.type == OverrideType.CHANGE):
+            expected = f"+{key} is a new one" if group in config else f"+{group}=OPTION chooses one"
+            problems.append(Problem(key, "unknown key", did_you_mean(key, known) or expected))
         else:
             problems += apply(config, override)
     return config, known, problems

@@ -1,5 +1,6 @@
 """Learning-rate schedules: pure functions of the step, so there is nothing to save. They return the share of `lr`."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -50,6 +51,8 @@ def tabulated(make: Callable[[torch.optim.Optimizer], Any], *, lr: float) -> Cal
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = make(optimizer)
+    if any(one.default is one.empty for one in inspect.signature(scheduler.step).parameters.values()):
+        raise ValueError(f"{type(scheduler).__name__} steps by a metric, and a schedule here is a function of the step alone")
     rates = [float(optimizer.param_groups[0]["lr"])]
 
     def share(step: int) -> float:
