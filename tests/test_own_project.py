@@ -214,6 +214,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -
         ),
         (["model._target_=mynet.lazy"], ["model: 1.weight has no shape"]),
         (["parallel._target_=mynet.later"], ["parallel: mynet.later takes no world and forward"]),
+        (["model=mynet", "model._partial_=true"], ["model._partial_: true gives a function"]),
         (["model=mynet", "model._args_=5"], ["model._args_: 5", "a list"]),
         (["dataset._target_=mynet.Config"], ["dataset:", "mynet.Config has no info, problems, load, transform"]),
         (["optimizer.groups=[{match: '*', weight_dcay: 0}]"], ["optimizer.groups", "did you mean weight_decay?"]),

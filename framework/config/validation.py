@@ -61,6 +61,8 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
     problems: list[Problem] = []
     if not isinstance(node.get("_args_", []), list):
         problems.append(Problem(f"{key}._args_", f"{shown(node['_args_'])} is not valid", "a list"))
+    if node.get("_partial_") and key in ("model", "dataset", "task"):
+        problems.append(Problem(f"{key}._partial_", "true gives a function, where the run needs what it returns", "without it"))
     values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
     inner = {name: list(nodes_in(value, f"{key}.{name}")) for name, value in node.items() if node.get("_recursive_", True)}
     others = [other for other in known if not other.startswith(f"{key}.")]  # an option's keys may belong to another component
