@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 import torch
 
-from framework.cli.run import checked_line
+from framework.cli.run import admit, checked_line
 from framework.config.folders import groups, options
 from framework.config.schema import RunConfig
 from framework.distributed.mpi import start as mpi
@@ -208,11 +208,11 @@ def lines(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:60])
-def test_is_refused_with_its_line(line: str, tmp_path: Path) -> None:
-    ended = command(*line.split(" "), root=tmp_path / "runs")
-    assert lines(ended.output) == MALFORMED[line]
-    assert ended.code == Exit.CONFIGURATION
-    assert not list(ended.root.iterdir())
+def test_is_refused_with_its_line(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = admit([*line.split(" "), f"run.root={tmp_path}/runs"], world_size=None)  # `start`, but for what would follow
+    assert lines(capsys.readouterr().err) == MALFORMED[line]
+    assert code == Exit.CONFIGURATION
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_backend_that_this_build_lacks_is_refused() -> None:
