@@ -192,9 +192,11 @@ def finished(*overrides: str, root: Path, **options: Any) -> Ended:
     return ended
 
 
-def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """Return the values as a test's parameters, all but the quick ones marked slow."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+def slow_but(quick: Iterable[Any], values: Iterable[Any], *, unpack: bool = False) -> list[Any]:
+    """Return the values as a test's parameters, all but the quick ones marked slow. `unpack`: a value is several parameters."""
+    return [
+        value if value in quick else pytest.param(*(value if unpack else [value]), marks=pytest.mark.slow) for value in values
+    ]
 
 
 def exact_rows(ended: Ended) -> list[dict[str, Any]]:

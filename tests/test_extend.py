@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import typed
 from tests.pages import ROOT, Command, blocks, commands, files
 
 PAGE = "docs/extend.md"
@@ -46,19 +48,12 @@ def test_two_files_of_each_kind() -> None:
 
 @pytest.mark.parametrize("command", commands(PAGE), ids=lambda command: command.line)
 def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) -> None:
-    line = f"{command.line} trainer.max_steps=3 trainer.log_every=1 run.root={tmp_path}/runs"
-    done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=extended,
-        env=steadfast(tmp_path / "bin"),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "test  loss" in done.stdout
+    program, *words = shlex.split(command.line)
+    ended = typed(*words, "trainer.max_steps=3", "trainer.log_every=1", f"run.root={tmp_path}/runs", directory=extended)
+    assert program == "steadfast" and ended.code == 0, ended.output
+    assert "test  loss" in ended.output
     (metrics,) = tmp_path.rglob("metrics.jsonl")
-    if "csv_file" in line:
+    if "csv_file" in command.line:
         rows = [json.loads(row) for row in metrics.read_text().splitlines()]
         with open(metrics.with_name("losses.csv")) as file:
             written = list(csv.reader(file, delimiter="|"))

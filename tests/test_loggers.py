@@ -264,7 +264,7 @@ def note_processes(folder: Path) -> Callable[[], None]:
     return plant
 
 
-@pytest.mark.parametrize("strategy", [[], DDP], ids=["single", "ddp 2"])
+@pytest.mark.parametrize("strategy", slow_but([DDP], [[], DDP]), ids=["single", "ddp 2"])
 def test_wandb_is_one_run_equal_to_metrics_jsonl_after_three_resumes(strategy: list[str], tmp_path: Path) -> None:
     line, root = [*RUN, *strategy, *OFFLINE], tmp_path / "runs"
     is_there = lambda: written(root, "*.wandb")  # noqa: E731

@@ -22,7 +22,7 @@ from framework.optim.precision import PRECISIONS, LossScale
 from framework.optim.update import AveragedWeights
 from framework.runtime.exits import Diverged
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
 from tests.test_resume import after_step, preempt
 
 # --- optimizers under strategies, in float64; matrices of odd sizes, so that no shard is even
@@ -62,8 +62,9 @@ def test_every_optimizer_is_tested_here() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "ranks"),
-    [("muon", "fsdp", 2), ("muon", "fsdp", 3), ("muon", "ddp", 2), ("sgd", "fsdp", 2), ("sgd", "fsdp", 3),
-     ("sgd", "ddp", 2), ("sgd", "ddp", 3), ("adam", "fsdp", 2), ("adamw", "fsdp", 3)],
+    slow_but([("muon", "fsdp", 3), ("muon", "ddp", 2), ("sgd", "fsdp", 2), ("sgd", "ddp", 3)],
+             [("muon", "fsdp", 2), ("muon", "fsdp", 3), ("muon", "ddp", 2), ("sgd", "fsdp", 2), ("sgd", "fsdp", 3),
+              ("sgd", "ddp", 2), ("sgd", "ddp", 3), ("adam", "fsdp", 2), ("adamw", "fsdp", 3)], unpack=True),
 )  # fmt: skip
 def test_an_optimizer_takes_the_same_steps_on_shards(
     optimizer: str, strategy: str, ranks: int, alone: Callable[[str], Ended], tmp_path: Path

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import typed
 from tests.pages import ROOT
 from tests.test_own_project import MYNET, QUICK, write
 
@@ -95,8 +96,6 @@ def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_p
     ],
 )
 def test_what_is_not_installed_is_refused_with_the_command(line: list[str], module: str, extra: str, tmp_path: Path) -> None:
-    hide = f"import sys; sys.modules[{module!r}] = None; sys.path.insert(0, {str(ROOT)!r})"
-    script = f"{hide}; from framework.main import entry; sys.argv[1:] = {line!r}; entry()"
-    output = run([sys.executable, "-c", script], tmp_path, code=78)
-    assert f"steadfast[{extra}]" in output and "Traceback" not in output
+    ended = typed(*line, directory=tmp_path, before=lambda: sys.modules.update({module: None}))
+    assert ended.code == 78 and f"steadfast[{extra}]" in ended.output and "Traceback" not in ended.output
     assert not (tmp_path / "runs").exists()
