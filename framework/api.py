@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from framework.cli.run import checked_line, start
+from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
-from framework.config.schema import RunConfig
+from framework.config.modes import MODES
+from framework.config.schema import RunConfig, completed
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, read_rows
 from framework.runtime.environment import Environment
@@ -65,7 +67,7 @@ class Run:
 
 
 def compose(*overrides: str) -> RunConfig:
-    """Return the complete, checked configuration of a command line. ConfigurationError if anything is wrong with it."""
+    """Return the complete configuration of a command line, checked before any model is built. ConfigurationError otherwise."""
     checked = checked_line(list(overrides))
     if checked.config is None:
         raise ConfigurationError(checked.problems)
@@ -80,6 +82,8 @@ def run(*overrides: str) -> Run:
     RunFailed if the run fails.
     """
     config = compose(*overrides)
+    if not MODES[config.mode].worker:
+        raise ConfigurationError([Problem("mode", f"{config.mode} prints, and runs nothing", "the command line")])
     with _as_before():
         code = start(list(overrides))
     done = Run(Path(config.run.dir))
@@ -117,7 +121,8 @@ def load(directory: str | os.PathLike[str], *, checkpoint: int | str = "final") 
     from framework.modes.load_run import load_run
 
     path = Path(directory)
-    config = RunConfig.model_validate(recall(path)).with_run(dir=str(path), checkpoint=checkpoint)
+    plain = completed(recall(path), compose_line([]).config)
+    config = RunConfig.model_validate(plain).with_run(dir=str(path), checkpoint=checkpoint)
     world = World.start(Environment(), backend="gloo", timeout_s=60.0, scratch=None)
     with _as_before():
         return load_run(Builder(config, world=world)).module.eval()

@@ -1,6 +1,7 @@
 """A canary for each name of torch that is not public: a release that takes one away, or changes it, fails here by its name."""
 
 import ast
+import importlib
 import os
 import signal
 from datetime import timedelta
@@ -98,6 +99,10 @@ def test_ddp_leaves_buffers_and_gradients_alone_when_asked(alone: dist.ProcessGr
 def test_rpc_takes_these_transports() -> None:
     options = ours.rpc_options(init_method="file:///nowhere", timeout_s=3.0, num_threads=2)
     assert options.rpc_timeout == 3.0 and options.num_worker_threads == 2
+
+
+def test_redistributions_are_logged_by_this_logger() -> None:
+    assert importlib.import_module(ours.REDISTRIBUTION_LOG).logger.name == ours.REDISTRIBUTION_LOG
 
 
 def test_a_loader_ends_its_processes() -> None:

@@ -118,6 +118,8 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
         if isinstance(value, list):
             return [replaced(item, key) for item in value]
         named = _DATA.fullmatch(value) if isinstance(value, str) else None
+        if named is None and "${data:" in str(value):
+            problems.append(Problem(key, f"{value} is not valid", "a fact is the whole of a value, as in ${data:num_classes}"))
         if named is not None and named[1] not in info:
             problems.append(Problem(key, f"the dataset does not give {named[1]!r}", f"it gives {', '.join(info) or 'nothing'}"))
         return value if named is None else info.get(named[1])
@@ -158,8 +160,9 @@ def _offer(info: Mapping[str, int]) -> str:
     """Return the facts of the data, and the models that need no other."""
     fitting = []
     for name in options("model"):
-        needed = [key for key, value in option_node("model", name).items() if value is None and _is_fact(key)]
-        if all(fact(key, info) is not None for key in needed):
+        node = option_node("model", name)
+        needed = [key for key, value in node.items() if value is None and _is_fact(key)]
+        if "_target_" in node and all(fact(key, info) is not None for key in needed):
             fitting.append(f"model={name}")
     return f"it gives {', '.join(info) or 'nothing'}, which fits {', '.join(fitting) or 'no model here'}"
 

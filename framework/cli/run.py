@@ -9,7 +9,7 @@ from framework.config.draft import Draft
 from framework.config.frozen_file import recall
 from framework.config.identity import is_below
 from framework.config.modes import MODES, Command, Mode
-from framework.config.schema import SECTIONS, RunConfig
+from framework.config.schema import RunConfig, completed
 from framework.config.targets import locate
 from framework.config.validation import validate
 from framework.launch.claim import ClaimedRun, claim, is_finished, print_problems
@@ -120,12 +120,11 @@ def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
         problems.append(Problem("launch", f"mode={mode.name} is no job, and runs on one node",
                                 "launch=local, or torchrun within a job of your own"))  # fmt: skip
     if problems or asked is None:
-        return composed._replace(problems=problems or draft.problems)
+        known = {problem.key for problem in problems}
+        return composed._replace(problems=problems + [problem for problem in draft.problems if problem.key not in known])
     directory = RunDirectory(Path(asked.run.dir))
     try:
-        kept, plain = recall(directory.path), asked.plain()
-        plain |= kept | {name: plain[name] | kept[name] for name in SECTIONS if name in kept}  # its version knew fewer keys
-        frozen = validate(composed._replace(config=plain))
+        frozen = validate(composed._replace(config=completed(recall(directory.path), asked.plain())))
     except ValueError as error:
         return composed._replace(problems=[_no_run(str(error))])
     run = frozen.config

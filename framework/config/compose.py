@@ -26,15 +26,25 @@ from framework.config.identity import EXECUTION, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, key_of, one_line, parse, sort_overrides
 from framework.config.renamed import renamed
-from framework.config.schema import RunConfig
+from framework.config.schema import COMPONENTS, RunConfig
 from framework.config.spelling import did_you_mean
 from framework.runtime.problem import Problem
 
-FAULTY_FILE = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # what composing raises for it
+# what composing raises for a faulty file
+FAULTY_FILE = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    OSError,
+    RecursionError,
+    ValueError,
+    TypeError,
+    AttributeError,
+)
 
 
 class Composed(NamedTuple):
-    """The result of composing a command line. If there are problems, `config` serves only to find more of them."""
+    """The result of composing a command line. If there are problems, `config` serves only to find more; it may be empty."""
 
     config: dict[str, Any]
     problems: list[Problem]
@@ -85,6 +95,9 @@ def compose_line(overrides: list[str]) -> Composed:
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
         what = "cannot be chosen: it is a hash of what decides the result"
         problems.append(Problem("run.id", what, "name and run.dir can"))
+    for key, value in flat(plain).items():
+        if "${data:" in str(value) and not is_below(key, (*COMPONENTS, "logger", "extra")):
+            problems.append(Problem(key, f"{value} is not valid", "facts of the data are for components"))
     given = [override.key_or_group for override in map(parse, overrides) if override is not None]
     return Composed(plain, problems, known, given)
 
@@ -109,8 +122,7 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     try:
         config = _compose(choices)
     except FAULTY_FILE as error:
-        problems.append(Problem(" ".join(choices) or "conf", one_line(error)))
-        config = _compose([])
+        return OmegaConf.create(), [], [*problems, Problem(" ".join(choices) or "conf", one_line(error))]
     OmegaConf.set_struct(config, False)
     written: Any = OmegaConf.to_container(config)
     known = list(flat(written))

@@ -60,15 +60,24 @@ def option_file(group: str, option: str) -> Path:
 
 
 def option_node(group: str, option: str) -> dict[str, Any]:
-    """Return the content of an option's file, interpolations unresolved."""
-    return yaml.safe_load(option_file(group, option).read_text()) or {}
+    """Return the content of an option's file, interpolations unresolved; nothing of a faulty file, which composing reports."""
+    return _content(option_file(group, option))
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @cache  # every override of every job of a sweep asks
 def defaults_in(path: Path) -> dict[str, str]:
     """Return the defaults of a primary configuration: the options by group. A whole configuration has the option ""."""
-    entries = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
-    chosen = [pair for entry in entries for pair in (entry.items() if isinstance(entry, dict) else [(entry, "")])]
+    entries = _content(path).get("defaults")
+    listed = entries if isinstance(entries, list) else []
+    chosen = [pair for entry in listed for pair in (entry.items() if isinstance(entry, dict) else [(entry, "")])]
     return {str(group).split()[-1].lstrip("/"): str(option) for group, option in chosen}
 
 

@@ -28,7 +28,7 @@ def help_text(overrides: list[str]) -> str:
 
 
 def _option_help(group: str, option: str) -> str:
-    text = option_file(group, option).read_text()
+    text = option_file(group, option).read_text(errors="replace")
     is_global = text.startswith("# @package _global_")
     target = option_node(group, option).get("_target_")
     head = [f"{group}={option}  {_comment(group, option)}".rstrip(), *([f"  {target}"] if target else [])]
@@ -47,7 +47,7 @@ def _line(left: str, right: str, *, width: int) -> str:
 
 
 def _comment(group: str, name: str) -> str:
-    lines = option_file(group, name).read_text().splitlines()
+    lines = option_file(group, name).read_text(errors="replace").splitlines()
     first = next((line for line in lines if not line.startswith("# @package")), "")
     return first.removeprefix("# ") if first.startswith("#") else ""
 

@@ -189,4 +189,4 @@ def one_line(error: Exception) -> str:
     """Return an error of Hydra or OmegaConf in one line."""
     if "ecursi" in str(error):  # OmegaConf detects one kind itself; the other ends in Python's RecursionError
         return "it refers to itself"
-    return " ".join(str(error).split("\n    full_key:")[0].split())
+    return " ".join(str(error).split("\n    full_key:")[0].split()).split(" Config search path:")[0]

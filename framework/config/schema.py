@@ -119,7 +119,7 @@ class EvalSection(Section):
 
 
 class ExportSection(Section):
-    formats: list[Literal["safetensors", "pt2", "onnx"]] | None
+    formats: Annotated[list[Literal["safetensors", "pt2", "onnx"]], Field(min_length=1)] | None
 
 
 class SlurmSection(Section):
@@ -250,8 +250,12 @@ def section_of(annotation: Any) -> type[Section] | None:
     return found[0] if found else None
 
 
-# the fields of the root that are sections
-SECTIONS = [name for name, field in RunConfig.model_fields.items() if section_of(field.annotation)]
+def completed(values: dict[str, Any], defaults: dict[str, Any], *, section: type[Section] = RunConfig) -> dict[str, Any]:
+    """Return a section's values with the default for each key that is missing: an earlier version did not know it."""
+    kinds = {name: section_of(field.annotation) for name, field in section.model_fields.items() if name in values}
+    inner = {name: completed(values[name], defaults[name], section=kind) for name, kind in kinds.items()
+             if kind is not None and isinstance(values[name], dict) and isinstance(defaults.get(name), dict)}  # fmt: skip
+    return defaults | values | inner
 
 
 def keys_of(section: type[Section], prefix: str = "") -> list[str]:

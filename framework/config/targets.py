@@ -91,6 +91,7 @@ class Signature:
 
     arguments: dict[str, inspect.Parameter]
     takes_any: bool  # the target has **kwargs
+    by_place: tuple[str, ...] = ()  # the arguments that `_args_` gives, in this order
 
     @property
     def required(self) -> list[str]:
@@ -114,7 +115,8 @@ def signature_of(target: str, *, group: str = "") -> Signature:
         num_given = 1  # a scheduler of torch takes the optimizer alone
     hidden = {*named, *(p.name for p in by_place[:num_given])}
     settable = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in hidden]
-    return Signature({p.name: p for p in settable}, takes_any=any(p.kind == p.VAR_KEYWORD for p in parameters))
+    takes_any, names = any(p.kind == p.VAR_KEYWORD for p in parameters), tuple(p.name for p in by_place[num_given:])
+    return Signature({p.name: p for p in settable}, takes_any=takes_any, by_place=names)
 
 
 def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -135,5 +137,5 @@ def arguments_of(node: Node, *, group: str) -> Signature:
     """Return the arguments that are left for the node's keys after its positional `_args_`."""
     signature = signature_of(str(node.get("_target_")), group=group)
     given = node.get("_args_", [])
-    taken = list(signature.arguments)[: len(given) if isinstance(given, list) else 0]
+    taken = signature.by_place[: len(given) if isinstance(given, list) else 0]
     return Signature({name: p for name, p in signature.arguments.items() if name not in taken}, signature.takes_any)

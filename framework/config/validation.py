@@ -23,6 +23,8 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 def validate(composed: Composed) -> Draft:
     """Validate our own sections, which needs no import; `component_problems` validates the components' nodes."""
     config, known = composed.config, composed.known
+    if not config.keys() - {"logger"}:
+        return Draft({}, composed.problems)
     valid: dict[str, Any] = {}
     unknown = config.keys() - RunConfig.model_fields.keys()
     problems = composed.problems + [problem for name in unknown for problem in _unknown(name, config[name], known=known)]
@@ -61,6 +63,9 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
     problems: list[Problem] = []
     if not isinstance(node.get("_args_", []), list):
         problems.append(Problem(f"{key}._args_", f"{shown(node['_args_'])} is not valid", "a list"))
+    for flag in ("_partial_", "_recursive_"):
+        if not isinstance(node.get(flag, True), bool):
+            problems.append(Problem(f"{key}.{flag}", f"{shown(node[flag])} is not valid", "true or false"))
     if node.get("_partial_") and key in ("model", "dataset", "task"):
         problems.append(Problem(f"{key}._partial_", "true gives a function, where the run needs what it returns", "without it"))
     values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
@@ -78,6 +83,11 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
             problems += [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
     for inner_key, inner_node in itertools.chain(*inner.values()):
         problems += component_problems(inner_key, inner_node, known=known)
+    entries = node.get("groups") if "groups" in own else None  # of optimizer.groups
+    for number, entry in enumerate(entries if isinstance(entries, list) else []):
+        known_options = {name: entry[name] for name in signature.arguments if isinstance(entry, dict) and name in entry}
+        part = {"_target_": node["_target_"], "_partial_": True, **known_options}
+        problems += component_problems(f"{key}.groups[{number}]", part, known=known)
     missing = [name for name in signature.required if name not in values and not node.get("_partial_")]
     return problems + [Problem(f"{key}.{name}", "is missing", f"{node['_target_']} needs it") for name in missing]
 

@@ -32,7 +32,7 @@ def rules_of(groups: Sequence[Mapping[str, Any]]) -> list[Rule]:
     ValueError for an entry of another form.
     """
     rules: list[Rule] = []
-    for entry in groups if isinstance(groups, list) else [groups]:
+    for entry in groups if isinstance(groups, list) else [str(groups)]:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("match"), (str, list)) or len(entry) < 2:
             raise ValueError(f"groups={entry}: is not valid (a list of entries with names and options, as in "
                              '[{match: "*.bias", weight_decay: 0}])')  # fmt: skip

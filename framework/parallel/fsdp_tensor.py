@@ -11,6 +11,7 @@ from framework.engine.forward import Forward
 from framework.engine.seam import Engine
 from framework.parallel import fsdp
 from framework.parallel import tensor as tensors
+from framework.runtime.torch_internals import REDISTRIBUTION_LOG
 
 
 def fsdp_tensor(
@@ -41,4 +42,4 @@ def ignore_known() -> None:
     # a gathered output is a view of a DTensor; nobody changes it in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     # a norm is summed over one axis, then over the other: all processes do so in the same order
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    logging.getLogger(REDISTRIBUTION_LOG).setLevel(logging.ERROR)

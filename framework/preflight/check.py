@@ -33,20 +33,21 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, "logger") for parts in keys)
     imports &= not draft.call(_is_finished, otherwise=False)
     if imports:
-        draft.add(_check_data(draft, known=composed.known) + _check_components(draft, known=composed.known))
+        found = _check_data(draft, known=composed.known)
+        others = _check_components(draft, known=composed.known)
+        if found:  # without the data, a model lacks what they give
+            others = [problem for problem in others if problem.what != "is missing" or not problem.key.startswith("model.")]
+        draft.add(found + others)
     else:
-        draft.check(lambda dataset: _build_dataset(dataset)[1])
+        draft.check(lambda dataset: _build_dataset(dataset)[1], partial(_logger_problems, known=composed.known))
     draft.add(draft.change("launch", partial(with_processes, world_size=world_size)))
     draft.check(backend_problems)
     if draft.call(lambda mode: MODES[mode].about == "existing run"):
         draft.check(writing_problems)
     else:
         draft.check(*RULES, *([monitors_are_metrics] if imports else []))
-        draft.check(lambda name, run: place_problems(run))
-    seen: dict[str, Problem] = {}
-    for problem in _with_secrets(composed.config, draft.problems):
-        seen.setdefault(problem.key.partition("[")[0], problem)  # the first problem of a key causes the others
-    draft.problems = list(seen.values())
+        draft.check(lambda name, mode, run: place_problems(run))
+    draft.problems = _causes(_with_secrets(composed.config, draft.problems))
     draft.change("model", components.with_init_digest)
     return draft
 
@@ -56,6 +57,16 @@ def _is_finished(mode: str, run: RunSection) -> bool:
     if MODES[mode].about != "run" or run.resume == "never":
         return False
     return Path(run.dir).name == run.id and RunDirectory(Path(run.dir)).is_finished
+
+
+def _causes(problems: list[Problem]) -> list[Problem]:
+    """Return the problems without those that an earlier problem of the key, of its list or of an item of it has caused."""
+    first: list[Problem] = []
+    for problem in problems:
+        keys = {problem.key, problem.key.partition("[")[0]}
+        if not any(other.key in keys or other.key.partition("[")[0] == problem.key for other in first):
+            first.append(problem)
+    return first
 
 
 def _with_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Problem]:
@@ -76,9 +87,7 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
     except (Exception, SystemExit) as error:  # the constructor refuses the arguments
         return None, [Problem.of_error("dataset", error)]
     if missing := ", ".join(name for name in ("info", "problems", "load", "transform") if name not in dir(built)):
-        return None, [
-            Problem("dataset", f"{dataset['_target_']} has no {missing}", "a dataset, as in framework/data/source.py")
-        ]
+        return None, [Problem("dataset", f"{dataset['_target_']} has no {missing}", "a dataset as in framework/data/source.py")]
     return built, [Problem.of_line(line) for line in built.problems()]
 
 
@@ -117,17 +126,19 @@ def _check_components(draft: Draft, *, known: list[str]) -> list[Problem]:
     problems: list[Problem] = []
     for group in (group for group in COMPONENTS if group in draft.fields and group != "dataset"):
         problems += component_problems(group, draft.fields[group], known=known, own=own.get(group, ()))
-    for name, node in draft.call(lambda logger: logger, otherwise={}).items():
-        problems += _logger_problems(name, node, known=known)
+    return problems + draft.call(partial(_logger_problems, known=known), otherwise=[])
+
+
+def _logger_problems(logger: dict[str, Any], *, known: list[str]) -> list[Problem]:
+    problems: list[Problem] = []
+    for name, node in logger.items():
+        key = f"logger.{name}"
+        if not isinstance(node, dict):
+            problems.append(Problem(key, f"{shown(node)} is not valid", f"keys, as logger={name} has them"))
+        elif "_target_" not in node:
+            problems += [Problem(f"{key}.{other}", "unknown key", f"only with logger={name}") for other in node]
+        elif found := component_problems(key, node, known=known):
+            problems += found
+        elif extra := getattr(locate(node["_target_"]), "extra", None):
+            problems += missing_extra(key, extra)
     return problems
-
-
-def _logger_problems(name: str, node: Any, *, known: list[str]) -> list[Problem]:
-    if not isinstance(node, dict):
-        return [Problem(f"logger.{name}", f"{shown(node)} is not valid", f"keys, as logger={name} has them")]
-    if "_target_" not in node:
-        return [Problem(f"logger.{name}.{key}", "unknown key", f"only with logger={name}") for key in node]
-    if problems := component_problems(f"logger.{name}", node, known=known):
-        return problems
-    extra = getattr(locate(node["_target_"]), "extra", None)
-    return missing_extra(f"logger.{name}", extra) if extra else []

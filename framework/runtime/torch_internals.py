@@ -28,6 +28,9 @@ BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
+
+
 def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replace a module's own parameters and buffers, but not its children's. (`to` replaces these too.)"""
     module._apply(change, recurse=False)

@@ -146,10 +146,13 @@ _LARGEST_ARRAY = 500  # Slurm's own limit is 1001 unless the site has changed it
 def problems_of(jobs: list[Job]) -> list[Problem]:
     """Return what keeps any of the unfinished jobs from running, according to torch or to Slurm."""
     left = [job for job in jobs if not job.is_done]
+    if not left:
+        return []
     from framework.preflight.dry_build import dry_build  # torch, which a finished sweep does not need
 
     found = [problem for job in left for problem in dry_build(job.config)]
-    for config in [alike[0].config for alike in _alike(left)] if not found else []:
+    is_submitted = not found and left[0].config.launch.kind == "slurm"
+    for config in [alike[0].config for alike in _alike(left)] if is_submitted else []:
         found += job_problems(config.name, config.run, config.launch)
     return list(dict.fromkeys(found))
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ConfigDict
 
 from framework.config.compose import FAULTY_FILE, launcher_and_sweeper
-from framework.config.folders import options
+from framework.config.folders import groups, options
+from framework.config.identity import flat
 from framework.config.overrides import is_hydras, key_of, parse
 from framework.config.schema import Count, Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
@@ -108,6 +109,7 @@ class Settings(NamedTuple):
     def read(cls, hydras: list[str], line: list[str]) -> tuple["Settings", list[Problem]]:
         """Read the files that a line chooses, and overrides of Hydra's own keys such as `hydra.sweeper.n_trials=9`."""
         given = {override.key_or_group: override.value() for override in map(parse, hydras) if override is not None}
+        given.pop("hydra.verbose", None)  # main() has read it
         problems = []
         for section, known in _OPTIONS.items():
             if (name := given.pop(f"hydra/{section}", "basic")) not in known:
@@ -119,13 +121,15 @@ class Settings(NamedTuple):
             found = {}
         if not found:
             return cls(), problems
-        params = {str(key): str(value) for key, value in (found["sweeper"][1].pop("params", None) or {}).items()}
+        params = {key: str(value) for key, value in flat(found["sweeper"][1].pop("params", None) or {}).items()}
         nodes = {section: {} if name == "basic" else node for section, (name, node) in found.items()}
         for key, value in given.items():
             section, _, name = key.removeprefix("hydra.").partition(".")
             if key.startswith(_PARAMS):
                 params[key.removeprefix(_PARAMS)] = next(t.partition("=")[2] for t in hydras[::-1] if t.startswith(f"{key}="))
-            elif section not in _OPTIONS or not name:
+            elif section in _OPTIONS and not name:
+                problems.append(Problem(key, f"{shown(value)} is not valid", f"its keys, as in {key}.KEY=VALUE"))
+            elif section not in _OPTIONS:
                 problems.append(Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go"))
             elif found[section][0] == "basic":
                 others = [option for option in _OPTIONS[section] if option != "basic"]
@@ -240,6 +244,10 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
             spaces[key] = _interval(override) if is_search and is_numeric else _listed(override)
         except ValueError as error:
             problems.append(Problem(key, str(error), "as in " + _EXAMPLE))
+    for key, values in spaces.items():
+        for value in values if key in groups() and isinstance(values, list) else []:
+            if Settings.read(hydras, [*fixed, f"{key}={value}"])[0].params != params:
+                problems.append(Problem(key, f"{value} defines a sweep of its own", "one such option, not swept"))
     return Multirun(fixed, spaces, launcher, sweeper), problems
 
 

@@ -135,7 +135,7 @@ def run_jobs(sweep: Sweep) -> int:
     """Run the jobs, here or on a cluster."""
     multirun, jobs, directory, config = sweep.multirun, sweep.jobs, sweep.directory, sweep.jobs[0].config
     on_slurm, group = config.launch.kind == "slurm", f"sweep-{directory.name}"
-    if on_slurm and (problems := problems_of(jobs)):
+    if problems := problems_of(jobs):
         return print_problems(problems)
     lock = Lock(directory)
     try:
