@@ -56,7 +56,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _choose_folders(flags: dict[str, str]) -> list[Problem]:
-    """Take the flags that say which configuration; every process that this one starts inherits the choice."""
     given = flags.pop("--config-dir", None) or flags.pop("--config-path", None)
     if folder := given or variables().get("STEADFAST_CONF"):
         if not Path(folder).is_dir():

@@ -1,5 +1,6 @@
 """mode=eval: by `run.dir` alone, any split of any checkpoint, under any strategy and world size, to the same numbers."""
 
+import functools
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from framework import load
 from framework.config.folders import options
 from framework.config.frozen_file import freeze, recall
 from framework.modes import evaluate
@@ -51,6 +53,26 @@ def assert_equal(row: dict[str, Any], expected: dict[str, Any]) -> None:
 def measured(run: Ended, *, step: int, split: str) -> dict[str, Any]:
     (row,) = [row for row in run.rows if (row["step"], row["split"]) == (step, split)]
     return row
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        ["drop_last", "eval", "export", "logger"],
+        ["trainer.divergence"],
+        ["trainer.divergence.back", "trainer.early_stopping.min_delta"],
+    ],
+)
+def test_a_run_of_a_version_with_fewer_keys_is_evaluated_and_loaded(unknown: list[str], run: Ended, tmp_path: Path) -> None:
+    copy = tmp_path / run.directory.parent.name / run.directory.name
+    shutil.copytree(run.directory, copy)
+    config = recall(copy)
+    for key in unknown:
+        *sections, last = key.split(".")
+        del functools.reduce(dict.__getitem__, sections, config)[last]  # type: ignore[arg-type]  # a section
+    freeze(config, copy)
+    assert_equal(evaluated(copy, root=tmp_path / "none"), run.rows[-1])
+    assert not load(copy).training
 
 
 QUICK = {("single", 1), ("ddp", 3), ("fsdp", 2), ("tensor", 2), ("pipeline", 2), ("parameter-server", 2), ("pp+fsdp+tp", 4)}

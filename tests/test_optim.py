@@ -16,8 +16,7 @@ from framework.config.folders import options
 from framework.config.targets import component
 from framework.engine.data_parallel import DataParallelEngine
 from framework.optim import schedules
-from framework.optim.groups import Trainable
-from framework.optim.optimizers import adamw, hidden_matrices, muon, sgd, trainable
+from framework.optim.optimizers import Trainable, adamw, hidden_matrices, muon, sgd, trainable
 from framework.optim.precision import PRECISIONS, LossScale
 from framework.optim.update import AveragedWeights
 from framework.runtime.exits import Diverged

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from framework.build.components import complete_model, optimizer_builder
 from framework.config.targets import arguments_of, instantiated, locate, signature_of
 from framework.modules.structure import blocks_of, chain_of, own_answer
-from framework.optim.groups import Trainable
+from framework.optim.optimizers import Trainable
 from tests.harness import Ended, files_below, typed
 from tests.pages import ROOT
 from tests.test_extend import steadfast
@@ -71,6 +71,10 @@ def lazy():
 
 def head(in_features, num_classes):
     return nn.Linear(in_features, num_classes)
+
+
+def made(*layers, num_classes, in_channels):
+    return nn.Sequential(*layers, nn.Linear(64 * in_channels, num_classes))
 
 
 def later(node):  # builds its node itself
@@ -132,10 +136,11 @@ def small(width: int) -> int:
          65 * 10),
         (["mynet.Net", "act={_target_: torch.nn.functional.leaky_relu, _partial_: true}"], small(16)),
         (["mynet.stack", "layers=[{_target_: mynet.flatten},{_target_: mynet.head,in_features: 64,num_classes: null}]"], 65 * 10),
+        (["mynet.made", "_args_=[{_target_: mynet.flatten}]"], 65 * 10),
         (["mynet.later", "node={_target_: mynet.head,in_features: 64}", "_recursive_=false"], 65 * 10),
     ],
     ids=["a class", "a class method", "a factory, a nested node, aliases", "${data:}", "_args_ and **kwargs", "nodes in _args_",
-         "_partial_", "nodes in a list, one with a fact of the data", "_recursive_"],
+         "_partial_", "nodes in a list, one with a fact of the data", "*args and facts by name", "_recursive_"],
 )  # fmt: skip
 def test_it_trains_with(node: list[str], size: int, folder: Path) -> None:
     target, *keys = node
@@ -222,6 +227,16 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -
         (["optimizer.groups=[{mtch: '*', lr: 1}]"], ["optimizer.groups", "mtch", "names and options"]),
         (["optimizer.groups=[{match: 5, lr: 1}]"], ["optimizer.groups", "names and options"]),
         (["optimizer.groups=[{match: '*', betas: abc}]"], ["optimizer"]),
+        (["optimizer.groups=[{match: '*', lr: -1}]"], ["optimizer.groups[0].lr: -1 is out of range"]),
+        (["optimizer.groups={match: '*', lr: 1}"], ["optimizer.groups", "names and options"]),
+        (["model=mynet", "name=x${data:num_classes}"], ["name: x${data:num_classes}", "for components"]),
+        (["model=mynet", "model.width=1${data:num_classes}"], ["model.width: 1${data:num_classes}", "the whole of a value"]),
+        (["model=mynet", "model._recursive_=maybe"], ["model._recursive_: 'maybe'", "true or false"]),
+        (
+            ["model._target_=mynet.stack", "model.layers=[{_target_: mynet.haed}, {_target_: mynet.head, in_feature: 3}]"],
+            ["model.layers[0]._target_", "model.layers[1].in_feature"],
+        ),
+        (["model=mynet", "dataset.nope=1"], ["dataset.nope"]),
         (["+augment=hard", "extra=5"], ["extra: 5", "section"]),
         (["augment.strength=5"], ["augment.strength", "+augment=OPTION"]),
         (["+augment.strength=5"], ["augment.strength", "+augment=OPTION"]),
@@ -236,6 +251,45 @@ def test_it_is_refused_before_the_start(words: list[str], expected: list[str], f
     output = refused(*words, folder=folder)
     for part in expected:
         assert part in output
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "defaults: [_self_, {model: mlpp}]",
+        "defaults:",
+        "- a",
+        "defaults: [config",
+        "defaults: config",
+        "defaults: [config]",
+        "5",
+    ],
+)
+def test_a_faulty_primary_file_is_refused_in_a_line(text: str, folder: Path) -> None:
+    write(folder, conf__config=text)
+    for words in (["mode=plan"], ["-m", "seed=1,2"]):
+        assert refused(*words, folder=folder).count("\n") < 20
+
+
+def test_a_faulty_option_is_refused_where_it_is_chosen_and_nowhere_else(folder: Path) -> None:
+    write(folder, conf__model__five="5", conf__model__broken="_target_: [")
+    (folder / "conf/model/latin.yaml").write_bytes(b"# \xe4\n")
+    assert "model=five: Invalid loaded object" in refused("model=five", folder=folder)
+    assert "model=broken: while parsing" in refused("model=broken", folder=folder)
+    offered = refused("model=gpt", folder=folder)
+    assert "model=mynet" in offered and "model=broken" not in offered
+    assert typed("--help", directory=folder).code == typed("model=broken", "--help", directory=folder).code == 0
+
+
+def test_a_sweep_is_checked_with_its_models_before_its_first_job(folder: Path) -> None:
+    output = refused("-m", "model=mynet", "trainer.freeze=[],[nope]", *QUICK, folder=folder)
+    assert "trainer.freeze: 'nope' matches no parameter" in output
+
+
+def test_a_finished_run_has_its_loggers_checked(folder: Path) -> None:
+    trains("model=mynet", folder=folder)
+    ended = typed("model=mynet", "logger=tensorboard", "logger.tensorboard.foo=3", *QUICK, directory=folder)
+    assert ended.code == 78 and "logger.tensorboard.foo: unknown key" in ended.output
 
 
 def test_a_mistake_in_our_sections_needs_no_import_of_the_components(folder: Path) -> None:
@@ -463,6 +517,14 @@ def test_a_search_written_in_a_file(folder: Path) -> None:
     assert "4 jobs: 4 finished" in again.output, again.output
 
 
+def test_an_option_with_a_sweep_of_its_own_is_not_swept(folder: Path) -> None:
+    grid = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      seed: 1,2\n"
+    write(folder, conf__experiment__grid=grid)
+    assert "experiment: grid defines a sweep of its own" in refused("-m", "experiment=grid,null", "mode=plan", folder=folder)
+    listed = typed("-m", "experiment=grid", "model=mynet", "mode=plan", "hydra.verbose=true", directory=folder)
+    assert listed.code == 0 and listed.output.count("missing") == 2, listed.output
+
+
 def test_models_of_theirs_and_of_ours_do_not_hide_each_other(folder: Path) -> None:
     write(folder, **{"models/theirs.py": MYNET})
     theirs = trains("model._target_=models.theirs.Net.small", "run.root=theirs", folder=folder)
@@ -507,6 +569,12 @@ try:
     compose("model=mynet", "model.widht=3", "trainer.max_steps=0")
 except ConfigurationError as error:
     assert [problem.key for problem in error.problems] == ["trainer.max_steps", "model.widht"], error
+else:
+    raise AssertionError
+try:
+    run("mode=plan")
+except ConfigurationError as error:
+    assert "plan prints, and runs nothing" in str(error)
 else:
     raise AssertionError
 """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from framework.engine.seam import Task
-    from framework.optim.groups import BuildOptimizer
+    from framework.optim.optimizers import BuildOptimizer
 
 # What other projects call the facts of a dataset.
 ALIASES = {
@@ -61,7 +61,7 @@ def optimizer_builder(node: Node) -> "BuildOptimizer":
     A target whose first argument is called `trained` gets this list, and applies the node's `groups` (options by patterns of
     names) itself; any other gets torch's parameter groups. ValueError as from `locate`.
     """
-    from framework.optim.groups import param_groups, rules_of
+    from framework.optim.optimizers import param_groups, rules_of
 
     if next(iter(inspect.signature(locate(node["_target_"])).parameters), "") == "trained":
         return component(node)
@@ -157,7 +157,6 @@ def _filled(value: Any, info: Mapping[str, int]) -> Any:
 
 
 def _offer(info: Mapping[str, int]) -> str:
-    """Return the facts of the data, and the models that need no other."""
     fitting = []
     for name in options("model"):
         node = option_node("model", name)

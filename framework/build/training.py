@@ -23,8 +23,7 @@ from framework.loggers.background import Background
 from framework.loggers.console import Console
 from framework.loggers.sink import Sink
 from framework.modules import flops, structure
-from framework.optim.groups import Trainable
-from framework.optim.optimizers import hidden_matrices, trainable
+from framework.optim.optimizers import Trainable, hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
 from framework.optim.update import AveragedWeights, ChangeGradients, ClipValues, Noise, Update
 from framework.parallel.sync_batchnorm import synchronise

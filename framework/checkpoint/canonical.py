@@ -93,7 +93,6 @@ def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
 def _check(
     inventory: Mapping[str, Any], targets: dict[str, Tensor], *, everywhere: set[str], is_fit: Callable[[Any, Any], bool]
 ) -> None:
-    """Compare what is stored with this rank's tensors, and with `everywhere`, the names on all ranks."""
     kinds = {name.split("/")[0] for name in everywhere}
     stored = {name for name in inventory if name.split("/")[0] in kinds}
     faults = [f"{name} is not in the checkpoint" for name in sorted(targets.keys() - stored)]

@@ -120,7 +120,6 @@ def _fault(name: str, parts: Sequence[_Chunk]) -> str | None:
 
 
 def _overlap(parts: Sequence[_Chunk]) -> bool:
-    """Return whether any two chunks, sorted by their offsets, have an element in common."""
     for number, part in enumerate(parts):
         for other in parts[number + 1 :]:
             if part.sizes and other.offsets[0] >= part.ends[0]:

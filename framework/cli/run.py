@@ -140,7 +140,6 @@ def _no_run(what: str) -> Problem:
 
 
 def _checkpoint_problems(directory: RunDirectory, which: str | int) -> list[Problem]:
-    """Return a problem if the run does not have the requested checkpoint. Nothing is verified."""
     found = candidates(directory.checkpoints)
     path = directory.checkpoint_path(which)
     if odd := directory.odd_files():

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
-import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,18 +27,6 @@ from framework.config.renamed import renamed
 from framework.config.schema import COMPONENTS, RunConfig
 from framework.config.spelling import did_you_mean
 from framework.runtime.problem import Problem
-
-# what composing raises for a faulty file
-FAULTY_FILE = (
-    HydraException,
-    OmegaConfBaseException,
-    yaml.YAMLError,
-    OSError,
-    RecursionError,
-    ValueError,
-    TypeError,
-    AttributeError,
-)
 
 
 class Composed(NamedTuple):
@@ -121,7 +107,7 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     choices, values, problems = sort_overrides(overrides)
     try:
         config = _compose(choices)
-    except FAULTY_FILE as error:
+    except Exception as error:  # Hydra, OmegaConf and PyYAML raise almost anything for a faulty file
         return OmegaConf.create(), [], [*problems, Problem(" ".join(choices) or "conf", one_line(error))]
     OmegaConf.set_struct(config, False)
     written: Any = OmegaConf.to_container(config)
@@ -156,7 +142,6 @@ def _own_sections(config: Mapping[str, Any] | DictConfig) -> list[str]:
 
 
 def _without_own_groups(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration without the sections of the user's own groups, which are under `extra`."""
     own = _own_sections(plain)
     return {name: value for name, value in plain.items() if name not in own}
 

@@ -53,7 +53,6 @@ def _comment(group: str, name: str) -> str:
 
 
 def _keys(text: str, *sections: str) -> list[str]:
-    """Return the keys of a YAML text, a line each, as `section.key=value` with its comment."""
     lines, above, indents = [], list(sections), [0] * len(sections)
     for line in text.splitlines():
         content, _, comment = line.partition(" #")

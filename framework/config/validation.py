@@ -3,7 +3,8 @@
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
@@ -14,7 +15,6 @@ from framework.config.folders import groups, options
 from framework.config.schema import COMPONENTS, LARGEST, RunConfig, Section, section_of
 from framework.config.spelling import did_you_mean, done_here, nearest
 from framework.config.targets import HYDRAS, arguments_of, nodes_in
-from framework.config.type_words import UNIONS, bare, described, meant
 from framework.runtime.problem import Problem, shown
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -83,10 +83,10 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
             problems += [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
     for inner_key, inner_node in itertools.chain(*inner.values()):
         problems += component_problems(inner_key, inner_node, known=known)
-    entries = node.get("groups") if "groups" in own else None  # of optimizer.groups
+    entries = node.get("groups") if "groups" in own else None  # of optimizer.groups; a rate of 0 leaves parameters as they are
     for number, entry in enumerate(entries if isinstance(entries, list) else []):
-        known_options = {name: entry[name] for name in signature.arguments if isinstance(entry, dict) and name in entry}
-        part = {"_target_": node["_target_"], "_partial_": True, **known_options}
+        given = {name: entry[name] for name in signature.arguments if isinstance(entry, dict) and entry.get(name, 0) != 0}
+        part = {"_target_": node["_target_"], "_partial_": True, **given}
         problems += component_problems(f"{key}.groups[{number}]", part, known=known)
     missing = [name for name in signature.required if name not in values and not node.get("_partial_")]
     return problems + [Problem(f"{key}.{name}", "is missing", f"{node['_target_']} needs it") for name in missing]
@@ -96,7 +96,6 @@ _PLAIN = (int, float, bool, str, list, dict, type(None))
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Return whether an annotation is a type of plain data, so that a value can be validated."""
     kind = bare(annotation)
     if get_origin(kind) in (*UNIONS, list, dict):
         return all(map(_is_plain, get_args(kind)))
@@ -195,3 +194,74 @@ def _unknown(key: str, value: Any, *, known: list[str]) -> list[Problem]:
         names = [name for name in siblings if name not in HYDRAS]
         listing = f"{section} has {', '.join(names)}" if names else f"this {section} has no keys"
     return [Problem(key, "unknown key", done_here(key) or did_you_mean(key, known + groups()) or listing)]
+
+
+# --- types in messages: their names, and the value of a type that was probably meant
+
+UNIONS = (UnionType, Union)  # typing.Union, if a member is a Literal or Annotated
+
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    list[int]: "a list of integers, as in [1, 2]",
+    list[float]: "a list of numbers, as in [0.9, 0.99]",
+    list[str]: "a list of texts, as in [a, b]",
+}
+
+
+def bare(annotation: Any) -> Any:
+    """Return an annotation without what `Annotated` adds to it or to its members."""
+    if get_origin(annotation) is Annotated:
+        return bare(get_args(annotation)[0])
+    if get_origin(annotation) in UNIONS:
+        return functools.reduce(lambda one, other: Union[one, other], map(bare, get_args(annotation)))  # noqa: UP007
+    if get_origin(annotation) is list:
+        return list[bare(get_args(annotation)[0])]  # type: ignore[misc]  # a type made at run time
+    return annotation
+
+
+def described(annotation: Any, *, key: str) -> str:
+    """Return what a key of this type holds, in words."""
+    annotation = bare(annotation)
+    if get_origin(annotation) in UNIONS:
+        return ", or ".join(described(member, key=key) for member in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        choices = [str(shown(choice)).strip("'") for choice in get_args(annotation)]
+        return "one of " + ", ".join(choices) if len(choices) > 1 else choices[0]
+    if get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal:
+        names = get_args(get_args(annotation)[0])
+        return f"a list of {', '.join(names)}, as in [{names[0]}]"
+    return _NAMES.get(annotation, f"a section, whose keys are set as in {key}.KEY=VALUE")
+
+
+_YES, _NO = (1, "yes", "on", "True"), (0, "no", "off", "False")
+
+
+def meant(value: Any, annotation: Any, *, key: str) -> str | None:
+    """Return the value of the right type that was probably meant."""
+    annotation = bare(annotation)
+    types = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
+    choices = [choice for kind in types if get_origin(kind) is Literal for choice in get_args(kind)]
+    if choices and value not in (None, False):
+        return nearest(str(value), [choice for choice in choices if isinstance(choice, str)])
+    if type(None) in types and (value is False or str(value).lower() in ("none", "off", "")):
+        return "null"
+    if bool in types and (value in _YES or value in _NO):
+        return "true" if value in _YES else "false"
+    if str in types and isinstance(value, (bool, int, float)):
+        return f"\"{key}='{shown(value)}'\""  # quoted for the shell, and for Hydra
+    number = _number(value)
+    if number is not None and (int in types and number == int(number) or float in types):
+        return shown(int(number) if int in types else number)
+    return None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value) if isinstance(value, (str, float)) else None
+    except ValueError:
+        return None
+    return number if number is not None and abs(number) < 1e18 else None

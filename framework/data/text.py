@@ -72,7 +72,6 @@ class Text(TokenSequences):
         return Path(sysconfig.get_path("stdlib") if self.root is None else self.root)
 
     def _files(self) -> list[Path]:
-        """List the matching files below the folder, sorted by their path parts whatever the file system's order."""
         skipped = SKIPPED if self.root is None else set()
         found = []
         for folder, folders, names in os.walk(self._folder()):

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, MicroBatch, Step, Sums
 from framework.modules.tensors import Tree, by_mesh, map_tensors, whole
-from framework.optim.groups import BuildOptimizer, MakeOptimizer, Trainable
+from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable
 from framework.runtime.torch_internals import copy_all
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.modules.tensors import Tree, map_tensors
-from framework.optim.groups import BuildOptimizer, Trainable
+from framework.optim.optimizers import BuildOptimizer, Trainable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

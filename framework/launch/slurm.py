@@ -83,7 +83,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _queued(paths: list[str]) -> list[str]:
-    """Return which of the runs' paths have a job in the queue, and log these jobs."""
     jobs = queued_jobs(RunDirectory(Path(path)) for path in paths)
     for path, job in jobs.items():
         LOGGER.info("job %s is %s already: %s", job.job_id, job.state, path)
@@ -91,7 +90,6 @@ def _queued(paths: list[str]) -> list[str]:
 
 
 def _submit(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> None:
-    """Freeze the configurations for the job, copy the code if asked to, submit, and record the job's ids."""
     import submitit
     from submitit.core.utils import FailedJobError
 

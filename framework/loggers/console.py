@@ -44,7 +44,6 @@ class Console:
 
 
 def _progress_line(run: RunInfo) -> Any:
-    """Start a progress line, if there is a terminal that can overwrite a line; return it and its task."""
     if not sys.stderr.isatty():
         return None
     from rich.console import Console as RichConsole

@@ -53,7 +53,6 @@ class TensorBoard:
             self._writer.add_text("samples", "\n\n---\n\n".join(texts), global_step=0)
 
     def _compare(self, summary: dict[str, Any]) -> None:
-        """Write a line of the HPARAMS page: the configuration with the final and the best metrics."""
         from torch.utils.tensorboard.summary import hparams
 
         metrics: dict[str, float] = {}

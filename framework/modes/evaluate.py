@@ -64,7 +64,6 @@ def _until_signal(loader: Loader, world: World) -> Iterator[MicroBatch]:
 
 
 def _table(row: dict[str, Any]) -> str:
-    """Return the row as two aligned lines: the names, and the values."""
     columns = [(name, f"{value:.6g}" if isinstance(value, float) else str(value)) for name, value in row.items()]
     aligned = [(name.ljust(len(text)), text.ljust(len(name))) for name, text in columns]
     return "\n".join("  ".join(line).rstrip() for line in zip(*aligned))

@@ -62,7 +62,6 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _samples(dataset: Dataset, *, dtype: torch.dtype) -> Tree:
-    """Return the inputs of the first samples of the test split, on the CPU."""
     source = dataset.load("test")
     if len(source) < 2:
         raise Unfit("dataset: one test sample is not enough to export a model of any batch size; at least 2 are")

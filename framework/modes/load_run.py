@@ -65,7 +65,6 @@ def _verified(path: Path | None, build: Builder) -> Path:
 
 
 def _load(path: Path, module: nn.Module) -> str:
-    """Return why a verified checkpoint could not be loaded, or an empty string."""
     try:
         load_evaluated(path, module=module)
     except ValueError as error:

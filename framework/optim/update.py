@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from framework.modules.tensors import by_mesh, local, part_of
-from framework.optim.groups import Trainable
+from framework.optim.optimizers import Trainable
 from framework.optim.precision import LossScale
 from framework.randomness import key
 from framework.runtime.torch_internals import move_all_towards

@@ -90,7 +90,6 @@ def top_k(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def _with_error(state: HookState, bucket: dist.GradBucket) -> tuple[Tensor, tuple[int, int]]:
-    """Return a new tensor, the gradient plus the remainder of earlier steps, and the remainder's key."""
     gradient = bucket.buffer()
     where = (bucket.index(), gradient.numel())
     return gradient + state.errors[where] if where in state.errors else gradient.clone(), where

@@ -12,7 +12,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
-from framework.optim.groups import MakeOptimizer
+from framework.optim.optimizers import MakeOptimizer
 from framework.parallel.compression import Name, register
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit

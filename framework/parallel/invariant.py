@@ -10,7 +10,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import EngineAround, MicroBatch, Step, Sums
-from framework.optim.groups import MakeOptimizer
+from framework.optim.optimizers import MakeOptimizer
 
 Subtree = tuple[int, int]  # of a tree: its leaves, range(start, stop)
 

@@ -12,7 +12,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine, EngineAround, Step, Sums
-from framework.optim.groups import BuildOptimizer, Trainable
+from framework.optim.optimizers import BuildOptimizer, Trainable
 
 
 def local_sgd(

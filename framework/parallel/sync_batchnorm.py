@@ -41,7 +41,6 @@ def _normalise(layer: BATCH_NORMS, own: Callable[..., Tensor], group: dist.Proce
 
 
 def _follow(layer: BATCH_NORMS, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics as nn.BatchNorm does."""
     if layer.running_mean is None or layer.running_var is None or layer.num_batches_tracked is None:
         return
     layer.num_batches_tracked.add_(1)

@@ -8,8 +8,7 @@ from typing_extensions import Unpack
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.optim.groups import BuildOptimizer, MakeOptimizer, Trainable
-from framework.optim.optimizers import stand_in
+from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable, stand_in
 from framework.parallel.ddp import DDPOptions, replicated
 from framework.parallel.invariant import invariant
 

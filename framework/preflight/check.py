@@ -1,19 +1,22 @@
 """Preflight: every problem of a configuration, found before any process or directory exists."""
 
+import os
+import shutil
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from framework.build import components
+from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config.compose import Composed
 from framework.config.draft import Draft
+from framework.config.frozen_file import frozen_run_id
 from framework.config.modes import MODES
 from framework.config.schema import COMPONENTS, Node, RunSection
 from framework.config.targets import locate
 from framework.config.validation import component_problems, validate
 from framework.data.source import Dataset
-from framework.preflight.place import place_problems, writing_problems
 from framework.preflight.processes import backend_problems, with_processes
 from framework.preflight.rules import RULES, monitors_are_metrics
 from framework.runs.directory import RunDirectory
@@ -47,7 +50,11 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     else:
         draft.check(*RULES, *([monitors_are_metrics] if imports else []))
         draft.check(lambda name, mode, run: place_problems(run))
-    draft.problems = _causes(_with_secrets(composed.config, draft.problems))
+    first: dict[str, Problem] = {}
+    for problem in _with_secrets(composed.config, draft.problems):
+        if not any(other.startswith(f"{problem.key}[") for other in first):  # the problem of an item causes the list's
+            first.setdefault(problem.key, problem)
+    draft.problems = list(first.values())
     draft.change("model", components.with_init_digest)
     return draft
 
@@ -57,16 +64,6 @@ def _is_finished(mode: str, run: RunSection) -> bool:
     if MODES[mode].about != "run" or run.resume == "never":
         return False
     return Path(run.dir).name == run.id and RunDirectory(Path(run.dir)).is_finished
-
-
-def _causes(problems: list[Problem]) -> list[Problem]:
-    """Return the problems without those that an earlier problem of the key, of its list or of an item of it has caused."""
-    first: list[Problem] = []
-    for problem in problems:
-        keys = {problem.key, problem.key.partition("[")[0]}
-        if not any(other.key in keys or other.key.partition("[")[0] == problem.key for other in first):
-            first.append(problem)
-    return first
 
 
 def _with_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Problem]:
@@ -92,7 +89,6 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
 
 
 def _check_data(draft: Draft, *, known: list[str]) -> list[Problem]:
-    """Check the dataset, and fill in what the components take from it."""
     if problems := draft.call(lambda dataset: component_problems("dataset", dataset, known=known)):
         return problems
     dataset, problems = draft.call(_build_dataset, otherwise=(None, []))
@@ -142,3 +138,58 @@ def _logger_problems(logger: dict[str, Any], *, known: list[str]) -> list[Proble
         elif extra := getattr(locate(node["_target_"]), "extra", None):
             problems += missing_extra(key, extra)
     return problems
+
+
+# --- the run's directory: writable, not another run's, with a checkpoint if the run must continue
+
+
+def place_problems(run: RunSection) -> list[Problem]:
+    """Return why a run cannot start or continue in its directory."""
+    directory = RunDirectory(Path(run.dir))
+    if problems := writing_problems(run) or _check_contents(directory):
+        return problems
+    there = frozen_run_id(directory.path)
+    if there not in (None, run.id):
+        what = f"{directory.path} holds another run ({there}, this is {run.id})"
+        problems = [Problem("run.dir", what, "another directory, or that run's own command")]
+    return problems + _check_resume(run.resume, directory)
+
+
+def writing_problems(run: RunSection) -> list[Problem]:
+    """Return why a run's directory cannot be made or written."""
+    path = Path(run.dir)
+    if max(map(len, map(os.fsencode, path.parts))) > 255 or len(os.fsencode(path.absolute())) > 3000:
+        return [Problem("run.dir", "is too long for a path", "255 bytes between slashes, 3000 in all")]
+    # os.path: Path raises if a parent directory may not be entered
+    nearest = next(str(parent) for parent in [path, *path.absolute().parents] if os.path.lexists(parent))
+    key = "run.dir" if os.path.exists(path) else "run.root"
+    if not os.path.isdir(nearest):
+        return [Problem(key, f"{nearest} is not a directory", "a directory, or a path where one can be made")]
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return [Problem(key, f"{nearest} cannot be written", "a directory that can")]
+    if shutil.disk_usage(nearest).total == 0:
+        return [Problem(key, f"{nearest} cannot hold files", "a directory on a disk")]
+    return []
+
+
+def _check_contents(directory: RunDirectory) -> list[Problem]:
+    if odd := directory.odd_files():
+        what = f"{directory.path / odd[0]} is not a plain file"
+        return [Problem("run.dir", what, "a run writes to none that is a link or a pipe")]
+    if strangers := directory.strangers():
+        what = f"{directory.path} is not a run's: it holds {shown(strangers[0])}"
+        return [Problem("run.dir", what, "a directory of its own, which the run makes")]
+    return []
+
+
+def _check_resume(resume: str, directory: RunDirectory) -> list[Problem]:
+    if resume == "must" and not candidates(directory.checkpoints):
+        return [Problem("run.resume", f"must, but {directory.path} has no checkpoint", "auto, or the path of a run")]
+    if resume in ("auto", "never", "must"):
+        return []
+    path = Path(resume)
+    if not resume or not os.path.isdir(path):
+        return [Problem("run.resume", f"no run or checkpoint at {resume!r}", "auto, never, must, or a path")]
+    if step_of(path) is None and not candidates(checkpoints_of(path)):
+        return [Problem("run.resume", f"{resume!r} has no checkpoint", "the path of a run or of a checkpoint")]
+    return []

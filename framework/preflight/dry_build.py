@@ -18,8 +18,7 @@ from framework.config.targets import locate
 from framework.distributed.mesh import resolve_axes
 from framework.engine.seam import Demands
 from framework.modules.structure import freeze_parameters, switch_off_dropout
-from framework.optim.groups import check_groups
-from framework.optim.optimizers import hidden_matrices, stand_in, trainable
+from framework.optim.optimizers import check_groups, hidden_matrices, stand_in, trainable
 from framework.preflight.processes import axes_of
 from framework.runtime.problem import Problem
 

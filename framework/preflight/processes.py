@@ -87,7 +87,6 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
 
 
 def _devices_of_node(launch: LaunchSection) -> int:
-    """Return the number of CUDA devices of a node: this machine's, or the number that the job asks for."""
     return _cuda_devices() if launch.slurm is None else launch.slurm.gpus_per_node or 0
 
 

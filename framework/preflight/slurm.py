@@ -149,7 +149,6 @@ def _check_partition(launch: LaunchSection, kinds: list[_NodeKind]) -> list[Prob
 
 
 def _check_limits(options: dict[str, Any]) -> list[Problem]:
-    """Have Slurm check the rest: accounts, limits, features."""
     flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
     try:
         slurm.ask("sbatch", "--test-only", *flags, "--wrap=true")
@@ -182,7 +181,6 @@ def _check_visible(place: Path, options: dict[str, Any]) -> list[Problem]:
 
 
 def _file_system(path: Path) -> str:
-    """Return the type of a directory's file system, as in mount(8)."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     real = os.path.realpath(path)
     above = [(point, kind) for point, kind in mounts if os.path.commonpath([point, real]) == point]

@@ -117,7 +117,6 @@ class RunDirectory:
 
 
 def _is_metrics(metrics: Any) -> bool:
-    """Return whether each split has a row (a dict) for each of its names, `last` and `best`."""
     splits = metrics.values() if isinstance(metrics, dict) else [None]
     return all(isinstance(split, dict) and all(isinstance(row, dict) for row in split.values()) for split in splits)
 

@@ -101,7 +101,6 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
 
 
 def _read_config(path: Path) -> tuple[dict[str, str], bool]:
-    """Return a frozen configuration's values by their keys with dots, and whether it is damaged."""
     try:
         config = _LOADER(path.read_bytes()).get_single_data()
         return dict(islice(_flat(config), _MOST_KEYS)), not isinstance(config, dict)
@@ -137,7 +136,6 @@ def _read_rows(path: Path) -> list[Row]:
 
 
 def _metrics(rows: list[Row], *, monitor: str, mode: str) -> tuple[dict[str, float], dict[str, float], dict[str, Curve]]:
-    """Return the last and best of each SPLIT/METRIC, and its curve."""
     found: dict[tuple[str, str], Curve] = {}
     for row in rows:
         step, split = number(row["step"]), row["split"]

@@ -97,7 +97,6 @@ view.filter = some"""
 
 
 def _panels(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView, scale: Literal["linear", "log"]) -> Any:
-    """Return a panel for each metric, validation on the left and training on the right; both scales share the data."""
     figures: list[Any] = []
     for name in panel_names(runs):
         xs, ys = f"steps of {name}", f"values of {name}"

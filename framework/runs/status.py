@@ -36,7 +36,6 @@ def states_of(directories: Iterable[RunDirectory]) -> dict[Path, str]:
 
 
 def _ask_slurm(directories: Sequence[RunDirectory]) -> tuple[dict[Path, str], dict[Path, QueuedJob], str]:
-    """Return the states of runs, and their queued jobs or why Slurm does not answer."""
     in_queue, silence = {}, ""
     try:
         in_queue = queued_jobs(directories)
@@ -87,7 +86,6 @@ def print_table(directories: Sequence[RunDirectory], labels: Sequence[str]) -> N
 
 
 def _cells(directory: RunDirectory, state: str, job: QueuedJob | None, silence: str, ends: dict[str, str]) -> dict[str, str]:
-    """Return what the table shows of a run, by column. `ends`: how Slurm says that jobs ended, by job id."""
     summary, rows, job_id = directory.read_summary(), _last_rows(directory.metrics), directory.job_id or ""
     step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
     total_steps = number(summary.get("total_steps"))

@@ -21,39 +21,32 @@ class RunEnded(Exception):
 
     code = Exit.FAILED
 
+    def __init_subclass__(cls, *, code: Exit = Exit.FAILED) -> None:
+        cls.code = code
 
-class NoValidCheckpoint(RunEnded):
+
+class NoValidCheckpoint(RunEnded, code=Exit.NO_VALID_CHECKPOINT):
     """Checkpoints exist, but none is valid (or none fits this run)."""
 
-    code = Exit.NO_VALID_CHECKPOINT
 
-
-class Diverged(RunEnded):
+class Diverged(RunEnded, code=Exit.DIVERGED):
     """The loss or the gradient is not finite; `what` says where, without the remedy."""
-
-    code = Exit.DIVERGED
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; lower optimizer.lr, or clip with trainer.clip_grad_norm")
         self.what = what
 
 
-class Interrupted(RunEnded):
+class Interrupted(RunEnded, code=Exit.PREEMPTED):
     """A signal has ended work without a checkpoint to continue from."""
 
-    code = Exit.PREEMPTED
 
-
-class DiskFailed(RunEnded):
+class DiskFailed(RunEnded, code=Exit.DISK):
     """A checkpoint could not be written; the last valid one is intact."""
 
-    code = Exit.DISK
 
-
-class Unfit(RunEnded):
+class Unfit(RunEnded, code=Exit.CONFIGURATION):
     """The configuration does not fit the model; only the run could show it."""
-
-    code = Exit.CONFIGURATION
 
 
 def headline(error: Exception) -> str:

@@ -183,7 +183,6 @@ def _submit(jobs: list[Job], *, group: str, folder: Path, name: str | None = Non
 
 
 def _alike(jobs: list[Job]) -> Iterator[list[Job]]:
-    """Yield the jobs in groups that ask for the same."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         asked = slurm_section(job.config.launch).model_dump()

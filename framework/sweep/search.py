@@ -66,7 +66,6 @@ class Search:
         return job
 
     def _drawn(self) -> tuple[Job, Trial] | None:
-        """Return an interrupted trial, to be continued, or a new trial."""
         while self._interrupted or len(self._study.trials) < self._sweeper.n_trials:
             # Optuna's own name for a trial in the storage, which no public call gives
             trial = Trial(self._study, self._interrupted.pop(0)._trial_id) if self._interrupted else self._study.ask()

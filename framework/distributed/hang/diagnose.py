@@ -236,7 +236,6 @@ def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
 
 
 def _dump(slots: list[RankSlot], board: Board) -> None:
-    """Make these ranks write their stacks, and wait until the stacks are written."""
     for slot in slots:
         with suppress(ProcessLookupError):
             request_stacks(slot.pid)

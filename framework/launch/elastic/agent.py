@@ -103,7 +103,6 @@ class _Entry:
         return work(taken, self.folder, node_scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
 
     def _decide(self) -> FrozenConfig | int:
-        """Return the frozen configuration of a round, or the exit code if there is nothing to do."""
         began = self.folder / "began"
         config = self.config.begun() if began.exists() else self.config
         if is_finished(config.run):

@@ -17,8 +17,7 @@ from framework.engine.forward import Forward
 from framework.engine.seam import Engine, MicroBatch, Step, Sums
 from framework.modules.structure import chain_of
 from framework.modules.tensors import by_mesh, local, map_tensors, whole
-from framework.optim.groups import BuildOptimizer, Trainable
-from framework.optim.optimizers import stand_in
+from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 from framework.parallel.pipelining.chain import Shapes, Stage, costs_of, keep_own, shared_weights, spans_of
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, LossFunction, make_schedule, waiting_share
 from framework.runtime.log import LOGGER

@@ -12,8 +12,7 @@ from torch.futures import Future
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.seam import EngineAround, Step, Sums
-from framework.optim.groups import BuildOptimizer, Trainable
-from framework.optim.optimizers import stand_in
+from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 from framework.parallel.server.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 
 
