@@ -13,6 +13,11 @@ os.environ["WANDB_MODE"] = "offline"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are CPUs: a test that waits leaves its CPU to another."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 @pytest.fixture(autouse=True)
 def no_command_outlives_its_test() -> Iterator[None]:
     yield

@@ -286,7 +286,7 @@ def test_the_plan_of_one_run_is_its_state(tmp_path: Path) -> None:
         ("seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2", "hydra.launcher.njobs: unknown ... mean hydra.launcher.n_jobs"),
         ("seed=1,2 hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs: unknown ... hydra/launcher=joblib ... submitit_local ... submitit_slurm"),
         ("seed=1,2 hydra/launcher=joblib hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs: 0 ... 1 ... -1 ... CPU"),
-        ("seed=1,2 hydra.verbose=true", "hydra.verbose: ... Hydra's ... nothing ... run.root ... run.dir"),
+        ("seed=1,2 hydra.run.dir=x", "hydra.run.dir: ... Hydra's ... nothing ... run.root ... run.dir"),
         ("optimizer.lr=interval(1,2)", "optimizer.lr: ... hydra/sweeper=optuna"),
         ("seed=range(3,3)", "seed: no value is left to run (as in "),
         ("seed=1,2 hydra/launcher=joblib,basic", "hydra/launcher: cannot be swept"),
