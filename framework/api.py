@@ -67,7 +67,10 @@ class Run:
 
 
 def compose(*overrides: str) -> RunConfig:
-    """Return the complete configuration of a command line, checked before any model is built. ConfigurationError otherwise."""
+    """Return the complete configuration of a command line.
+
+    No model is built. ConfigurationError if anything is wrong that shows without a model; `run` finds the rest.
+    """
     checked = checked_line(list(overrides))
     if checked.config is None:
         raise ConfigurationError(checked.problems)

@@ -28,7 +28,7 @@ class Draft:
             self._faulty.add(problem.key.partition(".")[0])
 
     def call(self, function: Callable[..., Any], *, otherwise: Any = None) -> Any:
-        """Return what a function of valid fields returns."""
+        """Call a function with the fields that it needs; return `otherwise` if one of them is not valid."""
         parameters = inspect.signature(function).parameters.values()
         names = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
         if not names <= self.fields.keys() - self._faulty:
@@ -40,7 +40,7 @@ class Draft:
         self.add([problem for rule in rules for problem in self.call(rule, otherwise=())])
 
     def change(self, field: str, function: Callable[..., tuple[Any, list[Problem]]]) -> list[Problem]:
-        """Replace a field by the first thing that a function returns; return the second, the problems that it found."""
+        """Replace a field by the value that a function returns, and return the problems that the function found."""
         changed = self.call(function)
         if changed is None:
             return []

@@ -60,7 +60,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
 
 
 def _is_finished(mode: str, run: RunSection) -> bool:
-    """Return whether this configuration has finished already, so that its components are known to be valid."""
+    """Return whether this configuration has finished already, so that everything in its identity is known to be valid."""
     if MODES[mode].about != "run" or run.resume == "never":
         return False
     return Path(run.dir).name == run.id and RunDirectory(Path(run.dir)).is_finished
