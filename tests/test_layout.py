@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def name(path: Path) -> str:
 
 def test_packages_import_what_the_street_plan_allows() -> None:
     """The plan is import-linter's contracts in pyproject.toml."""
-    done = subprocess.run(["lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
