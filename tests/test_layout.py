@@ -40,7 +40,9 @@ def name(path: Path) -> str:
 
 def test_packages_import_what_the_street_plan_allows() -> None:
     """The plan is import-linter's contracts in pyproject.toml."""
-    done = subprocess.run([Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
