@@ -45,6 +45,7 @@ MODELS = {
         "model=torchvision",
         "model.name=resnet18",
         "micro_batch_size=7",
+        "trainer.max_steps=6",
         "scheduler.warmup_steps=100",
     ],  # fmt: skip
 }
@@ -188,7 +189,7 @@ CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with Ba
             if "parallel.tensor=2" not in variant[2] or model == "gpt, tied"]  # fmt: skip
 
 
-# the whole is CI's
+# the whole, and the variants of a strategy, are for `-m slow`
 QUICK = {1: ["gpt, tied"], 2: ["gpt, tied"]}  # models by the number of ranks
 
 
@@ -196,7 +197,8 @@ def crossed() -> Iterator[Any]:
     for strategy, ranks, mesh, model in CROSSED:
         for optimizer in OPTIMIZERS if ranks <= 2 and model in ("gpt, tied", "cnn with BatchNorm") else ["adamw"]:
             more = {2: "cnn with BatchNorm", 3: "mlp"} if strategy in ("ddp", "fsdp") and not mesh else {}
-            is_quick = optimizer == "adamw" and (model in QUICK.get(ranks, []) or model == more.get(ranks))
+            is_plain = (strategy, ranks, mesh) in CASES and optimizer == "adamw"
+            is_quick = is_plain and (model in QUICK.get(ranks, []) or model == more.get(ranks))
             marks = [] if is_quick else [pytest.mark.slow]
             case = f"{name(strategy, ranks, mesh)}-{model}-{optimizer}"
             yield pytest.param(strategy, ranks, mesh, model, optimizer, id=case, marks=marks)

@@ -15,7 +15,7 @@ from framework.build.components import complete_model, optimizer_builder
 from framework.config.targets import arguments_of, instantiated, locate, signature_of
 from framework.modules.structure import blocks_of, chain_of, own_answer
 from framework.optim.optimizers import Trainable
-from tests.harness import Ended, files_below, typed
+from tests.harness import Ended, files_below, slow_but, typed
 from tests.pages import ROOT
 from tests.test_extend import steadfast
 
@@ -384,7 +384,7 @@ class Tower(nn.Module):
 # --- torch's own
 
 
-@pytest.mark.parametrize("name", ["RAdam", "NAdam", "Adagrad", "Adamax"])
+@pytest.mark.parametrize("name", slow_but(["RAdam"], ["RAdam", "NAdam", "Adagrad", "Adamax"]))
 def test_an_optimizer_of_torch_computes_the_same_in_one_process_and_in_two(name: str, folder: Path) -> None:
     words = ["model=mynet", "precision=fp64", f"optimizer._target_=torch.optim.{name}", "optimizer.lr=1e-2"]
     one = trains(*words, "run.root=one", folder=folder)
@@ -439,7 +439,7 @@ def test_the_users_conf_is_searched_before_ours(folder: Path) -> None:
     assert sum(tensor.numel() for tensor in ended.weights.values()) == 64 * 4 + 4 + 4 * 10 + 10
 
 
-@pytest.mark.parametrize("how", ["--config-dir", "STEADFAST_CONF"])
+@pytest.mark.parametrize("how", slow_but(["STEADFAST_CONF"], ["--config-dir", "STEADFAST_CONF"]))
 def test_it_may_be_anywhere(how: str, folder: Path, tmp_path: Path) -> None:
     (folder / "conf").rename(folder / "settings")
     words, environment = ["model=mynet"], steadfast(tmp_path / "bin")

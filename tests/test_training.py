@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues, Noise
 from framework.training.trainer import Trainer
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, MODELS, RUN, SMALL, name
 from tests.test_divergence import infinite_gradient
@@ -34,7 +34,7 @@ LINES = {
     "clipped": [*RUN, *TIED, CLIP],
     "all": [*RUN, *GPT, f"trainer.freeze=[{','.join(FROZEN)}]", NOISE, CLIP, "trainer.ema_decay=0.8"],
 }
-QUICK = ["all"]  # one after the other is for `-m slow`
+ALL = "all"
 STRATEGIES = [case for case in CASES if case[1] <= 2 or (case[0] == "pp+fsdp+tp" and case[1] == 4)]
 STRATEGIES += [("tensor", 2, ["parallel.sequence=true"]), ("fsdp+tp", 4, ["parallel.shard=2", "parallel.tensor=2", "parallel.sequence=true"]),
                ("pipeline", 2, ["parallel.schedule=zero-bubble"]), ("fsdp", 3, []), ("zero", 3, []), ("hsdp", 4, ["parallel.replicate=2", "parallel.shard=2"])]  # fmt: skip
@@ -70,20 +70,17 @@ def without_gradients() -> None:
     Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("line", slow_but(QUICK, LINES))
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "mesh"),
-    [
-        pytest.param(
-            *case,
-            id=name(*case),
-            marks=[]
-            if case in CASES and case[1] <= 2 and case[0] in ("ddp", "zero", "fsdp", "pipeline")
-            else [pytest.mark.slow],
-        )
-        for case in STRATEGIES
-    ],
-)
+def crossed() -> Iterator[Any]:
+    """Yield every strategy with all changes together, and one strategy of each way to hold gradients with each alone."""
+    for case in STRATEGIES:
+        is_plain = case in CASES and case[1] <= 2
+        lines = LINES if is_plain and case[0] in ("ddp", "zero", "fsdp", "pipeline", "fsdp+tp") else [ALL]
+        for line in lines:
+            is_quick = line == ALL and is_plain and case[0] in ("ddp", "zero", "fsdp", "pipeline")
+            yield pytest.param(*case, line, id=f"{name(*case)}-{line}", marks=[] if is_quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "mesh", "line"), [*crossed()])
 def test_ranks_compute_what_one_process_does(
     strategy: str, ranks: int, mesh: list[str], line: str, one: Callable[[str], Ended], tmp_path: Path
 ) -> None:
