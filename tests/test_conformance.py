@@ -182,9 +182,10 @@ def test_dropout_draws_the_same_wherever_its_layer_lies(
     assert_close(run, one_process_with_dropout)
 
 
-# ResNet-18 has eleven million parameters in float64: on two ranks only
+# ResNet-18 has eleven million parameters in float64; what three ranks do to uneven shares, the others show
+NOT_ON = {RESNET18: (3, 4, 8), "vit": (3,), "two inputs": (3,)}
 CROSSED = [(*case, model) for case in CASES for model in MODELS
-           if (case[0], case[1], model) not in REFUSED and (model != RESNET18 or case[1] <= 2)]  # fmt: skip
+           if (case[0], case[1], model) not in REFUSED and case[1] not in NOT_ON.get(model, ())]  # fmt: skip
 CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with BatchNorm", "gpt, tied")
             if "parallel.tensor=2" not in variant[2] or model == "gpt, tied"]  # fmt: skip
 

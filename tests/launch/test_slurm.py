@@ -498,7 +498,7 @@ def output(folder: Path) -> str:
 @pytest.mark.slow
 def test_torchrun_by_hand_on_two_nodes(one: Ended, cluster: Path, tmp_path: Path) -> None:
     job = by_hand(tmp_path, "parallel=fsdp", "name=100%a", options=("--nodes=2",))  # it is no array
-    wait_for(lambda: facts(job)["JobState"] not in ("PENDING", "RUNNING"), timeout_s=120, what="the job's end")
+    wait_for(lambda: facts(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), timeout_s=120, what="the job's end")
     assert facts(job)["JobState"] == "COMPLETED", output(tmp_path)
     ended = Ended(0, output(tmp_path), tmp_path / "runs")
     assert ended.summary["world_size"] == 2 and ended.directory.parent.name == "100%a"
