@@ -14,6 +14,7 @@ import pytest
 from framework import __version__
 from framework.config.help import help_text, version_text
 from framework.runtime.exits import Exit
+from tests.harness import slow_but
 from tests.test_malformed import REPOSITORY
 
 TRAIN = f"{sys.executable} {REPOSITORY / 'train.py'}"
@@ -51,7 +52,7 @@ STREAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("line", STREAMS)
+@pytest.mark.parametrize("line", slow_but(["train mode=plan | true", "train --help > /dev/full", "train hepl >&-"], STREAMS))
 def test_what_cannot_be_printed_is_no_traceback(line: str, tmp_path: Path) -> None:
     done = shell(line, directory=tmp_path)
     assert (done.returncode, done.stderr.rstrip("\n")) == STREAMS[line]

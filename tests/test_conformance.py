@@ -12,7 +12,7 @@ import yaml
 
 from framework.config.folders import CONF, options
 from framework.distributed.mesh import MESH_AXES
-from tests.harness import Ended, Says, assert_close, command, finished
+from tests.harness import Ended, Says, assert_close, command, finished, slow_but
 
 # Epochs of 4 steps of 14 samples and a short one of 10: micro-batches of 4, 4, 4 and 2, or of 4, 4 and 2, so that no
 # rank's share is even.
@@ -171,7 +171,10 @@ def one_process_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", root=tmp_path_factory.mktemp("dropout") / "runs")
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2), ("pipeline", 2), ("pipeline", 4), ("ddp+pp", 4)])
+DROPOUT = [("ddp", 3), ("fsdp", 2), ("pipeline", 2), ("pipeline", 4), ("ddp+pp", 4)]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), slow_but([("ddp", 3), ("pipeline", 2)], DROPOUT, unpack=True))
 def test_dropout_draws_the_same_wherever_its_layer_lies(
     strategy: str, ranks: int, one_process_with_dropout: Ended, tmp_path: Path
 ) -> None:

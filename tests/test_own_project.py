@@ -549,6 +549,7 @@ def test_the_preflight_and_the_workers_find_it_too(folder: Path) -> None:
     assert ended.summary["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_python_m_and_a_notebook(folder: Path) -> None:
     environment = steadfast(folder / "bin") | {"PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-m", "framework", "model=mynet", *QUICK]

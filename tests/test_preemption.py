@@ -102,7 +102,7 @@ def stops_and_continues(line: list[str], case: tuple[str, str, int], *, whole: E
 
 
 @pytest.mark.parametrize(
-    "case", slow_but(CASES[::5], CASES), ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}"
+    "case", slow_but(CASES[::9], CASES), ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}"
 )
 def test_two_ranks(case: tuple[str, str, int], undisturbed: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"]]
