@@ -333,7 +333,7 @@ def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Clust
     reference = finished(*BITWISE, root=tmp_path / "one")
     rng, both = random.Random(1), cluster(*BITWISE, *ELASTIC)
     alive = [both.start(), both.start()]
-    for _ in range(8):
+    for _ in range(6):
         time.sleep(rng.uniform(0.0, 14.0))
         for _ in range(rng.choice([1, 1, 2])):
             alive.pop(rng.randrange(len(alive))).kill()
