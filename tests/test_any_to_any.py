@@ -111,7 +111,7 @@ def begun(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFacto
     return begin
 
 
-NUM_SECONDS = 3  # strategies under which each strategy's run is continued; as many are continued under each
+NUM_SECONDS = 2  # strategies under which each strategy's run is continued; as many are continued under each
 
 
 def pairs() -> Iterator[Any]:

@@ -291,9 +291,7 @@ LEFT_OUT = [
     ("ddp 3", 0, the_agreements, (), "control"),
     pytest.param("fsdp 2", 0, the_norm, (), "default process", marks=pytest.mark.slow),
     pytest.param("ddp 3", 2, the_gradients, ("trainer.log_every=100",), "default process", marks=pytest.mark.slow),
-    pytest.param("ddp 2", 0, the_agreements, (), "control", marks=pytest.mark.slow),
-    pytest.param("fsdp 3", 1, the_norm, (), "default process", marks=pytest.mark.slow),
-    pytest.param("fsdp 2", 1, the_agreements, (), "control", marks=pytest.mark.slow),
+    pytest.param("fsdp 3", 1, the_agreements, (), "control", marks=pytest.mark.slow),
 ]
 
 

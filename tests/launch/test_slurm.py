@@ -281,7 +281,7 @@ def lose(run: Run, number: int, *, repaired: list[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0])
 def test_a_node_whose_slurmd_is_killed(
     number: int, one: Ended, cluster: Path, repaired: list[str], submitted: Callable[..., Run]
 ) -> None:
