@@ -281,12 +281,9 @@ def lose(run: Run, number: int, *, repaired: list[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0])
-def test_a_node_whose_slurmd_is_killed(
-    number: int, one: Ended, cluster: Path, repaired: list[str], submitted: Callable[..., Run]
-) -> None:
+def test_a_node_whose_slurmd_is_killed(one: Ended, cluster: Path, repaired: list[str], submitted: Callable[..., Run]) -> None:
     run = submitted()
-    slurmd_of(cluster, lose(run, number, repaired=repaired)).kill()
+    slurmd_of(cluster, lose(run, 0, repaired=repaired)).kill()
     run.wait_for_restart()
     assert_ends_as(run, one, restarts=1)
 
