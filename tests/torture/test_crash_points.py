@@ -122,8 +122,7 @@ def test_killed_at_every_point_of_a_save(mode: str, rank: int, whole: Ended, tmp
     print(f"{len(names)} points on rank {rank}: {names}")
     kinds = {name.split()[-1] for name in names}
     assert kinds >= ({"write", "fsync", "rename", "unlink", "mkdir", "write_text"} if rank == 0 else {"write", "fsync"})
-    every = 2 if mode.endswith("true") else 1  # a thread writes by the same protocol
-    for number, name in [*enumerate(names, start=1)][::every]:
+    for number, name in enumerate(names, start=1):
         root = tmp_path / f"killed_{number}"
         shutil.copytree(begun.root, root)
         points = Points(rank=rank, strike_at=number, record=tmp_path / "struck")
