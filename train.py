@@ -4,8 +4,11 @@ import signal
 import sys
 from importlib.util import find_spec
 
+from framework.runtime.hashes import fix_hashes
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a run watches for it, Ctrl-C simply ends this
+    fix_hashes()
 try:
     from framework.main import entry, main
 

@@ -32,7 +32,7 @@ CASES = {
 def measure(overrides: list[str]) -> tuple[float, list[float], float]:
     """Return the seconds that a logger's start, each row and the end keep the process that calls it."""
     from framework import compose
-    from framework.build.training import build_sinks
+    from framework.build.components import sinks
     from framework.loggers.sink import RunInfo
 
     row = {"split": "train", "loss": 2.3, "accuracy": 0.1, "lr": 1e-3, "grad_norm": 1.0, "samples_per_s": 1e4, "epoch": 0}
@@ -40,7 +40,7 @@ def measure(overrides: list[str]) -> tuple[float, list[float], float]:
         config = compose(*overrides, f"run.dir={folder}")
         Path(folder, "metrics.jsonl").touch()
         begun = time.perf_counter()
-        logger: Any = list(build_sinks(config.logger).values())[1]
+        logger: Any = list(sinks(config.logger).values())[1]
         logger.open(RunInfo(Path(folder), "id", "name", 0, NUM_ROWS, config.plain(), record_id="id-00000000"))
         start = time.perf_counter() - begun
         rows = []

@@ -147,7 +147,7 @@ def mark_after(owner, attribute, name):
         finally:
             marks.append((name, time.time()))
     setattr(owner, attribute, call)
-mark_after(run, "compose", "compose")
+mark_after(run, "compose_line", "compose")
 def import_torch(composed, world_size):
     import torch
     marks.append(("import torch", time.time()))
@@ -157,15 +157,15 @@ def check_components(composed, world_size):
         return import_torch(composed, world_size)
     finally:
         marks.append(("components checked", time.time()))
-        from framework.preflight import dry_build
-        global build
-        build, dry_build.dry_build = dry_build.dry_build, import_rest
-def import_rest(config):
-    problems = build(config)
-    marks.append(("model and optimizer checked", time.time()))
+        import_rest()
+def import_rest():
     import framework.modes.train
+    from framework.preflight import child
     from framework.build.training import Builder
+    from framework.preflight import rehearsal
     from framework.training.trainer import Trainer
+    mark_after(child, "problems_in_child", "model and optimizer checked, in a process of its own")
+    mark_after(rehearsal, "rehearse", "rehearsal")
     mark_after(Builder, "trainer", "data, model, optimizer")
     original = Trainer.train_step
     def first_step(*args, **kwargs):  # in a forked worker: its marks would be lost
@@ -175,7 +175,6 @@ def import_rest(config):
         os._exit(0) if os.environ.get("WORLD_SIZE", "1") == "1" else os.kill(PARENT, 9)
     Trainer.train_step = first_step
     marks.append(("import the rest", time.time()))
-    return problems
 check, run.check = run.check, check_components
 run.start(["run.root=" + FOLDER, *OVERRIDES])
 """

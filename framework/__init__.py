@@ -7,8 +7,9 @@ change with any release.
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["ConfigurationError", "Run", "RunFailed", "compose", "load", "run"]
+from framework.runtime.version import __version__
+
+__all__ = ["ConfigurationError", "Run", "RunFailed", "__version__", "compose", "load", "run"]
 
 if TYPE_CHECKING:
     from framework.api import ConfigurationError, Run, RunFailed, compose, load, run

@@ -1,5 +1,17 @@
 """`python -m framework ...`, which is `steadfast ...`."""
 
-from framework.main import entry
+from typing import NoReturn
 
-entry()
+from framework.runtime.hashes import fix_hashes
+
+
+def steadfast() -> NoReturn:
+    """Run this process's command line, and exit."""
+    fix_hashes()
+    from framework.main import entry  # which imports much
+
+    entry()
+
+
+if __name__ == "__main__":
+    steadfast()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from framework import __version__
+from framework.cli.convert import convert
 from framework.cli.run import checked_line, start
 from framework.config.arguments import split_flags
 from framework.config.compose import as_yaml, print_by_hydra
@@ -27,6 +28,8 @@ def main(arguments: list[str]) -> int:
     """Run a command line and return the exit code."""
     if arguments[:1] == ["init"]:
         return _init(arguments[1:])
+    if arguments[:1] == ["convert"]:
+        return convert(arguments[1:])
     flags, overrides, problems = split_flags(arguments, is_launched=Environment.read().is_launched)
     if wrong := _choose_folders(flags):
         return print_problems(problems + wrong)

@@ -1,8 +1,14 @@
 """Random keys: every random draw of a run is a pure function of the run's seed and of what it is for."""
 
 import hashlib
+import random
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 
 def key(seed: int, *parts: int | str) -> int:
@@ -14,6 +20,37 @@ def key(seed: int, *parts: int | str) -> int:
 def keys(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> np.ndarray:
     """Return one uint64 key for each sample, shape (B,): `key` a batch at a time."""
     return random_bits(samples.astype(np.uint64) ^ np.uint64(key(seed, purpose, epoch)))
+
+
+def seed_generators(seed: int, *, devices: "Iterable[torch.device]" = ()) -> None:
+    """Seed what functions draw from: the generators of Python, numpy and torch, on the CPU and on these devices."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+def generator_states(*, devices: "Iterable[torch.device]" = ()) -> list[Any]:
+    """Return the states of these generators."""
+    import torch
+
+    on_gpus = [torch.cuda.default_generators[device.index].get_state() for device in devices if device.type == "cuda"]
+    return [random.getstate(), np.random.get_state(), torch.default_generator.get_state(), *on_gpus]
+
+
+def set_generator_states(states: list[Any], *, devices: "Iterable[torch.device]" = ()) -> None:
+    """Give these generators the states that `generator_states` has returned."""
+    import torch
+
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])
+    for state, device in zip(states[3:], (device for device in devices if device.type == "cuda")):
+        torch.cuda.default_generators[device.index].set_state(state)
 
 
 _GAMMA = 0x9E3779B97F4A7C15

@@ -23,6 +23,7 @@ import torch.distributed.fsdp
 from safetensors.torch import load_file
 
 import framework.modes.train
+import framework.runs.provenance
 from framework.cli.run import checked_line, start
 from framework.config.schema import RunConfig
 from framework.runs.metrics_file import MACHINE
@@ -113,13 +114,13 @@ def begin(
 
     `run` takes the line: `start`, or what `python train.py -m` does.
     `before` runs in the child first: to plant a fault. `leave` ends it; sys.exit does so as an interpreter would.
-    The picture of the curves, a third of a short run's time, is drawn only on demand.
+    The picture of the curves, a third of a short run's time, is drawn only on demand; so is the rehearsal made.
     """
     root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # so that a child's collector does not touch (and so copy) what it inherits
-    process = _FORK.Process(
-        target=_child, args=([*overrides, f"run.root={root}"], _output(root), before, leave, with_curves, run)
-    )
+    rehearse = [] if any(word.startswith(("rehearse=", "mode=")) for word in overrides) else ["rehearse=false"]
+    line = [*overrides, *rehearse, f"run.root={root}"]
+    process = _FORK.Process(target=_child, args=(line, _output(root), before, leave, with_curves, run))
     process.start()
     return process
 
@@ -174,6 +175,7 @@ def _child(
     try:
         if not with_curves:
             framework.modes.train.draw_curves = lambda *_, **__: None
+        framework.runs.provenance.git_state = lambda _: None  # it takes git a while
         if before is not None:
             before()
         code = run(overrides)
@@ -190,6 +192,20 @@ def finished(*overrides: str, root: Path, **options: Any) -> Ended:
     ended = command(*overrides, root=root, **options)
     assert ended.code == 0, f"exit {ended.code}: {overrides}\n{ended.output}"
     return ended
+
+
+def note_steps() -> None:
+    """Let each Forward note as `latest` the step, from 0, that it was last seeded for in training."""
+    from framework.engine.forward import Forward
+
+    original = Forward.seed_draws
+
+    def seed_draws(self: Forward, *, step: int | None, **others: Any) -> None:
+        if step is not None:
+            self.latest = step  # type: ignore[attr-defined]
+        original(self, step=step, **others)
+
+    Forward.seed_draws = seed_draws  # type: ignore[method-assign]
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any], *, unpack: bool = False) -> list[Any]:
@@ -222,5 +238,5 @@ def assert_close(actual: Ended, expected: Ended, *, tolerance: float = 1e-10) ->
         for key in one.keys() - {"split"}:
             assert abs(one[key] - other[key]) <= tolerance * max(1.0, abs(other[key])), (key, one, other)
     for name, tensor in expected.weights.items():
-        difference = (actual.weights[name] - tensor).abs() / tensor.abs().clamp(min=1.0)
+        difference = (actual.weights[name].double() - tensor.double()).abs() / tensor.double().abs().clamp(min=1.0)
         assert difference.max() <= tolerance, f"{name} differs by {difference.max()}"

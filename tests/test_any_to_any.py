@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.canonical import restore, state_tensors
+from framework.checkpoint.canonical import Held, restore, state_tensors
+from framework.checkpoint.state import Kept
 from framework.checkpoint.store import CheckpointStore
 from framework.config.folders import CONF, options
 from framework.distributed.world import World
@@ -67,9 +68,9 @@ def note_state(path: Path) -> Callable[[], None]:
             write(tensors, self.world)
             return original(self, step, tensors, state)
 
-        def restore_and_write(*args, world, **kwargs):  # type: ignore[no-untyped-def]
-            restore(*args, world=world, **kwargs)
-            write(state_tensors(kwargs["module"], kwargs["optimizer"], kwargs["average"]), world)
+        def restore_and_write(path: Path, kept: Kept, held: Held, *, world: World) -> None:
+            restore(path, kept, held, world=world)
+            write(state_tensors(held), world)
             CheckpointStore.save = original  # type: ignore[method-assign]  # what was restored is what counts
 
         CheckpointStore.save = save  # type: ignore[method-assign,assignment]
@@ -159,7 +160,7 @@ def longer(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chain", slow_but([CHAINS[3]], CHAINS))
+@pytest.mark.parametrize("chain", slow_but([CHAINS[3]], CHAINS[1:]))
 def test_a_chain_of_strategies_comes_to_the_same_end(
     chain: list[tuple[str, int | None]], own_option: Callable[[], None], longer: Ended, tmp_path: Path
 ) -> None:

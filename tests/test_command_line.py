@@ -1,5 +1,6 @@
 """The command line as a person has it: shells that complete, streams that are closed or full, packages that are missing."""
 
+import json
 import os
 import pty
 import re
@@ -59,7 +60,7 @@ def test_what_cannot_be_printed_is_no_traceback(line: str, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("streams", [">&- 2>&- <&-", "2>&1 | true"])
+@pytest.mark.parametrize("streams", slow_but([">&- 2>&- <&-"], [">&- 2>&- <&-", "2>&1 | true"]))
 def test_a_run_does_not_need_its_streams(streams: str, tmp_path: Path) -> None:
     done = shell(f"train {TINY} {streams}", directory=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -138,6 +139,7 @@ def test_no_colour_but_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal_gets_plain_lines_with_every_row(tmp_path: Path) -> None:
     printed = on_a_terminal(f"{TINY} trainer.log_every=1", directory=tmp_path, TERM="dumb")
     assert "\x1b" not in printed
@@ -147,6 +149,7 @@ def test_a_dumb_terminal_gets_plain_lines_with_every_row(tmp_path: Path) -> None
 
 def test_a_narrow_terminal_gets_one_line_of_progress(tmp_path: Path) -> None:
     printed = on_a_terminal(f"{TINY} trainer.log_every=1", directory=tmp_path, columns=40, TERM="xterm")
+    assert re.search(r"CNN +N x 10", re.sub(COLOUR, "", printed)), printed  # what the run trains
     progress = [part for part in re.split(r"\r\n|\x1b\[2K", printed) if "eta" in part]
     assert progress and max(len(re.sub(r"\x1b\[\S*?[a-zA-Z]", "", part).strip("\r")) for part in progress) <= 40
 
@@ -218,3 +221,16 @@ def test_help_says_how_to_get_completion() -> None:
 def test_from_another_directory_a_run_lives_there(tmp_path: Path) -> None:
     assert shell(f"train {TINY}", directory=tmp_path).returncode == 0
     assert list(tmp_path.glob("runs/default/*/model.safetensors"))
+
+
+def test_hashes_of_text_are_the_same_in_every_start(tmp_path: Path) -> None:
+    line = "train dataset=synthetic dataset.image_size=8 model._target_=tests.faulty.OfHashes trainer.max_epochs=null trainer.max_steps=1 rehearse=false"
+    env = {"PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": ""}
+    assert "PYTHONHASHSEED" not in shell("unset PYTHONHASHSEED; env", directory=tmp_path, **env).stdout
+    losses = set()
+    for start in ("one", "two"):
+        done = shell(f"unset PYTHONHASHSEED; {line} run.dir={start}", directory=tmp_path, **env)
+        assert done.returncode == 0, done.stderr
+        row = json.loads((tmp_path / start / "metrics.jsonl").read_text().splitlines()[-1])
+        losses.add(row["loss"])
+    assert len(losses) == 1

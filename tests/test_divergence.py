@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from framework.runtime.environment import Environment
 from framework.runtime.exits import Diverged
 from framework.training.recovery import Recovery
 from framework.training.trainer import Trainer
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, note_steps, slow_but
 from tests.test_conformance import MODELS, layouts
 from tests.test_conformance import RUN as CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
@@ -57,13 +58,20 @@ def bad_batches(*positions: int, everywhere: bool = False) -> Callable[[], None]
 
 def infinite_loss() -> None:
     """At step 11 the last rank's loss is infinite, and no gradient shows it."""
-    original = Forward.__call__
+    note_steps()
+    spoil_losses(lambda forward: torch.is_grad_enabled() and forward.latest == 10)
 
-    def call(self: Forward, model, micro_batch):  # type: ignore[no-untyped-def]
-        outputs, loss = original(self, model, micro_batch)
-        return outputs, loss + (math.inf if torch.is_grad_enabled() and self._at[0] == 10 and is_last() else 0.0)
 
-    Forward.__call__ = call  # type: ignore[method-assign]
+def spoil_losses(condition: Callable[[Any], bool]) -> None:
+    """Let the loss of the last rank be infinite while its Forward meets the condition."""
+    original = Forward.measured
+
+    def measured(self: Forward, *args: Any, **kwargs: Any) -> Any:
+        loss, sums = original(self, *args, **kwargs)
+        more = math.inf if condition(self) and is_last() else 0.0
+        return loss + more, sums | {"loss": sums["loss"] + more}
+
+    Forward.measured = measured  # type: ignore[method-assign]
 
 
 def infinite_gradient() -> None:
@@ -209,13 +217,8 @@ def test_killed_about_a_rollback_it_ends_with_the_same_bits(number: int, tmp_pat
 
 def infinite_evaluation() -> None:
     """The last rank's loss is infinite in the evaluation of step 10."""
-    original = Forward.__call__
-
-    def call(self: Forward, model, micro_batch):  # type: ignore[no-untyped-def]
-        outputs, loss = original(self, model, micro_batch)
-        return outputs, loss + (math.inf if not torch.is_grad_enabled() and self._at[0] == 9 and is_last() else 0.0)
-
-    Forward.__call__ = call  # type: ignore[method-assign]
+    note_steps()
+    spoil_losses(lambda forward: not torch.is_grad_enabled() and forward.latest == 9)
 
 
 @pytest.mark.parametrize("action", slow_but(["skip"], ["raise", "skip", "rollback"]))

@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 from framework.config.compose import compose_line
 from framework.data import fashion_mnist
 from framework.distributed.mpi import start as mpi
-from tests.harness import Ended, files_below, typed, wait_for
+from tests.harness import Ended, files_below, slow_but, typed, wait_for
 from tests.launch.test_mpi import ALLOWED
 from tests.launch.test_slurm import MISSING, ask, cluster  # noqa: F401  # a fixture
 from tests.pages import PAGES, ROOT, Command, blocks, commands, files, project
@@ -40,6 +40,7 @@ SHORTER = {
     "slurm/train.sbatch": ["trainer.max_steps=4"],
     "run.resume=runs/": ["trainer.max_steps=6"],
     "trainer.profile=true": ["trainer.max_steps=8"],
+    "trainer.compile=true": ["model.num_layers=1"],
     "dataset=text": ["dataset.seq_len=32", "model.dim=32", "model.num_layers=2"],
     "experiment=stdlib_gpt": ["dataset.seq_len=32", "model.dim=32", "model.num_layers=2"],
     "hydra/sweeper=optuna": ["hydra.sweeper.n_trials=2"],
@@ -75,7 +76,8 @@ EVERY = {page: of_page(page) for page in PAGES if page != EXTEND}  # whose comma
 
 
 def is_slow(command: Command) -> bool:
-    follows = command.shown or command.line.startswith("cd ")  # into what a command before it has made
+    # into what a command before it has made, or with that
+    follows = command.shown or command.line.startswith("cd ") or "dataset.tokenizer=" in command.line
     return not follows and any(word in command.line for word in SLOW)
 
 
@@ -83,7 +85,11 @@ def uses_slurm(command: Command) -> bool:
     return command.code == 0 and re.search("slurm|sbatch", command.line) is not None
 
 
-@pytest.mark.parametrize("page", [page for page in EVERY if not all(map(is_slow, EVERY[page]))])
+QUICK: list[str] = []
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", slow_but(QUICK, [page for page in EVERY if not all(map(is_slow, EVERY[page]))]))
 def test_the_commands_of_a_page_run_in_its_order(page: str, tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     given: set[str] = set()
@@ -189,7 +195,7 @@ def with_ids(line: str, folder: Path) -> str:
 def shorter(line: str, *more: str) -> str:
     """Return the line, if it trains, with what makes it short."""
     if re.search(r"train\.(py|sbatch)", line) is None or re.search(
-        r" --(help|version|cfg|shell)|mode=(eval|export|report)|mode=status( run|$)", line
+        r" --(help|version|cfg|shell)|mode=(eval|predict|export|report)|mode=status( run|$)", line
     ):
         return line
     for words, others in INSTEAD.items():

@@ -299,6 +299,7 @@ def count_compiled(file: Path) -> Callable[[], None]:
     return plant
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
 def test_a_compiled_model_is_compiled_and_has_the_same_losses(tmp_path: Path) -> None:
     # whole batches only: each other size is one more graph to compile

@@ -32,7 +32,7 @@ def choices(key: str) -> str:
     return "one of " + ", ".join(get_args(RunConfig.model_fields[key].annotation))
 
 
-CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout, init_from"
+CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout, init_from, parts"
 SECTION = "a section, whose keys are set as in {0}.KEY=VALUE"
 SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text with a comma \"'a,b'\")"
 HYDRA = "is Hydra's own and does nothing in a single run (run.root and run.dir say where a run goes)"
@@ -70,8 +70,8 @@ MALFORMED: dict[str, list[str]] = {
     "trainer.lr=3": ["trainer.lr: unknown key (did you mean optimizer.lr?)"],
     "optimizer.weigth_decay=0.1": ["optimizer.weigth_decay: unknown key (did you mean optimizer.weight_decay?)"],
     "model.dimm=3": [f"model.dimm: unknown key ({CNN})"],
-    "optimizer=sgd optimizer.betas=[0.9,0.9]": ["optimizer.betas: unknown key (optimizer has lr, momentum, nesterov, weight_decay, groups)"],
-    "dataset.root=/x": ["dataset.root: unknown key (dataset has augment, num_workers)"],
+    "optimizer=sgd optimizer.betas=[0.9,0.9]": ["optimizer.betas: unknown key (optimizer has lr, momentum, nesterov, weight_decay, groups, turns)"],
+    "dataset.root=/x": ["dataset.root: unknown key (dataset has augment, num_workers, batch_transform)"],
     "parallel.replicate=2": ["parallel.replicate: unknown key (this parallel has no keys)"],
     "logger.wandb.project=a": ["logger.wandb.project: unknown key (only with logger=wandb)"],
     "model.foo.bar=1 model.foo.baz=2": ["model.foo.bar: unknown key (python train.py --help lists the keys)", "model.foo.baz: unknown key (python train.py --help lists the keys)"],
@@ -122,7 +122,7 @@ MALFORMED: dict[str, list[str]] = {
     # choices
     "mode=trian": [f"mode: 'trian' is not valid ({choices('mode')}; did you mean train?)"],
     "invariance=bits": [f"invariance: 'bits' is not valid ({choices('invariance')}{'; did you mean bitwise?' if 'bitwise' in choices('invariance') else ''})"],
-    "checkpoint.mode=lower": ["checkpoint.mode: 'lower' is not valid (one of min, max)"],
+    "checkpoint.mode=lower": ["checkpoint.mode: 'lower' is not valid (one of min, max, or null)"],
     "model.norm=layer": ["model.norm: 'layer' is not valid (one of group, batch, none)"],
     "model=resnet model.depth=20": ["model.depth: 20 is not valid (one of 18, 34, 50, 101)"],
     "backend.name=nvlink": ["backend.name: 'nvlink' is not valid (one of auto, gloo, nccl, mpi, ucc)"],
@@ -170,7 +170,7 @@ MALFORMED: dict[str, list[str]] = {
     "trainer.early_stopping.monitor=mae": [f"trainer.early_stopping.monitor: 'mae' is not valid ({MONITOR})"],
     "launch.nproc_per_node=2": ["parallel: single is one process, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"],
     "parallel=model-parallel launch.nproc_per_node=2": ["parallel: model-parallel is one process, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"],
-    "export.formats=[torchscript]": ["export.formats: ['torchscript'] is not valid (a list of safetensors, pt2, onnx, as in [safetensors], or null)"],
+    "export.formats=[torchscript]": ["export.formats: ['torchscript'] is not valid (a list of safetensors, pt2, onnx, huggingface, as in [safetensors], or null)"],
     "trainer.early_stopping.patience=2 trainer.eval_every=null": ["trainer.early_stopping.patience: is counted in evaluations, but with trainer.eval_every=null there is one, at the end (a number for trainer.eval_every)"],
     "model=vit model.dim=30 model.num_heads=5 parallel=tensor launch.nproc_per_node=2": ["parallel.tensor: 2: does not divide the 5 heads of the model; take a divisor, or ddp, zero, fsdp or hsdp, which take any number"],
     "parallel=ddp_mp launch.nproc_per_node=2": [f"parallel: no option 'ddp_mp' ({one_of('parallel')}; did you mean ddp+mp?)"],
@@ -184,6 +184,7 @@ MALFORMED: dict[str, list[str]] = {
     "dataset=image_folder dataset.root=/nowhere": ["dataset.root: /nowhere/train has no class folders (expected /nowhere/train/<class>/*.png)"],
     "dataset=tokens dataset.root=/nowhere": ["dataset.vocab_size: is null (how many tokens the tokenizer has)", "dataset.root: /nowhere/train.bin, /nowhere/val.bin not there (train.bin and val.bin, or one file)"],
     "dataset=text dataset.root=/nowhere model=gpt": ["dataset.root: /nowhere is no folder (give one with text files)"],
+    "dataset=text dataset.tokenizer=/nowhere model=gpt": ["dataset.tokenizer: /nowhere is not there (a tokenizer.json of Hugging Face, or a folder with one)"],
     "dataset=synthetic dataset.kind=tokens dataset.augment=true": ["dataset.augment: true: there is no augmentation of tokens (dataset.kind=images has one)"],
     "backend=ucc": ["backend: ucc is not in this PyTorch build, but in one compiled from source with USE_UCC=1 (gloo, or auto for the best there is)"],
     # the run's own keys

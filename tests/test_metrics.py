@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import framework.modes.train
 from framework.build import components
 from framework.data.loader import Loader
+from framework.engine.sums import as_sums, means
 from framework.modules import flops
 from framework.runs.metrics_file import MACHINE
 from framework.tasks.classification import Classification
@@ -46,11 +48,19 @@ def test_top5_of_three_classes_is_one() -> None:
 def test_perplexity_and_bits_follow_from_the_loss(bytes_per_token: float | None) -> None:
     task = LanguageModeling(bytes_per_token=bytes_per_token)
     logits_BTV, targets_BT = torch.zeros(3, 5, 16), torch.zeros(3, 5, dtype=torch.long)  # uniform over 16 tokens
-    means = {"loss": task.loss(logits_BTV, targets_BT).item() / 3}
-    means |= {name: value.item() / 3 for name, value in task.metrics(logits_BTV, targets_BT).items()}
-    expected = {"perplexity": 16.0} | ({} if bytes_per_token is None else {"bits_per_byte": 1.0})
-    assert means["bits_per_token"] == pytest.approx(4.0, abs=1e-5)
-    assert task.derived(means) == pytest.approx(expected, abs=1e-4)
+    found = means(as_sums({"loss": task.loss(logits_BTV, targets_BT)}), num_samples=3)
+    expected = {"perplexity": 16.0, "bits_per_token": 4.0} | ({} if bytes_per_token is None else {"bits_per_byte": 1.0})
+    assert task.derived(found) == pytest.approx(expected, abs=1e-4)
+
+
+def test_tokens_whose_target_is_ignored_do_not_count() -> None:
+    task = LanguageModeling(bytes_per_token=None)
+    logits_BTV, targets_BT = torch.randn(2, 5, 16), torch.randint(16, (2, 5))
+    targets_BT[0, 1:] = -100
+    counted = logits_BTV[targets_BT != -100], targets_BT[targets_BT != -100]
+    found = means(as_sums({"loss": task.loss(logits_BTV, targets_BT), **task.metrics(logits_BTV, targets_BT)}), num_samples=2)
+    assert found["loss"] == pytest.approx(F.cross_entropy(*counted).item())
+    assert found["accuracy"] == pytest.approx((counted[0].argmax(-1) == counted[1]).double().mean().item())
 
 
 def test_a_perplexity_beyond_all_numbers_is_a_number() -> None:

@@ -298,10 +298,10 @@ def test_averaged_weights_are_the_closed_form() -> None:
     torch.manual_seed(0)
     weights = torch.randn(8, 3, dtype=torch.float64)  # w_0 and seven steps
     parameter = nn.Parameter(weights[0].clone())
-    average = AveragedWeights([Trainable("w", parameter, False, True)], decay=0.8)
+    average = AveragedWeights([Trainable("w", parameter, False, True)], share=lambda step: 0.2)
     for step in range(1, 8):
         parameter.data.copy_(weights[step])
-        average.update()
+        average.update(0)
         share = [0.8**step, *(0.2 * 0.8 ** (step - k) for k in range(1, step + 1))]
         expected = sum(a * w for a, w in zip(share, weights))
         assert torch.allclose(average.tensors["w"], expected, atol=1e-14, rtol=0)
@@ -309,9 +309,9 @@ def test_averaged_weights_are_the_closed_form() -> None:
 
 def test_swapping_twice_changes_nothing() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    average = AveragedWeights([Trainable("w", parameter, False, True)], decay=0.5)
+    average = AveragedWeights([Trainable("w", parameter, False, True)], share=lambda step: 0.5)
     parameter.data.fill_(3.0)
-    average.update()
+    average.update(0)
     average.swap()
     assert parameter.tolist() == [2.0] * 3 and average.tensors["w"].tolist() == [3.0] * 3
     average.swap()
@@ -323,6 +323,7 @@ def test_swapping_twice_changes_nothing() -> None:
 VALUES = {
     "constant": ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
     "constant, no warm-up": ({"warmup_steps": 0}, [1] * 10),
+    "range_test": ({"start_ratio": 1e-9}, [10.0**-power for power in range(9, -1, -1)]),
     "cosine": (
         {"warmup_steps": 2, "min_lr_ratio": 0.2},
         [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * k / 8)) for k in range(8))],

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from framework.build.components import complete_model, optimizer_builder
 from framework.config.targets import arguments_of, instantiated, locate, signature_of
-from framework.modules.structure import blocks_of, chain_of, own_answer
+from framework.modules.parts import blocks_of, chain_of, own_answer
 from framework.optim.optimizers import Trainable
 from tests.harness import Ended, files_below, slow_but, typed
 from tests.pages import ROOT
@@ -150,6 +150,7 @@ def test_it_trains_with(node: list[str], size: int, folder: Path) -> None:
     assert target in text and "channels: [" not in text, "the keys of the option that was replaced are gone"
 
 
+@pytest.mark.slow
 def test_a_model_of_timm_has_the_heads_and_channels_of_the_data(folder: Path) -> None:
     words = ["model._target_=timm.create_model", "model.model_name=resnet10t", "model.num_classes=null", "model.in_chans=null"]
     weights = trains(*words, folder=folder).weights
@@ -172,6 +173,7 @@ config:
 """
 
 
+@pytest.mark.slow
 def test_transformers_gpt2_with_its_nested_configuration_computes_the_same_on_one_process_and_sharded(folder: Path) -> None:
     write(folder, conf__model__gpt2=GPT2)
     words = ["model=gpt2", "dataset=text", "dataset.seq_len=16", "dataset.max_bytes=20000", "precision=fp64"]
@@ -352,9 +354,10 @@ def test_names_that_mean_something_else_in_their_model_are_not_our_questions() -
     assert own_answer(model, "mixers") is not None
 
 
-@pytest.mark.parametrize(
-    "strategy", [[], ["parallel=fsdp", "launch.nproc_per_node=2"], ["trainer.activation_checkpointing=true"]]
-)
+FSDP = ["parallel=fsdp", "launch.nproc_per_node=2"]
+
+
+@pytest.mark.parametrize("strategy", slow_but([FSDP], [[], FSDP, ["trainer.activation_checkpointing=true"]]))
 def test_a_model_with_a_list_called_blocks_trains(strategy: list[str], folder: Path) -> None:
     text = """
 from torch import nn
@@ -502,6 +505,7 @@ def test_a_sweep_written_in_a_file(folder: Path) -> None:
     assert "1 job: 1 finished" in ended.output, ended.output
 
 
+@pytest.mark.slow
 def test_a_search_written_in_a_file(folder: Path) -> None:
     text = (
         "defaults:\n  - config\n  - override model: mynet\n  - override /hydra/sweeper: optuna\n  - _self_\n"

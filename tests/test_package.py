@@ -38,6 +38,7 @@ def run(line: list[object], folder: Path, *, code: int = 0, venv: Path | None = 
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_in_an_empty_folder(environment: Path, tmp_path: Path) -> None:
     write(tmp_path, conf__model__mynet=NODE)
     output = run(["steadfast", "model=mynet", *QUICK], tmp_path, venv=environment)
@@ -57,11 +58,12 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
         assert (package / name).is_file(), name
     (metadata,) = environment.glob("lib/python*/site-packages/steadfast-*/METADATA")
     told = Parser().parsestr(metadata.read_text())
-    extras = {"wandb", "tensorboard", "slurm", "search", "report", "export", "mpi", "all"}
+    extras = {"wandb", "tensorboard", "slurm", "search", "report", "metrics", "data", "export", "mpi", "all"}
     assert set(told.get_all("Provides-Extra") or ()) == extras
     assert any(re.match(r"torch\b.*2\.10.*2\.14|torch\b.*2\.14.*2\.10", one) for one in told.get_all("Requires-Dist") or ())
 
 
+@pytest.mark.slow
 def test_init_writes_a_project_whose_test_passes(environment: Path, tmp_path: Path) -> None:
     project = tmp_path / "first steps"
     run(["steadfast", "init", project], tmp_path, venv=environment)

@@ -16,7 +16,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.engine.forward import Forward
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, slow_but
+from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, note_steps, slow_but
 from tests.test_resume import RUN, STRATEGIES
 
 LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
@@ -26,6 +26,7 @@ STEP = 5
 
 def once_at(owner: Any, name: str, condition: Callable[..., bool], act: Callable[[], None]) -> None:
     """Have the first call of `owner.name` that meets the condition `act` before it runs, in each process."""
+    note_steps()
     original, done = getattr(owner, name), [False]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -42,8 +43,8 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "start-up": (Builder, "trainer", lambda *_, **__: True),
     "training": (Trainer, "train_step", lambda trainer, *_, **__: trainer.progress.step == STEP - 1),
     # the second of either rank's three
-    "accumulation": (Forward, "seed_draws", lambda _, step, micro_batch: step == STEP - 1 and micro_batch in (1, 4)),
-    "evaluation": (Forward, "__call__", lambda forward, *_: not torch.is_grad_enabled() and forward._at[0] == STEP - 1),
+    "accumulation": (Forward, "seed_draws", lambda _, step, micro_batch, **others: step == STEP - 1 and micro_batch in (1, 4)),
+    "evaluation": (Forward, "measured", lambda forward, *_, **__: not torch.is_grad_enabled() and forward.latest == STEP - 1),
     "saving": (CheckpointStore, "_write", lambda store, beside, tensors: beside.name.endswith("4")),
 }
 VICTIMS = ["rank 0", "rank 1", "all ranks", "agent"]

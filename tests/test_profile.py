@@ -47,7 +47,7 @@ def test_the_five_most_expensive_operations_are_told(tmp_path: Path) -> None:
     assert all(words[1] == "ms" and words[2].endswith("%") for words in told)
     times = [float(words[0]) for words in told]
     assert times == sorted(times, reverse=True) and times[-1] > 0
-    assert "aten::" in lines[at + 1] and "%" not in lines[at + 6]
+    assert any("aten::" in line for line in lines[at + 1 : at + 6]) and "%" not in lines[at + 6]
     assert "USDT" not in "".join(lines)
 
 

@@ -74,7 +74,7 @@ RECIPES = {
          "global_batch_size=4", "micro_batch_size=2"],
     ),
 }  # fmt: skip
-OF_THIS_MACHINE = {"fashion_mnist_cnn", "stdlib_gpt"}  # whose data is installed, not fetched
+OF_THIS_MACHINE = {"fashion_mnist_cnn", "stdlib_gpt", "lr_range"}  # whose data is installed, not fetched
 
 
 def test_every_recipe_is_tested() -> None:

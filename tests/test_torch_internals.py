@@ -6,6 +6,7 @@ import os
 import signal
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,20 +53,48 @@ def test_many_tensors_are_changed_in_one_call() -> None:
     assert one.tolist() == [3.0] * 3 and two.tolist() == [4.0] * 2
 
 
+def test_a_change_that_autograd_does_not_see_leaves_the_backward_pass_as_it_was() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    loss = weight.square().sum()
+    with torch.no_grad(), ours.same_versions([weight]):
+        weight.mul_(3).div_(3)
+    loss.backward()
+    assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_mode_does_not_see_what_is_done_without_modes() -> None:
+    seen = []
+
+    class Mode(ours.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        with ours.without_modes():
+            torch.ones(1).add_(1)
+        assert seen == []
+        torch.ones(1)
+    assert seen
+
+
 def test_a_view_is_told_from_a_tensor() -> None:
     tensor = torch.zeros(4)
     assert ours.is_view(tensor[:2]) and not ours.is_view(tensor)
 
 
-def test_the_compiler_is_found_and_its_caches_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_found_and_its_caches_are_in_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")  # put back at the end
     ours.import_dynamo()
     assert isinstance(ours.has_compiler(), bool)
-    ours.compile_without_caches()
-    assert not torch._inductor.config.fx_graph_cache and not torch._functorch.config.enable_autograd_cache
+    ours.compile_into(tmp_path / "compiled", num_versions=24)
+    assert torch._inductor.config.fx_graph_cache and torch._dynamo.config.recompile_limit == 24
+    assert cache_dir() == str(tmp_path / "compiled")
     assert not torch._dynamo.config.automatic_dynamic_local_pgo
 
 

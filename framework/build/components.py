@@ -6,17 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from framework.config.folders import option_node, options
-from framework.config.identity import content_of
-from framework.config.schema import INIT, Node
-from framework.config.targets import arguments_of, component, locate
+from framework.config.init_from import init_contents
+from framework.config.schema import INIT, OF_DATA, Node
+from framework.config.targets import arguments_of, component, instantiated, locate
 from framework.data.source import Dataset
 from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torchmetrics import Metric
 
     from framework.engine.seam import Task
+    from framework.loggers.sink import Sink
     from framework.optim.optimizers import BuildOptimizer
 
 # What other projects call the facts of a dataset.
@@ -32,12 +34,60 @@ _DATA = re.compile(r"\$\{data:(\w+)\}")
 
 def dataset(node: Node) -> Dataset:
     """Build the dataset. It reads no file yet; torch is not imported. ValueError for bad arguments."""
-    return component(node)()
+    return component({name: value for name, value in node.items() if name not in OF_DATA})()
 
 
-def task(node: Node) -> "Task":
-    """Build the task. ValueError for bad arguments."""
-    return component(node)()
+def batch_transform(node: Node) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    """Return what is done to each training micro-batch of a dataset, if the node says so. ValueError for bad arguments."""
+    transform: Callable[[Any, Any], tuple[Any, Any]] | None = instantiated(node.get("batch_transform"))
+    return transform
+
+
+def sampler(node: Node) -> Any:
+    """Build the sampler; None for a permutation. ValueError for bad arguments."""
+    return component(node)() if node else None
+
+
+def loop_parts(nodes: Mapping[str, Node]) -> dict[str, Any]:
+    """Build the parts of the loop by name, anew at each call. ValueError, which says the key, for bad arguments."""
+    return _built("part", nodes)
+
+
+def task(node: Node, *, seed: int) -> "Task":
+    """Build the task, what it draws drawn from the run's seed. ValueError for bad arguments."""
+    import torch
+
+    from framework.randomness import key
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key(seed, "task"))
+        return component(node)()
+
+
+def metrics(nodes: Mapping[str, Node]) -> "dict[str, Metric]":
+    """Build the metrics by name. ValueError, which says the key, for what is no metric."""
+    built = _built("metric", nodes)
+    for name, metric in built.items():
+        if not all(hasattr(metric, method) for method in ("update", "compute", "reset", "metric_state")):
+            target = nodes[name]["_target_"]
+            raise ValueError(f"metric.{name}: {target} gives a {type(metric).__name__} (a torchmetrics.Metric)")
+    return built
+
+
+def _built(group: str, nodes: Mapping[str, Node]) -> dict[str, Any]:
+    built = {}
+    for name, node in nodes.items():
+        try:
+            built[name] = component(node)()
+        except Exception as error:
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(said if said.startswith(f"{group}.{name}.") else f"{group}.{name}: {said}") from error
+    return built
+
+
+def pairs(task: "Task") -> Callable[[Any, Any], Any]:
+    """Return the task's function from outputs and targets to the predictions and targets that metrics take."""
+    return getattr(task, "predictions", lambda outputs, targets: (outputs, targets))
 
 
 def derived(task: "Task") -> Callable[[dict[str, float]], dict[str, float]]:
@@ -49,20 +99,40 @@ def model(node: Node, *, seed: int) -> "nn.Module":
     """Build the model, its weights drawn from the run's seed: the same on every rank, under every strategy."""
     import torch
 
+    from framework.modules.parts import give_parts
     from framework.randomness import key
 
     torch.manual_seed(key(seed, "weights"))
-    return component({name: value for name, value in node.items() if name not in INIT})()
+    built = component({name: value for name, value in node.items() if name not in (*INIT, "parts")})()
+    if isinstance(built, torch.nn.Module) and node.get("parts"):
+        give_parts(built, node["parts"])
+    return built
+
+
+def shapes_of(node: Node, *, seed: int) -> "nn.Module":
+    """Return the model without storage; or with it, if its constructor reads numbers, which there are none of without."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return model(node, seed=seed)
+    except Exception:  # whatever is wrong, the real model says better
+        return model(node, seed=seed)
 
 
 def optimizer_builder(node: Node) -> "BuildOptimizer":
     """Return a function that builds the node's optimizer of a list of `Trainable`.
 
     A target whose first argument is called `trained` gets this list, and applies the node's `groups` (options by patterns of
-    names) itself; any other gets torch's parameter groups. ValueError as from `locate`.
+    names) itself; any other gets torch's parameter groups. With `turns`, it builds one for each of them. ValueError as from
+    `locate`, and for turns that are not valid.
     """
     from framework.optim.optimizers import param_groups, rules_of
+    from framework.optim.turns import in_turns, turns_of
 
+    if turns := turns_of(node):
+        return in_turns(turns, optimizer_builder)
+    node = {name: value for name, value in node.items() if name != "turns"}
     if next(iter(inspect.signature(locate(node["_target_"])).parameters), "") == "trained":
         return component(node)
     rules = rules_of(node.get("groups") or [])
@@ -93,6 +163,15 @@ def example(info: Mapping[str, int], *, dtype: "torch.dtype | None" = None) -> "
     if {"vocab_size", "seq_len"} <= info.keys():
         return torch.empty(2, info["seq_len"], dtype=torch.long, device="meta")
     return None
+
+
+def sinks(nodes: Mapping[str, Node]) -> "dict[str, Sink]":
+    """Return the run's sinks by name; each logger runs in a process of its own, which is forked here."""
+    from framework.loggers.background import Background
+    from framework.loggers.console import Console
+
+    loggers = {name: Background(component(node), timeout_s=node.get("timeout_s")) for name, node in nodes.items()}
+    return {"console": Console(), **loggers}
 
 
 # --- facts of the data
@@ -167,8 +246,8 @@ def _offer(info: Mapping[str, int]) -> str:
 
 
 def with_init_digest(model: Node) -> tuple[Node, list[Problem]]:
-    """Return a model's node with the checksum of the file that it starts from: workers accept no other file."""
-    return {**model, "init_digest": content_of(str(model["init_from"]))} if model.get("init_from") else model, []
+    """Return a model's node with the checksums of the files that it starts from: workers accept no others."""
+    return model | {"init_digest": init_contents(model["init_from"])} if model.get("init_from") else model, []
 
 
 def complete_task(task: Node, *, dataset: Dataset) -> tuple[Node, list[Problem]]:

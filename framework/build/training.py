@@ -1,41 +1,60 @@
 """The composition root: a run's configuration as the objects that train and measure it."""
 
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from framework.build import components
+from framework.build.measure import stopwatch
 from framework.checkpoint.saver import Saver
+from framework.checkpoint.state import Progress
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import warm_start
+from framework.config.code import code_of
+from framework.config.init_from import entries_of
 from framework.config.renamed import first_target
-from framework.config.schema import Node, RunConfig
+from framework.config.schema import RunConfig
 from framework.config.targets import component
 from framework.data.loader import Loader, Splits, load_shared
 from framework.data.order import Order
-from framework.data.source import Dataset, Split
+from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
-from framework.engine.forward import Forward
+from framework.engine.forward import Forward, Observe, modules_of
 from framework.engine.seam import Engine, Task
-from framework.loggers.background import Background
-from framework.loggers.console import Console
-from framework.loggers.sink import Sink
-from framework.modules import flops, structure
+from framework.modules import structure
+from framework.modules.parts import blocks_of, chain_of, description, repeated
+from framework.modules.summary import summary
+from framework.modules.trace import give_example
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
-from framework.optim.update import AveragedWeights, ChangeGradients, ClipValues, Noise, Update
+from framework.optim.turns import turns_of
+from framework.optim.update import (
+    Average,
+    AveragedWeights,
+    ChangeGradients,
+    ClipValues,
+    Noise,
+    OwnAverage,
+    Update,
+    averages_itself,
+)
 from framework.parallel.sync_batchnorm import synchronise
 from framework.runs.directory import RunDirectory
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import has_compiler
-from framework.training.profile import Profile
+from framework.runtime.torch_internals import cast, has_compiler
+from framework.training.guard import Guard
+from framework.training.metrics import Metrics
+from framework.training.parts import Blame, Loop, LoopParts
+from framework.training.plan import Plan
 from framework.training.recorder import Recorder
-from framework.training.recovery import Recovery
 from framework.training.speed import Speed
 from framework.training.tracking import Patience, Tracker
-from framework.training.trainer import Plan, Trainer
+from framework.training.trainer import Trainer
 
 
 class Builder:
@@ -45,6 +64,10 @@ class Builder:
         self.config = config
         self.world = world
         self.precision = PRECISIONS[config.precision.name]
+
+    def altered(self, *, world: World | None = None, **fields: Any) -> "Builder":
+        """Return what builds the same configuration with some of its fields changed, or in another world."""
+        return Builder(self.config.model_copy(update=fields), world=world or self.world)
 
     @cached_property
     def directory(self) -> RunDirectory:
@@ -56,27 +79,53 @@ class Builder:
 
     @cached_property
     def task(self) -> Task:
-        return components.task(self.config.task)
+        """Build the task. What its modules draw is drawn from the run's seed, as a model's weights are."""
+        task = components.task(self.config.task, seed=self.config.seed)
+        for module in modules_of(task).values():
+            cast(module, self.precision.parameters).to(self.world.device)
+        return task
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Build the metrics that take the model's outputs in evaluations."""
+        return Metrics(components.metrics(self.config.metric), pairs=components.pairs(self.task), device=self.world.device)
+
+    @cached_property
+    def answering(self) -> dict[str, Any]:
+        """The run's parts by name, for what they answer without a state."""
+        return components.loop_parts(self.config.part)
+
+    @cached_property
+    def observe(self) -> Observe | None:
+        """What takes the outputs in evaluations."""
+        return self.metrics.observe if self.config.metric else None
 
     def model(self) -> nn.Module:
         """Return the model with its weights drawn from the seed, in the precision's type."""
-        return components.model(self.config.model, seed=self.config.seed).to(self.precision.parameters)
+        return cast(components.model(self.config.model, seed=self.config.seed), self.precision.parameters)
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Return the model's modules in a table (framework/modules/summary.py)."""
+        module = components.shapes_of(self.config.model, seed=self.config.seed)
+        structure.freeze_parameters(module, self.config.trainer.freeze)
+        return summary(module, example=components.example(self.dataset.info))
 
     def engine(self, module: nn.Module) -> Engine:
         """Put the model under the chosen strategy. Collective."""
         config, precision = self.config, self.precision
         torch.set_float32_matmul_precision(precision.matmul)
+        forward = self.forward()
+        give_example(module, forward.example)
+        if self.world.rank == 0 and (config.trainer.activation_checkpointing or config.trainer.compile):
+            LOGGER.info("the model's blocks: %s", description(blocks_of(module), module))
         if config.trainer.activation_checkpointing:
             structure.recompute_activations(module)
         if config.trainer.compile and has_compiler():
-            structure.compile_blocks(module)
+            structure.compile_blocks(module, folder=self.directory.compiled)
         elif config.trainer.compile and self.world.rank == 0:
             LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
                            "without, at the model's own speed")  # fmt: skip
-        example = components.example(self.dataset.info, dtype=precision.parameters)
-        forward = Forward(self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, example=example)
-        if structure.has_dropout(module):
-            forward.key_draws(structure.chain_of(module) or structure.blocks_of(module))
+        forward.key_draws(chain_of(module) or repeated(module))
         bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)
         if config.trainer.sync_batchnorm and built.dp_size > 1:
@@ -84,49 +133,89 @@ class Builder:
             synchronise(module, group=self.world.groups.new_group(), forward=forward)
         return built
 
+    def forward(self) -> Forward:
+        config, precision = self.config, self.precision
+        example = components.example(self.dataset.info, dtype=precision.parameters)
+        return Forward(
+            self.task,
+            seed=config.seed,
+            devices=self.world.devices,
+            autocast=precision.autocast,
+            example=example,
+            observe=self.observe,
+        )
+
     def splits(self, engine: Engine) -> Splits:
         """Return this rank's part of the dataset, loaded at its first use."""
         return Splits(partial(self._load, dp_rank=engine.dp_rank, dp_size=engine.dp_size))
 
     def _load(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
-        config = self.config
-        source = load_shared(self.dataset, split, world=self.world)
-        size, drop_last = config.global_batch_size, config.drop_last and split == "train"
+        stored: Split = split if self.config.trainer.overfit_batches is None else "train"
+        return self.loader(load_shared(self.dataset, stored, world=self.world), split, dp_rank=dp_rank, dp_size=dp_size)
+
+    def loader(self, source: Source, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
+        """Return a rank's part of a split that is loaded already."""
+        config, is_training = self.config, split == "train"
+        size, limit = config.global_batch_size, config.trainer.limit_batches
+        if config.trainer.overfit_batches is not None:
+            order = Order(num_samples=len(source), global_batch_size=size, seed=config.seed, drop_last=False)
+            source = Selected(source, order.first(config.trainer.overfit_batches))
+        elif limit is not None and not is_training:
+            source = Selected(source, np.arange(min(len(source), limit * size)))
+        is_sampled = is_training and config.trainer.overfit_batches is None
+        sampler = components.sampler(config.sampler) if is_sampled else None
+        draw = partial(sampler.epoch, source=source, seed=config.seed) if sampler is not None else None
+        growing = [part.batch_size for part in self.answering.values() if hasattr(part, "batch_size") and is_training]
+        grow = partial(growing[0], global_batch_size=size) if growing else None
+        order = Order(
+            num_samples=len(source),
+            global_batch_size=size,
+            seed=config.seed,
+            drop_last=config.drop_last and is_training,
+            limit=limit if is_training else None,
+            draw=draw,
+            grow=grow,
+        )
         return Loader(
             self.dataset,
             source,
-            order=Order(num_samples=len(source), global_batch_size=size, seed=config.seed, drop_last=drop_last),
+            order=order,
             micro_batch_size=config.micro_batch_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
             device=self.world.device,
             dtype=self.precision.parameters,
+            batch_transform=components.batch_transform(config.dataset) if is_training else None,
         )
 
     def store(self) -> CheckpointStore:
         kept = self.config.checkpoint
         return CheckpointStore(
-            self.directory.checkpoints, world=self.world, keep_last=kept.keep_last, keep_best=kept.keep_best, mode=kept.mode
+            self.directory.checkpoints,
+            world=self.world,
+            keep_last=kept.keep_last,
+            keep_best=kept.keep_best,
+            mode=kept.direction,
         )
 
     def trainer(self) -> Trainer:
         """Build a run's trainer, at step 0. Collective."""
         config, world, store, saving = self.config, self.world, self.store(), self.config.checkpoint
-        sinks = build_sinks(config.logger) if world.rank == 0 else {}
+        sinks = components.sinks(config.logger) if world.rank == 0 else {}
         recorder = Recorder(self.directory, world=world, sinks=sinks)
         module = self.model()
+        module.train()  # once, as in any loop: a library may give it in eval mode, and an author may override train()
         structure.freeze_parameters(module, config.trainer.freeze)
         if config.model.get("init_from") and store.is_empty:
-            warm_start(module, Path(config.model["init_from"]), digest=config.model["init_digest"], world=world)
+            warm_start(module, entries_of(config.model["init_from"]), digests=config.model["init_digest"], world=world)
         hidden = hidden_matrices(module)
         engine = self.engine(module)
         splits = self.splits(engine)
         order = splits.loader("train").order
-        plan = self._plan(steps_per_epoch=order.steps_per_epoch)
-        update = self._update(engine, trainable(engine.module, hidden=hidden), total_steps=plan.total_steps)
+        plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
+        update = self.update(engine, trainable(engine.module, hidden=hidden), total_steps=plan.total_steps)
         facts = {"num_samples": order.num_samples, "optimizer": first_target(config.optimizer["_target_"])}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
-        divergence = config.trainer.divergence
         return Trainer(
             world=world,
             engine=engine,
@@ -136,54 +225,73 @@ class Builder:
             recorder=recorder,
             plan=plan,
             tracker=self.tracker(),
-            recovery=Recovery(divergence, world=world, engine=engine, update=update, saver=saver, recorder=recorder),
-            speed=self._speed(),
+            speed=self._stopwatch(),
+            parts=self.parts(engine, update, total_steps=plan.total_steps, directory=self.directory.path),
         )
 
     def tracker(self) -> Tracker:
         saving, patience = self.config.checkpoint, Patience(self.config.trainer.early_stopping)
-        return Tracker(monitor=saving.monitor, mode=saving.mode, patience=patience, derive=components.derived(self.task))
+        derive = components.derived(self.task)
+        return Tracker(monitor=saving.monitor, mode=saving.direction, patience=patience, derive=derive, metrics=self.metrics)
 
-    def _plan(self, *, steps_per_epoch: int) -> Plan:
-        settings = self.config.trainer
-        steps = [settings.max_steps, settings.max_epochs and settings.max_epochs * steps_per_epoch]
-        total_steps = min(count for count in steps if count is not None)
-        return Plan(total_steps, settings, checkpoint_every=self.config.checkpoint.every, grace_s=self.config.launch.grace_s)
+    def parts(
+        self, engine: Engine, update: Update, *, total_steps: int, directory: Path, blame: Blame = lambda name: nullcontext()
+    ) -> LoopParts:
+        """Build the run's parts, at step 0. Collective."""
+        loop = Loop(
+            world=self.world, engine=engine, dataset=self.dataset, update=update, directory=directory, seed=self.config.seed,
+            total_steps=total_steps, progress=Progress(step=0, samples_seen=0, wall_s=0.0),
+        )  # fmt: skip
+        parts = components.loop_parts(self.config.part)
+        holders: dict[str, Any] = {}
+        if self.config.rehearse:
+            holders = {"model": engine.module, "task": self.task, "optimizer": update.optimizer}
+            holders |= {f"part.{name}": part for name, part in parts.items()}
+        own = code_of(self.config.targets()).modules if holders else ()
+        guard = Guard(holders, module=engine.module, world=self.world, own=own, without=[loop, engine, self.world])
+        return LoopParts(parts, loop, guard, blame=blame)
 
-    def _update(self, engine: Engine, trained: list[Trainable], *, total_steps: int) -> Update:
+    def update(self, engine: Engine, trained: list[Trainable], *, total_steps: int) -> Update:
         config = self.config
         optimizer = engine.make_optimizer(components.optimizer_builder(config.optimizer), trained)
-        lr = config.optimizer.get("lr", optimizer.param_groups[0]["lr"])
+        turns, first_lr = turns_of(config.optimizer), optimizer.param_groups[0]["lr"]
+        lr = first_lr if turns else config.optimizer.get("lr", first_lr)
         settings, changes = config.trainer, list[ChangeGradients]()  # in this order
         if settings.clip_grad_value is not None:
             changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
         if settings.grad_noise.eta is not None:
             changes.append(Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
         schedule = components.share_of_peak(config.scheduler, total_steps=total_steps, lr=lr)
-        average = AveragedWeights(trained, decay=settings.ema_decay) if settings.ema_decay else None
+        schedules = {
+            turn.name: components.share_of_peak(turn.scheduler, total_steps=total_steps, lr=turn.optimizer.get("lr", lr))
+            for turn in turns
+            if turn.scheduler is not None
+        }
+        average: Average | None = None
+        shares = [part.average_share for part in self.answering.values() if hasattr(part, "average_share")]
+        if averages_itself(optimizer):
+            average = OwnAverage(optimizer, trained)
+        elif shares:
+            average = AveragedWeights(trained, share=partial(shares[0], total_steps=total_steps))
+        elif settings.ema_decay is not None:
+            share = 1 - settings.ema_decay
+            average = AveragedWeights(trained, share=lambda step: share)
+        engine.use_average(average)
         return Update(
-            optimizer, peak_lr=lr, schedule=schedule, loss_scale=self.precision.loss_scale(), changes=changes, average=average
+            optimizer,
+            seed=config.seed,
+            peak_lr=lr,
+            schedule=schedule,
+            loss_scale=self.precision.loss_scale(),
+            changes=changes,
+            average=average,
+            turns=turns,
+            schedules=schedules,
+            trained=trained,
         )
 
-    def _speed(self) -> Speed:
-        """Build what measures a run's speed. The model's operations are counted only if the device's peak is known."""
-        info, world = self.dataset.info, self.world
-        batch, needed = components.example(info), None
-        peak = flops.peak_flops(world.device, precision=self.config.precision.name)
-        if peak is not None and batch is not None:
-            with torch.device("meta"):
-                model = components.model(self.config.model, seed=self.config.seed)
-                needed = flops.flops_per_sample(model, batch)
-            peak *= world.world_size * len(world.devices)
-        setting = self.config.trainer.profile
-        is_profiled = setting == "all" or (setting and world.rank == 0)
-        profile = Profile(self.directory.profile, world=world) if is_profiled else None
-        return Speed(
-            world.device, tokens_per_sample=info.get("seq_len"), flops_per_sample=needed, peak_flops=peak, profile=profile
-        )
-
-
-def build_sinks(nodes: dict[str, Node]) -> dict[str, Sink]:
-    """Return the run's sinks by name; each logger runs in a process of its own, which is forked here."""
-    loggers = {name: Background(component(node), timeout_s=node.get("timeout_s")) for name, node in nodes.items()}
-    return {"console": Console(), **loggers}
+    def _stopwatch(self) -> Speed:
+        config = self.config
+        model = partial(components.shapes_of, config.model, seed=config.seed)
+        profile = config.trainer.profile, self.directory.profile
+        return stopwatch(model, self.dataset.info, world=self.world, precision=config.precision.name, profile=profile)

@@ -1,5 +1,6 @@
 """State in one form: tensors under the model's own names, whatever the strategy. Nothing on disk knows the world size."""
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,23 +10,48 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from framework.checkpoint.held import Held
+from framework.checkpoint.kept import Kept, give_back
 from framework.distributed.world import World
-from framework.modules.tensors import whole
-from framework.optim.update import AveragedWeights
+from framework.modules.tensors import whole, whole_like
 
 
-def state_tensors(module: nn.Module, optimizer: Optimizer, average: AveragedWeights | None) -> dict[str, Tensor]:
-    """Return `model/NAME`, `optimizer/NAME/KEY` and `average/NAME`, as they are on this rank (plain or DTensor).
+def state_tensors(held: Held) -> dict[str, Tensor]:
+    """Return this rank's `model/NAME`, `optimizer/NAME/KEY`, `average/NAME`, `task/NAME`, `part/NAME/KEY` (plain or DTensor).
 
     The optimizer's state is read by parameter name here, not through torch's get_state_dict, which takes fake
     optimizer steps when there is no state yet and so changes training (pytorch#164929).
     """
-    tensors = model_tensors(module) | _average_tensors(average)
-    for name, parameter in module.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
+    tensors = _tensors_but_optimizer(held)
+    for name, parameter in held.module.named_parameters():
+        for key, value in held.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
                 tensors[f"optimizer/{name}/{key}"] = value
     return tensors
+
+
+def _tensors_but_optimizer(held: Held) -> dict[str, Tensor]:
+    averages = held.average.tensors if held.average is not None else {}
+    of_task = held.task.state_dict(keep_vars=True) if held.task is not None else {}
+    buffers = {name: value for name, value in of_task.items() if not isinstance(value, nn.Parameter)}
+    return (
+        model_tensors(held.module)
+        | {f"average/{name}": value for name, value in averages.items()}
+        | {f"task/{name}": value for name, value in buffers.items()}
+        | {f"part/{name}": value for name, value in (held.parts.tensors() if held.parts is not None else {}).items()}
+    )
+
+
+@functools.cache
+def is_storable(dtype: torch.dtype) -> bool:
+    """Return whether safetensors has this type: it has no complex128, for example."""
+    from safetensors.torch import save
+
+    try:
+        save({"tensor": torch.empty(0, dtype=dtype)})
+    except (KeyError, ValueError, TypeError, RuntimeError):
+        return False
+    return True
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -33,13 +59,9 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     first_names: dict[int, str] = {}
     tensors = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if first_names.setdefault(id(value), name) == name:
+        if isinstance(value, Tensor) and first_names.setdefault(id(value), name) == name:
             tensors[f"model/{name}"] = value.detach()
     return tensors
-
-
-def _average_tensors(average: AveragedWeights | None) -> dict[str, Tensor]:
-    return {f"average/{name}": value for name, value in average.tensors.items()} if average is not None else {}
 
 
 def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
@@ -49,15 +71,18 @@ def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
     return reader, reader.read_metadata().state_dict_metadata
 
 
-def restore(path: Path, *, module: nn.Module, optimizer: Optimizer, average: AveragedWeights | None, world: World) -> None:
-    """Load a verified checkpoint into the run's objects, resharding as needed. Collective.
+def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
+    """Load a verified checkpoint, and what its state has `kept`, into the run's objects, resharding as needed. Collective.
 
-    ValueError, before anything has changed, if names, shapes or dtypes are not the model's.
+    ValueError if names, shapes or dtypes are not the model's: before anything has changed.
     """
     from torch.distributed.checkpoint import load  # a second, not spent unless needed
 
     reader, inventory = _open(path)
-    targets = model_tensors(module) | _average_tensors(average)
+    module, optimizer = held.module, held.optimizer
+    targets = _tensors_but_optimizer(held)
+    fresh = _fresh_parts(inventory, targets, held.module, names=set().union(*world.agreement.gather(set(targets))))
+    targets |= fresh
     everywhere = set().union(*world.agreement.gather(set(targets)))
     _check(inventory, targets, everywhere=everywhere, is_fit=operator.eq)
     states = _optimizer_targets(inventory, module, optimizer)
@@ -68,6 +93,27 @@ def restore(path: Path, *, module: nn.Module, optimizer: Optimizer, average: Ave
     state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}
     # through load_state_dict, which puts each value on the device and into the dtype that this optimizer wants
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    give_back(kept, held, late={name.removeprefix("part/"): tensor for name, tensor in fresh.items()})
+
+
+def _fresh_parts(
+    inventory: Mapping[str, Any], targets: dict[str, Tensor], module: nn.Module, *, names: set[str]
+) -> dict[str, Tensor]:
+    """Return empty tensors for the stored states of parts that are not there, or of another shape: cut like a parameter of
+    the same name and shape. `names` are those of all ranks: what belongs to another rank's parameter is left to it.
+    """
+    parameters = dict(module.named_parameters())
+    fresh: dict[str, Tensor] = {}
+    for name, entry in inventory.items() if any(name.startswith("part/") for name in inventory) else ():
+        own = name.rpartition("/")[2]
+        live = targets.get(name)
+        is_live = live is not None and live.shape == entry.size and live.dtype == entry.properties.dtype
+        if not name.startswith("part/") or is_live or (own not in parameters and f"model/{own}" in names):
+            continue
+        parameter = parameters.get(own)
+        like = parameter if parameter is not None and parameter.shape == entry.size else torch.empty(entry.size)
+        fresh[name] = torch.empty_like(like.detach(), dtype=entry.properties.dtype)
+    return fresh
 
 
 def load_evaluated(path: Path, *, module: nn.Module) -> None:
@@ -108,7 +154,9 @@ def _check(
 
 
 def _optimizer_targets(inventory: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Return empty tensors for every stored state of this rank's optimizer, cut like the parameter if the shape is the same."""
+    """Return empty tensors for every stored state of this rank's optimizer: cut like the parameter if the shape is the same; if
+    not, whole on every rank, of the parameter's kind, so that both can be computed with.
+    """
     optimized = {id(parameter) for parameter in _optimized(optimizer)}
     states: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
@@ -118,8 +166,11 @@ def _optimizer_targets(inventory: Mapping[str, Any], module: nn.Module, optimize
         for stored, entry in inventory.items():
             key = stored.removeprefix(prefix)
             if stored.startswith(prefix) and "/" not in key:
-                like = parameter if entry.size == parameter.shape else torch.empty(entry.size)
-                states.setdefault(name, {})[key] = torch.empty_like(like.detach(), dtype=entry.properties.dtype)
+                if entry.size == parameter.shape:
+                    empty = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
+                else:
+                    empty = whole_like(parameter, torch.empty(entry.size, dtype=entry.properties.dtype))
+                states.setdefault(name, {})[key] = empty
     return states
 
 
@@ -133,8 +184,16 @@ def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
     Collective: shards are gathered one by one, and rank 0 receives what it does not have.
     """
     # copies: tied weights must not share memory
-    weights = {name: whole(value).detach().to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()}
-    held = world.agreement.gather({name: (value.shape, value.dtype) for name, value in weights.items()})
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return on_rank_0(
+        {name: whole(value).detach().to("cpu", copy=True).contiguous() for name, value in state.items()}, world=world
+    )
+
+
+def on_rank_0(own: dict[str, Tensor], *, world: World) -> dict[str, Tensor]:
+    """Return on rank 0 the CPU tensors that any rank has, each from the first that has it; elsewhere its own. Collective."""
+    found = dict(own)
+    held = world.agreement.gather({name: (value.shape, value.dtype) for name, value in own.items()})
     senders: dict[str, int] = {}
     for rank, names in enumerate(held):
         for name in names:
@@ -142,7 +201,7 @@ def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
     for name, sender in senders.items():
         if sender != 0 and world.rank == 0:
             shape, dtype = held[sender][name]
-            weights[name] = world.agreement.receive(torch.empty(shape, dtype=dtype), source=sender)
+            found[name] = world.agreement.receive(torch.empty(shape, dtype=dtype), source=sender)
         elif sender == world.rank != 0:
-            world.agreement.send(weights[name], to=0)
-    return weights
+            world.agreement.send(own[name], to=0)
+    return found

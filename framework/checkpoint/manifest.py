@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from framework.checkpoint.plain import Invalid, Plain, first_fault, read_json, require_directory, require_file
 from framework.checkpoint.state import STATE, Natural
 from framework.runtime.files import checksum, flush_directory, write_atomically
+from framework.runtime.plain import Invalid, Plain, first_fault, read_json, require_directory, require_file
 from framework.runtime.problem import shown
 
 MANIFEST = "manifest.json"

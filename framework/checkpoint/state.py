@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
-from framework.checkpoint.plain import Invalid, Plain, first_fault, read_json
+from framework.runtime.plain import Invalid, Plain, first_fault, read_json
 
 STATE = "state.json"
 RECORD_ID = re.compile(r"[0-9a-z]{1,40}-[0-9a-f]{8}")  # becomes part of file names
@@ -48,7 +48,7 @@ class SavedRow(Plain):
 
     step: Natural
     split: Word
-    loss: Measured
+    loss: Measured | None  # none if no target of the step counts
 
     @model_validator(mode="after")
     def _metrics_have_names(self) -> "SavedRow":
@@ -73,6 +73,20 @@ class SavedLossScale(Plain):
     num_skipped: Natural
 
 
+class SavedGroup(Plain):
+    names: list[str]  # of the parameters
+    values: dict[str, Any]  # that the optimizer has changed
+
+
+class Kept(Plain):
+    """What a run keeps besides tensors, by the names of parameters and modules: it fits any strategy."""
+
+    numbers: dict[str, dict[str, Any]] = {}  # of the optimizer's state, by parameter
+    groups: list[SavedGroup] = []
+    extra: dict[str, Any] = {}  # state of modules
+    parts: dict[str, Any] = {}  # state of the run's parts, as NAME/PATH
+
+
 class SavedState(Plain):
     """What `Trainer.state_dict` returns."""
 
@@ -82,7 +96,14 @@ class SavedState(Plain):
     patience: SavedPatience
     loss_scale: SavedLossScale
     facts: dict[Word, Word | int | float | bool | None]
+    kept: Kept = Kept()
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name for loggers
+    stopped: Word = ""  # why a part has ended the run
+
+
+def kept_of(state: dict[str, Any]) -> Kept:
+    """Return what a checkpoint's state has kept; nothing, if an earlier version wrote it."""
+    return Kept.model_validate(state.get("kept", {}))
 
 
 def read_state(directory: Path) -> dict[str, Any]:

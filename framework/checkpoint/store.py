@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from framework.checkpoint import manifest
-from framework.checkpoint.plain import Invalid
 from framework.checkpoint.state import read_state
 from framework.checkpoint.tensors import check_tensors
 from framework.distributed.world import World
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
 from framework.runtime.files import flush_directory, make_directory, write_atomically
 from framework.runtime.log import LOGGER
+from framework.runtime.plain import Invalid
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class CheckpointStore:
         # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors
         writer = HuggingFaceStorageWriter(str(staging), save_distributed=True, thread_count=1)
         try:
-            save(tensors, storage_writer=writer, **self.world.agreement.among())
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}  # of channels last, a copy
+            save(contiguous, storage_writer=writer, **self.world.agreement.among())
         except CheckpointException as error:
             for rank, (failure, _) in error.failures.items():
                 if not isinstance(failure, OSError):  # a full disk is expected; this is our error, or the model's

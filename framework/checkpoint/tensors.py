@@ -14,15 +14,15 @@ from typing import NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from framework.checkpoint.plain import Invalid, Plain, first_fault, parse_json, require_file
 from framework.checkpoint.state import Natural
+from framework.runtime.plain import Invalid, Plain, first_fault, parse_json, require_file
 from framework.runtime.problem import shown
 
 _DTYPES = {
     "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "C64",
     "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
 }  # fmt: skip  # safetensors' types that torch has
-_KINDS = ("model/", "optimizer/", "average/")
+_KINDS = ("model/", "optimizer/", "average/", "task/", "part/")
 
 
 class Entry(NamedTuple):
@@ -42,9 +42,22 @@ def read_header(path: Path) -> dict[str, Entry]:
         header, _ = _read(path)
     except OSError as error:
         raise Invalid(f"cannot be read ({error.strerror})") from None
+    except Invalid:
+        if _is_pickled(path):
+            what = "it is a pickle, which could run code as it is read"
+            raise Invalid(f"is not a safetensors file: {what}; `steadfast convert {path}` makes one of it") from None
+        raise
     if odd := [name for name in header if not name.isprintable()]:
         raise Invalid(f"has a name that cannot be printed: {shown(odd[0])}")
     return header
+
+
+def _is_pickled(path: Path) -> bool:
+    """Return whether a plain file is what torch.save writes: an archive; or the pickle that it wrote before torch 1.6."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(4).startswith((b"PK\3\4", b"\x80"))
 
 
 def _read(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -107,7 +120,7 @@ def _chunks_of(path: Path) -> dict[str, _Chunk]:
 def _fault(name: str, parts: Sequence[_Chunk]) -> str | None:
     first = parts[0]
     if not name.startswith(_KINDS) or not name.isprintable():
-        return "is neither the model's nor the optimizer's"
+        return "belongs to none of the model, the optimizer, the average, the task and the parts"
     if first.dtype not in _DTYPES or any(part.dtype != first.dtype for part in parts):
         return "has a type that torch does not have, or several"
     if any(not len(part.offsets) == len(part.sizes) == len(first.sizes) for part in parts):

@@ -1,90 +1,138 @@
-"""A safetensors file of weights under a model's own names: the final weights of a run, or the first weights of another."""
+"""Safetensors files of weights: the final weights of a run, or the first weights of another; and how they fit a model."""
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
-from framework.checkpoint.plain import Invalid
-from framework.checkpoint.tensors import Entry, read_header
+from framework.checkpoint.kept import set_extra_state
+from framework.checkpoint.stored import NUM_LISTED, Stored, listed, stored_tensors, tensors_of
+from framework.config.init_from import InitFile
 from framework.distributed.world import World
 from framework.runtime.exits import NoValidCheckpoint
 from framework.runtime.files import checksum
 from framework.runtime.log import LOGGER
+from framework.runtime.plain import Invalid, parse_json
+
+EXTRA_STATE = "extra_state"  # in a file's metadata: what modules keep besides tensors, as JSON
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Which tensors of a file fit a model. A tied weight has several names in a model; one of them in the file is enough."""
+    """Which tensors of files fit a model. A tied weight has several names in a model; one of them in a file is enough."""
 
     fitting: list[str]
     faults: list[str]  # what does not fit, a line each
+    misplaced: list[str]  # the names that have to fit, and do not
+    remedy: str  # of names that differ by what they begin with
 
     @classmethod
-    def of(cls, header: Mapping[str, Entry], module: nn.Module) -> "Fit":
+    def of(cls, tensors: Mapping[str, Stored], module: nn.Module) -> "Fit":
         """Compare names, shapes and kinds of number. The model's tensors may be without storage."""
-        state = module.state_dict(keep_vars=True)
-        both = [name for name in state if name in header]
+        state = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        both = [name for name in state if name in tensors]
         held = {id(state[name]) for name in both}
         missing = [name for name, tensor in state.items() if id(tensor) not in held]
-        fitting, differing = [], []
+        fitting, differing = [], {}
         for name in both:
-            entry, tensor = header[name], state[name]
+            entry, tensor = tensors[name].entry, state[name]
             is_floating = entry.dtype.startswith(("F", "BF"))
             if entry.shape == list(tensor.shape) and is_floating == tensor.is_floating_point():
                 fitting.append(name)
             else:
                 found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-                differing.append(f"{name} ({entry.dtype} {entry.shape} in the file, {found} in the model)")
-        unexpected = sorted(header.keys() - state.keys())
-        lists = {"missing in the file": missing, "unexpected in the file": unexpected, "of another shape or kind": differing}
-        return cls(fitting, [f"{what}: {_listed(names)}" for what, names in lists.items() if names])
+                differing[name] = f"{name} ({entry.dtype} {entry.shape} in the file, {found} in the model)"
+        unexpected = {name: name for name in sorted(tensors.keys() - state.keys())}
+        for name in list(unexpected)[:NUM_LISTED]:  # to compare all would take long
+            unexpected[name] = _with_nearest(name, tensors[name].entry.shape, state, missing)
+        lists = {"missing in the file": missing, "unexpected in the file": list(unexpected.values()),
+                 "of another shape or kind": list(differing.values())}  # fmt: skip
+        return cls(
+            fitting=fitting,
+            faults=[f"{what}: {listed(names)}" for what, names in lists.items() if names],
+            misplaced=[text for name, text in (unexpected | differing).items() if tensors[name].is_strict],
+            remedy=_remedy(list(unexpected), missing),
+        )
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
+def _with_nearest(name: str, shape: list[int], state: Mapping[str, Tensor], missing: list[str]) -> str:
+    """Return the name, and the nearest name of the same shape in the model that no tensor has, if there is one."""
+    free = [other for other in missing if list(state[other].shape) == shape]
+    inner = [other for other in free if other.endswith(f".{name}") or name.endswith(f".{other}")]
+    nearest = inner or get_close_matches(name, free, n=1, cutoff=0.8)
+    return f"{name} (is it {nearest[0]}?)" if nearest else name
+
+
+def _remedy(unexpected: list[str], missing: list[str]) -> str:
+    """Return which option makes most of the names the model's, if they differ by what they begin with."""
+    wanted, found = set(missing), Counter[tuple[str, str]]()
+    for name in unexpected:
+        found.update(("prefix", other.removesuffix(name)) for other in missing if other.endswith(f".{name}"))
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            if ".".join(parts[depth:]) in wanted:
+                found["rename", ".".join(parts[:depth]) + "."] += 1
+    if not found:
+        return ""
+    ((option, text), count) = found.most_common(1)[0]
+    value = text if option == "prefix" else f"{{'^{re.escape(text)}': ''}}"
+    return f"{option}: {value} gives {count} of them a name of the model"
+
+
+def load_file(path: Path, module: nn.Module) -> Fit:
+    """Load a file, an index or a folder whose names are the model's. As `load_tensors`."""
+    return load_tensors(tensors_of(InitFile(file=str(path))), module)
 
 
 @torch.no_grad()
-def load_file(path: Path, module: nn.Module) -> Fit:
-    """Copy the fitting tensors of the file into the model, in the model's dtypes; return the fit. Raises Invalid.
+def load_tensors(tensors: Mapping[str, Stored], module: nn.Module) -> Fit:
+    """Copy the fitting tensors of files into the model, in the model's dtypes; return the fit.
 
-    The model is whole, and on the CPU: no strategy has changed it yet.
+    The model is whole, and on the CPU: no strategy has changed it yet. Of a file, only what fits is read.
     """
-    fit = Fit.of(read_header(path), module)
+    fit = Fit.of(tensors, module)
     state = module.state_dict()
-    with safe_open(path, framework="pt") as file:
-        for name in fit.fitting:
-            state[name].copy_(file.get_tensor(name))
+    for path in dict.fromkeys(stored.path for stored in tensors.values()):
+        here = {name: stored for name, stored in tensors.items() if stored.path == path}
+        with safe_open(path, framework="pt") as file:
+            for name in filter(here.__contains__, fit.fitting):
+                value = file.get_tensor(here[name].name)
+                state[name].copy_(value.t() if here[name].is_transposed else value)
+            is_named_alike = all(stored.name == name for name, stored in here.items())
+            if not fit.faults and is_named_alike and EXTRA_STATE in (metadata := file.metadata() or {}):
+                set_extra_state(module, parse_json(metadata[EXTRA_STATE]))
     return fit
 
 
-def warm_start(module: nn.Module, path: Path, *, digest: str, world: World) -> None:
-    """Copy the fitting tensors of the file into the whole model, before any strategy changes it. Collective.
+def warm_start(module: nn.Module, entries: Sequence[InitFile], *, digests: Mapping[str, str], world: World) -> None:
+    """Copy the fitting tensors of the entries into the whole model, before any strategy changes it. Collective.
 
-    NoValidCheckpoint if the file is not the one whose `digest` is part of the run's identity. Rank 0 logs what does not fit.
+    NoValidCheckpoint if a file is not the one whose digest is part of the run's identity. Rank 0 logs what does not fit.
     """
-    for fault in world.agreement.gather(_file_fault(path, digest) if world.local_rank == 0 else ""):
-        if fault:
-            raise NoValidCheckpoint(f"model.init_from: {path} {fault}")
+    own_fault = next(filter(None, map(_file_fault, digests.items())), "") if world.local_rank == 0 else ""
+    for fault in filter(None, world.agreement.gather(own_fault)):
+        raise NoValidCheckpoint(f"model.init_from: {fault}")
     try:
-        fit = load_file(path, module)
+        fit = load_tensors(stored_tensors(entries), module)
     except Invalid as error:  # on this rank only, a moment after it was read: nothing to agree on
-        raise RuntimeError(f"model.init_from: {path} {error}") from None
+        raise RuntimeError(f"model.init_from: {error}") from None
     if world.rank == 0:
         LOGGER.info("model.init_from: %d of the model's %d tensors are those of %s", len(fit.fitting),
-                    len(module.state_dict()), path)  # fmt: skip
+                    len(module.state_dict()), ", ".join(entry.file for entry in entries))  # fmt: skip
         for line in fit.faults:
             LOGGER.warning("model.init_from: %s", line)
 
 
-def _file_fault(path: Path, digest: str) -> str:
+def _file_fault(file: tuple[str, str]) -> str:
+    path, digest = file
     try:
-        _, actual = checksum(path)
+        _, actual = checksum(Path(path))
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return "" if actual == digest else "has changed since the command was given; give it again, for another run"
+        return f"{path} cannot be read ({error.strerror})"
+    return "" if actual == digest else f"{path} has changed since the command was given; give it again, for another run"

@@ -1,8 +1,10 @@
 """From a command line to a run: compose, check, claim the directory, freeze, and hand over to the workers."""
 
+from functools import partial
 from pathlib import Path
 
 from framework.checkpoint.manifest import candidates, step_of
+from framework.cli.check_run import show_model
 from framework.cli.overview import over_root
 from framework.config.compose import Composed, compose_line
 from framework.config.draft import Draft
@@ -12,10 +14,10 @@ from framework.config.modes import MODES, Command, Mode
 from framework.config.schema import RunConfig, completed
 from framework.config.targets import locate
 from framework.config.validation import validate
-from framework.launch.claim import ClaimedRun, claim, is_finished, print_problems
+from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
-from framework.preflight.check import check
+from framework.preflight.check import check, code_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
@@ -79,11 +81,26 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
         mode = MODES[config.mode]
         if not mode.worker:
             return config
-        if mode.about == "run" and is_finished(config.run):
-            return Exit.FINISHED
+        if mode.about == "run":
+            if problems := code_problems(config.run, config.targets()):
+                return print_problems(problems)
+            if is_finished(config.run):
+                accept_code(config.run, config.targets())
+                return Exit.FINISHED
+        from framework.preflight.child import problems_in_child
         from framework.preflight.dry_build import dry_build
 
-        draft.add(dry_build(config))
+        may_fork = not Environment.read().uses_mpi  # an MPI need not bear it
+        draft.add(problems_in_child(partial(dry_build, config)) if may_fork else dry_build(config))
+        if mode.about == "run" and not draft.problems and may_fork:
+            from framework.build.training import Builder
+            from framework.distributed.world import World
+            from framework.preflight.rehearsal import rehearse
+
+            build = Builder(config, world=World.alone())
+            draft.add(rehearse(build) if config.rehearse else [])
+            if not draft.problems:
+                show_model(build)
     draft.check(job_problems)
     return print_problems(draft.problems) if draft.problems or config is None else config
 
@@ -101,11 +118,11 @@ def _checked(composed: Composed, *, world_size: int | None) -> Draft:
     return check(composed, world_size=world_size)
 
 
-# --- mode=eval and mode=export: a run's frozen configuration, with a few keys of the command line
+# --- mode=eval, predict and export: a run's frozen configuration, with a few keys of the command line
 
 
 def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
-    """Return the configuration by which a run is evaluated or exported, or its problems.
+    """Return the configuration by which an existing run is used, or its problems.
 
     `composed` is the configuration of the command line alone; its `run.dir` names the run.
     """
@@ -119,6 +136,8 @@ def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
     elif asked is not None and (asked.launch.kind != "local" or asked.launch.node_counts != range(1, 2)):
         problems.append(Problem("launch", f"mode={mode.name} is no job, and runs on one node",
                                 "launch=local, or torchrun within a job of your own"))  # fmt: skip
+    if asked is not None and asked.predict.files is not None and "predict.split" in composed.given:
+        problems.append(Problem("predict.split", "is given, and so is predict.files", "one of them"))
     if problems or asked is None:
         known = {problem.key for problem in problems}
         return composed._replace(problems=problems + [problem for problem in draft.problems if problem.key not in known])

@@ -24,7 +24,7 @@ from framework.config.identity import EXECUTION, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, key_of, one_line, parse, sort_overrides
 from framework.config.renamed import renamed
-from framework.config.schema import COMPONENTS, RunConfig
+from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean
 from framework.runtime.problem import Problem
 
@@ -75,14 +75,15 @@ def compose_line(overrides: list[str]) -> Composed:
     """
     config, known, problems = _applied(overrides)
     plain, unresolved = _resolve(config)
-    plain.setdefault("logger", {})
+    for group in ("sampler", *SEVERAL):
+        plain.setdefault(group, {})
     problems += unresolved
     plain = _without_own_groups(renamed(plain))
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
         what = "cannot be chosen: it is a hash of what decides the result"
         problems.append(Problem("run.id", what, "name and run.dir can"))
     for key, value in flat(plain).items():
-        if "${data:" in str(value) and not is_below(key, (*COMPONENTS, "logger", "extra")):
+        if "${data:" in str(value) and not is_below(key, (*COMPONENTS, *SEVERAL, "extra")):
             problems.append(Problem(key, f"{value} is not valid", "facts of the data are for components"))
     given = [override.key_or_group for override in map(parse, overrides) if override is not None]
     return Composed(plain, problems, known, given)

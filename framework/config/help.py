@@ -5,6 +5,7 @@ from importlib import metadata
 from pathlib import Path
 
 from framework.config.folders import CONF, defaults_in, groups, option_file, option_node, options
+from framework.config.schema import SEVERAL
 
 
 def help_text(overrides: list[str]) -> str:
@@ -32,7 +33,7 @@ def _option_help(group: str, option: str) -> str:
     is_global = text.startswith("# @package _global_")
     target = option_node(group, option).get("_target_")
     head = [f"{group}={option}  {_comment(group, option)}".rstrip(), *([f"  {target}"] if target else [])]
-    return "\n".join([*head, *_keys(text, *([] if is_global or group == "logger" else [group]))])
+    return "\n".join([*head, *_keys(text, *([] if is_global or group in SEVERAL else [group]))])
 
 
 def version_text(version: str) -> str:

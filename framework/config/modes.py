@@ -32,12 +32,15 @@ class Mode:
 
 
 _HOW = ("mode", "run.dir", "run.root", "run.checkpoint")
-_OF_EVALUATION = ("eval", "parallel", "launch", "backend", "precision", "micro_batch_size", "dataset.num_workers")
+_FORWARD = ("parallel", "launch", "backend", "precision", "micro_batch_size", "dataset.num_workers")
+_OF_EVALUATION, _OF_PREDICTION = (*_HOW, "eval", *_FORWARD), (*_HOW, "predict", *_FORWARD)
 _LAUNCH = "framework.cli.run.launch"
 _MODES = (
     Mode("train", "run", parent=_LAUNCH, worker="framework.modes.train.train", sweep="framework.sweep.sweep.run_jobs"),
     Mode("plan", "run", parent="framework.cli.overview.print_plan", sweep="framework.sweep.sweep.print_sweep_plan"),
-    Mode("eval", "existing run", parent=_LAUNCH, worker="framework.modes.evaluate.evaluate", may_give=(*_HOW, *_OF_EVALUATION)),
+    Mode("check", "run", parent="framework.cli.check_run.check_run"),
+    Mode("eval", "existing run", parent=_LAUNCH, worker="framework.modes.evaluate.evaluate", may_give=_OF_EVALUATION),
+    Mode("predict", "existing run", parent=_LAUNCH, worker="framework.modes.predict.predict", may_give=_OF_PREDICTION),
     Mode("export", "existing run", parent=_LAUNCH, worker="framework.modes.export.export", may_give=(*_HOW, "export")),
     Mode("report", "root", parent="framework.cli.overview.make_report", extra="report"),
     Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_sweep_status"),

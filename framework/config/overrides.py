@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
 from framework.config.folders import CONF, config_name, defaults_in, folders, groups, options, own_groups
-from framework.config.schema import COMPONENTS, RunConfig
+from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean, option_meant
 from framework.config.targets import locate
 from framework.runtime.problem import Problem, shown
@@ -83,7 +83,14 @@ _INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
     (("hydra/sweeper", "hydra.sweeper"), "is about the jobs of a sweep", "add -m"),
     ("hydra", "is Hydra's own and does nothing in a single run", _WHERE),
 )  # fmt: skip
-_SWITCHED_OFF = {"scheduler": "scheduler=constant", "logger": "logger=none", "experiment": "experiment=null"}
+_SWITCHED_OFF = {
+    "scheduler": "scheduler=constant",
+    "logger": "logger=none",
+    "metric": "metric=none",
+    "part": "part=none",
+    "sampler": "sampler=permutation",
+    "experiment": "experiment=null",
+}
 
 
 def _refusal(override: Override, text: str) -> Problem | None:
@@ -109,13 +116,13 @@ def _deletion_refusal(key: str, text: str) -> Problem | None:
     if key in groups():
         return Problem(text, "a group cannot be deleted", _SWITCHED_OFF.get(key, f"{key}=OPTION chooses another"))
     section, _, rest = key.partition(".")
-    if section in (*COMPONENTS, "logger", "extra") and rest:
+    if section in (*COMPONENTS, *SEVERAL, "extra") and rest:
         return None
     return Problem(text, "a key cannot be deleted", "null switches off what can be off")
 
 
 def _choice_problems(group: str, chosen: Any) -> list[Problem]:
-    if isinstance(chosen, list) and group != "logger":
+    if isinstance(chosen, list) and group not in SEVERAL:
         return [Problem(group, f"{shown(chosen)} is not valid", f"one option, as in {group}={options(group)[0]}")]
     problems = []
     for name in chosen if isinstance(chosen, list) else [chosen]:
@@ -147,6 +154,8 @@ def apply(config: DictConfig, override: Override) -> list[Problem]:
         return _delete(config, sections)
     for depth in range(1, len(sections)):
         above = ".".join(sections[:depth])
+        if sections[depth:] == ["_target_"] and _is_empty(config, above):  # null, where a component may be
+            OmegaConf.update(config, above, {}, force_add=True)
         if _holds_value(config, above):
             return [Problem(key, "unknown key", f"{above} holds a value, not keys")]
     is_section = OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))
@@ -175,6 +184,10 @@ def _delete(config: DictConfig, sections: list[str]) -> list[Problem]:
         return [Problem(f"~{'.'.join(sections)}", "there is no such key to delete", "--cfg job prints those there are")]
     del node[sections[-1]]
     return []
+
+
+def _is_empty(config: DictConfig, key: str) -> bool:
+    return _holds_value(config, key) and OmegaConf.select(config, key, throw_on_missing=False) is None
 
 
 def _holds_value(config: DictConfig, key: str) -> bool:

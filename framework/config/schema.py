@@ -4,43 +4,30 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
+from framework.config.section import AboveZero, Count, Positive, Section
 from framework.runtime.problem import Problem, shown
 
-LARGEST = 2**63 - 1  # 64 bits
-
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
-Positive = Annotated[int, Field(ge=1, le=LARGEST)]
-AboveZero = Annotated[float, Field(gt=0)]
 Monitor = Annotated[str, Field(description="SPLIT/METRIC")]
 
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a component
 Node = dict[str, Any]  # a component's own node: data for its `_target_`
 
 
-INIT = ("init_from", "init_digest")  # keys of the model's node that are not arguments of the model
-
-
-class Section(BaseModel):
-    """A part of the configuration. `rules` yields problems that types cannot express, under the section's keys."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    def rules(self) -> Iterator[Problem]:
-        yield from ()
-
-    @model_validator(mode="after")
-    def _follow_rules(self) -> "Section":
-        if problems := list(self.rules()):
-            raise PydanticCustomError("rules", "{count} rules are broken", {"count": len(problems), "problems": problems})
-        return self
+INIT = ("init_from", "init_digest")  # not arguments of the model: where its weights are from, and the files' checksums
+OF_DATA = ("batch_transform",)  # not an argument of the dataset: what is done to its micro-batches
+OWN = {
+    "model": ("init_from", "parts"),
+    "dataset": OF_DATA,
+    "optimizer": ("groups", "turns"),
+}  # the framework's keys in components' nodes
 
 
 class EarlyStopping(Section):
     patience: Positive | None
     monitor: Monitor
-    mode: Literal["min", "max"]
+    mode: Literal["min", "max"] | None  # null is replaced by the preflight, as the metric says
     min_delta: Annotated[float, Field(ge=0)]
 
 
@@ -66,6 +53,8 @@ class TrainerSection(Section):
     max_epochs: Positive | None
     eval_every: Positive | None
     log_every: Positive
+    limit_batches: Positive | None = None
+    overfit_batches: Positive | None = None
     clip_grad_norm: AboveZero | None
     clip_grad_value: AboveZero | None
     grad_noise: GradNoise
@@ -79,6 +68,8 @@ class TrainerSection(Section):
     profile: bool | Literal["all"]
 
     def rules(self) -> Iterator[Problem]:
+        if self.limit_batches is not None and self.overfit_batches is not None:
+            yield Problem("limit_batches", "is given, and so is trainer.overfit_batches", "one of them")
         if self.max_steps is None and self.max_epochs is None:
             what = "null, as is trainer.max_epochs: the run would never end"
             yield Problem("max_steps", what, "a number for one of them")
@@ -94,9 +85,14 @@ class CheckpointSection(Section):
     keep_last: Positive
     keep_best: Count
     monitor: Monitor
-    mode: Literal["min", "max"]
+    mode: Literal["min", "max"] | None  # as in EarlyStopping
     async_save: bool | None
     max_failures: Count
+
+    @property
+    def direction(self) -> Literal["min", "max"]:
+        """The mode, which the preflight has found out."""
+        return self.mode or "min"
 
 
 class RunSection(Section):
@@ -104,6 +100,7 @@ class RunSection(Section):
     resume: str
     id: str
     dir: str
+    code: Literal["same", "accept"] = "same"
     checkpoint: int | str
     group: str | None
 
@@ -118,8 +115,13 @@ class EvalSection(Section):
     split: Literal["train", "val", "test"]
 
 
+class PredictSection(Section):
+    split: Literal["train", "val", "test"]
+    files: str | None
+
+
 class ExportSection(Section):
-    formats: Annotated[list[Literal["safetensors", "pt2", "onnx"]], Field(min_length=1)] | None
+    formats: Annotated[list[Literal["safetensors", "pt2", "onnx", "huggingface"]], Field(min_length=1)] | None
 
 
 class SlurmSection(Section):
@@ -182,17 +184,19 @@ class RunConfig(Section):
     """The configuration of a run. The components' nodes are checked against the signatures of their `_target_`."""
 
     name: str
-    mode: Literal["train", "plan", "eval", "export", "report", "status"]
+    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status"]
     seed: Count
     global_batch_size: Positive
     micro_batch_size: Positive | None
     drop_last: bool
     invariance: Literal["samples", "bitwise"]
+    rehearse: bool = True
     trainer: TrainerSection
     checkpoint: CheckpointSection
     run: RunSection
     eval: EvalSection
     export: ExportSection
+    predict: PredictSection
     launch: LaunchSection
     backend: BackendSection
     precision: PrecisionSection
@@ -202,7 +206,10 @@ class RunConfig(Section):
     parallel: Node
     optimizer: Node
     scheduler: Node
+    sampler: Node = {}  # empty: a permutation
     logger: dict[str, Any]  # a component by name for each logger
+    metric: dict[str, Any] = {}  # and for each metric besides the task's own
+    part: dict[str, Any] = {}  # and for each part of the loop besides its own
     extra: Node = {}  # the user's own keys: part of the identity, not read by the framework
 
     def in_group(self, group: str) -> "RunConfig":
@@ -214,14 +221,15 @@ class RunConfig(Section):
         return self.with_run(resume="auto") if self.run.resume == "never" else self
 
     def evaluated(self, asked: "RunConfig", *, given: list[str]) -> "RunConfig":
-        """Return a run's configuration as mode=eval and mode=export take it: without what only training needs.
+        """Return a run's configuration as mode=eval, export and predict take it: without what only training needs.
 
         `asked` is their command line's own configuration, `given` the keys that the line names.
         """
-        how = {"mode", "eval", "export", "parallel", "launch", "backend"}
-        how |= {"precision", "micro_batch_size"} & {key.partition(".")[0] for key in given}
+        how = {"mode", "eval", "export", "predict", "parallel", "launch", "backend"}
+        how |= {"precision", "micro_batch_size", "metric"} & {key.partition(".")[0] for key in given}
         workers = {"num_workers": asked.dataset["num_workers"]} if "dataset.num_workers" in given else {}
-        off = dict.fromkeys(("compile", "activation_checkpointing", "sync_batchnorm"), False)
+        off: dict[str, Any] = dict.fromkeys(("compile", "activation_checkpointing", "sync_batchnorm"), False)
+        off |= {"limit_batches": None, "overfit_batches": None}
         changed = {
             "dataset": self.dataset | workers,
             "run": asked.run.model_copy(update={"id": self.run.id}),
@@ -229,18 +237,33 @@ class RunConfig(Section):
             "trainer": self.trainer.model_copy(update=off),
             "invariance": "samples",
             "logger": {},
+            "part": {},
         }
         return self.model_copy(update={name: getattr(asked, name) for name in how} | changed)
 
     def with_run(self, **values: Any) -> "RunConfig":
         return self.model_copy(update={"run": self.run.model_copy(update=values)})
 
+    def targets(self) -> list[str]:
+        """Return the `_target_` of each component, and all other texts in it that are dotted paths."""
+        texts = (text for group in (*COMPONENTS, "metric", "part") for text in texts_in(getattr(self, group)))
+        return [text for text in texts if DOTTED.fullmatch(text)]
+
     def plain(self) -> dict[str, Any]:
         """Return the configuration as plain data, to be frozen."""
         return self.model_dump(exclude_unset=True)
 
 
-COMPONENTS = ("model", "dataset", "task", "parallel", "optimizer", "scheduler")
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield each text in a node."""
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts_in(item)
+
+
+COMPONENTS = ("model", "dataset", "sampler", "task", "parallel", "optimizer", "scheduler")
+SEVERAL = ("logger", "metric", "part")  # groups of which a run may have several options, each a component with a name
 
 
 def section_of(annotation: Any) -> type[Section] | None:

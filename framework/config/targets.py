@@ -7,11 +7,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints, is_typeddict
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from framework.config.folders import ROOT, enter_project
 from framework.config.renamed import current_target
 from framework.config.schema import Node
+from framework.runtime.problem import extra_with, install_command
 
 HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # keys of a node that are not arguments of its target
 
@@ -38,6 +39,8 @@ def locate(target: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # importing the user's module may raise anything
         close = difflib.get_close_matches(parts[-1], dir(found), n=1)
         text = " ".join(str(error).split()) + (f"; did you mean {close[0]}?" if close else "")
+        extra = extra_with(str(error.name)) if isinstance(error, ModuleNotFoundError) else None
+        text += f"; {install_command(extra)}" if extra is not None else ""
         raise ValueError(f"_target_={target} cannot be imported ({type(error).__name__}: {text})") from error
     if not callable(found):
         raise ValueError(f"_target_={target} is a {type(found).__name__}, which cannot be called")
@@ -58,12 +61,26 @@ def _join_models(name: str) -> None:
 def component(node: Node, **given: Any) -> Callable[..., Any]:
     """Return the node's target with the node's values bound, of which `given` overrides some. The caller adds what is not data.
 
-    Nested nodes with a `_target_` are built first. ValueError if a target cannot be imported. This is not
+    Nested nodes with a `_target_` are built first; an argument of type `Callable[[], ...]` gets what builds it. ValueError
+    if a target cannot be imported. This is not
     `hydra.utils.instantiate`, whose partials look up their target at every call: 0.1 ms in every step.
     """
     build = instantiated if node.get("_recursive_", True) else lambda value: value
-    values = {key: build(value) for key, value in (node | given).items() if key not in HYDRAS}
+    makers = _makers(node["_target_"])
+    values = {key: component(value) if key in makers and isinstance(value, dict) and "_target_" in value else build(value)
+              for key, value in (node | given).items() if key not in HYDRAS}  # fmt: skip
     return functools.partial(locate(node["_target_"]), *map(build, node.get("_args_", ())), **values)
+
+
+@functools.cache
+def _makers(target: str) -> frozenset[str]:
+    """Return the arguments whose type is a function without arguments, or None."""
+
+    def makes(kind: Any) -> bool:
+        return get_origin(kind) is Callable and get_args(kind)[:1] == ([],)
+
+    types = {name: argument.annotation for name, argument in signature_of(target).arguments.items()}
+    return frozenset(name for name, kind in types.items() if any(map(makes, (kind, *get_args(kind)))))
 
 
 def instantiated(value: Any) -> Any:

@@ -12,7 +12,8 @@ from pydantic.errors import PydanticSchemaGenerationError
 from framework.config.compose import Composed
 from framework.config.draft import Draft
 from framework.config.folders import groups, options
-from framework.config.schema import COMPONENTS, LARGEST, RunConfig, Section, section_of
+from framework.config.schema import COMPONENTS, SEVERAL, RunConfig, Section, section_of
+from framework.config.section import LARGEST
 from framework.config.spelling import did_you_mean, done_here, nearest
 from framework.config.targets import HYDRAS, arguments_of, nodes_in
 from framework.runtime.problem import Problem, shown
@@ -23,11 +24,11 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 def validate(composed: Composed) -> Draft:
     """Validate our own sections, which needs no import; `component_problems` validates the components' nodes."""
     config, known = composed.config, composed.known
-    if not config.keys() - {"logger"}:
+    if not config.keys() - {"sampler", *SEVERAL}:
         return Draft({}, composed.problems)
     valid: dict[str, Any] = {}
     unknown = config.keys() - RunConfig.model_fields.keys()
-    problems = composed.problems + [problem for name in unknown for problem in _unknown(name, config[name], known=known)]
+    problems = composed.problems + [problem for name in unknown for problem in unknown_key(name, config[name], known=known)]
     for name, annotation in _types_of(RunConfig).items():
         if name not in config:
             if RunConfig.model_fields[name].is_required():
@@ -69,7 +70,9 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
     if node.get("_partial_") and key in ("model", "dataset", "task"):
         problems.append(Problem(f"{key}._partial_", "true gives a function, where the run needs what it returns", "without it"))
     values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
-    inner = {name: list(nodes_in(value, f"{key}.{name}")) for name, value in node.items() if node.get("_recursive_", True)}
+    is_nested = node.get("_recursive_", True)
+    apart = ("turns",) if "turns" in own else ()  # whose nodes get what the run's own optimizer and schedule get
+    inner = {name: list(nodes_in(value, f"{key}.{name}")) for name, value in node.items() if is_nested and name not in apart}
     others = [other for other in known if not other.startswith(f"{key}.")]  # an option's keys may belong to another component
     known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own))]
     for name, value in values.items():
@@ -77,7 +80,7 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
         # the data give null in a model, and `${data:...}` everywhere
         is_from_data = (value is None and key.split(".")[0] == "model") or str(value).startswith("${data:")
         if argument is None and not signature.takes_any:
-            problems += _unknown(f"{key}.{name}", value, known=known)
+            problems += unknown_key(f"{key}.{name}", value, known=known)
         elif argument is not None and not is_from_data and not inner.get(name) and _is_plain(argument.annotation):
             is_default = type(value) is type(argument.default) and value == argument.default
             problems += [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
@@ -127,7 +130,7 @@ def section_problems(section: type[Section], values: Any, key: str, known: list[
         annotation = _types_of(section).get(name)
         is_optional = type(None) in get_args(annotation) and section_of(annotation) is not None  # only some options have it
         if is_optional and isinstance(value, dict) and not any(other.startswith(f"{key}.{name}.") for other in known):
-            return _unknown(f"{key}.{name}", value, known=known)
+            return unknown_key(f"{key}.{name}", value, known=known)
     try:
         section.model_validate(values)
     except ValidationError as error:
@@ -141,7 +144,7 @@ def section_problems(section: type[Section], values: Any, key: str, known: list[
 
 def _section_problem(item: Any, section: type[Section], values: Any, key: str, known: list[str]) -> Iterator[Problem]:
     if item["type"] == "extra_forbidden":
-        yield from _unknown(".".join([key, *map(str, item["loc"])]), item["input"], known=known)
+        yield from unknown_key(".".join([key, *map(str, item["loc"])]), item["input"], known=known)
         return
     annotation, value = section, values
     for part in item["loc"]:
@@ -176,10 +179,10 @@ def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
     return Problem(key, f"{shown(value)} is not valid", expected)
 
 
-def _unknown(key: str, value: Any, *, known: list[str]) -> list[Problem]:
+def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
     """Return a problem for each key that does not exist: `value` may hold several."""
     if isinstance(value, dict) and value and "_target_" not in value:
-        return [problem for name, item in value.items() for problem in _unknown(f"{key}.{name}", item, known=known)]
+        return [problem for name, item in value.items() for problem in unknown_key(f"{key}.{name}", item, known=known)]
     section, _, name = key.rpartition(".")
     of = [group for group in groups() if not section and value in options(group) and nearest(name, [group])]
     if of:

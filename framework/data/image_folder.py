@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
+from framework.data.decode import SUFFIXES, decode_image
 from framework.data.source import SPLITS, Arrays, Files, Images, Source, Split, require_at_least
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0.226,))}  # of ImageNet
 CARVED: dict[str, range] = {"val": range(10), "test": range(10, 20)}  # per cent of train, if there is no folder
 
@@ -88,19 +88,6 @@ class ImageFolder(Images):
                 taken_by = next((other for other, part in carved.items() if percent in part), "train")
                 if file.lower().endswith(SUFFIXES) and (folder.name != "train" or taken_by == split):
                     yield f"{folder}/{name}/{file}", label
-
-
-def decode_image(path: str | Path, *, image_size: int, in_channels: int) -> np.ndarray:
-    """Read an image as uint8 (C, image_size, image_size): its centre square, resized bilinearly."""
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as file:
-            image = file.convert("L" if in_channels == 1 else "RGB")
-    except OSError as error:  # includes PIL's errors about content, of which not all name the file
-        raise ValueError(f"{path} cannot be read as an image: {error} (remove or replace it)") from error
-    pixels = np.asarray(ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR))
-    return pixels[None] if in_channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def _folders(folder: Path) -> list[str]:

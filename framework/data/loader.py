@@ -1,5 +1,6 @@
 """From the order of samples to this rank's micro-batches, as tensors on its device, for each split of a dataset."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,7 @@ from framework.data.order import Order, Part, parts
 from framework.data.source import Dataset, Source, Split
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
-from framework.randomness import keys
+from framework.randomness import key, keys, seed_generators
 from framework.runtime.preemption import SIGNALS, die_with_parent
 from framework.runtime.torch_internals import kill_loader, shut_down_loader
 
@@ -38,25 +39,30 @@ class Loader:
     dp_size: int
     device: torch.device
     dtype: torch.dtype
+    batch_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of a micro-batch's inputs and targets, in training
 
     def __post_init__(self) -> None:
         self.num_workers = int(getattr(self.dataset, "num_workers", 0))
-        self.is_augmented = bool(getattr(self.dataset, "augment", False))
+        self.is_augmented = bool(getattr(self.dataset, "augment", True))
         self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
 
     def train(self, samples_seen: int) -> Iterator[Step]:
         """Yield the steps after `samples_seen` samples, without end."""
         return self._run(partial(self._positions, samples_seen), self._train_step)
 
-    def evaluate(self) -> Iterator[MicroBatch]:
-        """Yield micro-batches that hold, over all ranks, each sample of the split once, in its stored order."""
+    def evaluate(self) -> Iterator[Step]:
+        """Yield batches that hold, over all ranks, each sample of the split once, in its stored order.
+
+        Micro-batches are numbered over the whole split.
+        """
         size = self.order.global_batch_size
 
         def fetch(start: int) -> Step:
-            return self._step(0, np.arange(start, min(start + size, len(self.source))), None)
+            samples = np.arange(start, min(start + size, len(self.source)))
+            step = self._step(0, samples, None, at=("evaluation", 0, start))
+            return step._replace(micro_batches=[m._replace(number=start + m.number) for m in step.micro_batches])
 
-        for step in self._run(partial(range, 0, len(self.source), size), fetch):
-            yield from step.micro_batches
+        return self._run(partial(range, 0, len(self.source), size), fetch)
 
     def close(self) -> None:
         """End the loader's processes. They ignore signals, so at exit, after an error, Python would wait for them forever."""
@@ -72,16 +78,37 @@ class Loader:
     def _train_step(self, samples_seen: int) -> Step:
         epoch, samples = self.order.batch(samples_seen)
         augment_keys = keys(self.order.seed, "augment", epoch, samples) if self.is_augmented else None
-        return self._step(epoch, samples, augment_keys)
+        return self._step(epoch, samples, augment_keys, at=("data", epoch, samples_seen))
 
-    def _step(self, epoch: int, samples: np.ndarray, augment_keys: np.ndarray | None) -> Step:
+    def _step(self, epoch: int, samples: np.ndarray, augment_keys: np.ndarray | None, *, at: tuple[str, int, int]) -> Step:
         mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        span = slice(min(part.start for part in mine), max(part.stop for part in mine))  # without gaps: fetched at once
-        stored = (torch.from_numpy(array) for array in self.source.gather(samples[span]))
-        inputs, targets = self.dataset.transform(*stored, keys=None if augment_keys is None else augment_keys[span])
-        whole = MicroBatch(0, inputs, targets).mapped(lambda t: t.to(self.dtype) if t.is_floating_point() else t)
+        fetched: dict[int, MicroBatch] = {}  # by number: padding repeats a micro-batch
+        for part in mine:
+            if part.number not in fetched:
+                span = slice(part.start, part.stop)
+                own_keys = None if augment_keys is None else augment_keys[span]
+                fetched[part.number] = self._micro_batch(part, samples[span], own_keys, at=at)
+        micro_batches = [fetched[part.number]._replace(is_padding=part.is_padding) for part in mine]
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
-        return Step(epoch, len(samples), [_cut(whole, part, start=span.start) for part in mine], is_even)
+        return Step(epoch, len(samples), micro_batches, is_even=is_even)
+
+    def _micro_batch(
+        self, part: Part, samples: np.ndarray, augment_keys: np.ndarray | None, *, at: tuple[str, int, int]
+    ) -> MicroBatch:
+        """Return these samples: padded, for example, by the longest of them, whatever else this rank has."""
+        is_training, epoch, start = at[0] == "data", at[1], at[2]
+        one_by_one: Any = getattr(self.source, "sample", None)
+        fetched: list[Any] = []
+        for sample in samples if one_by_one is not None else ():
+            seed_generators(key(self.order.seed, "sample", epoch if is_training else "evaluation", int(sample)))
+            fetched.append(one_by_one(int(sample)))
+        seed_generators(key(self.order.seed, at[0], start, part.number))
+        gathered: Any = self.source.gather(samples) if one_by_one is None else self.source.collate(fetched)  # type: ignore[attr-defined]
+        inputs, targets = self.dataset.transform(*map(as_tensors, gathered), keys=augment_keys)
+        if is_training and self.batch_transform is not None:
+            inputs, targets = self.batch_transform(inputs, targets)
+        whole = MicroBatch(part.number, inputs, targets, num_samples=len(samples), start=part.start)
+        return whole.mapped(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
 
     def _run(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
         steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions())
@@ -125,10 +152,13 @@ class Loader:
         return step._replace(micro_batches=moved)
 
 
-def _cut(whole: MicroBatch, part: Part, *, start: int) -> MicroBatch:
-    """Return a part of a batch whose first sample is number `start` of the global batch."""
-    at = slice(part.start - start, part.stop - start)
-    return whole._replace(number=part.number, is_padding=part.is_padding).mapped(lambda tensor: tensor[at])
+def as_tensors(stored: Any) -> Any:
+    """Return arrays as tensors, which share their memory, in any tree."""
+    if isinstance(stored, np.ndarray):
+        return torch.from_numpy(stored)
+    if isinstance(stored, dict):
+        return {name: as_tensors(value) for name, value in stored.items()}
+    return type(stored)(map(as_tensors, stored)) if type(stored) in (tuple, list) else stored
 
 
 @dataclass(frozen=True)
@@ -162,7 +192,10 @@ class Splits:
 
 
 def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
-    """Load a split; on each node one process decodes it and the others map its memory. Collective."""
+    """Load a split; on each node one process decodes it and the others map its memory. Collective.
+
+    A source that is no dataclass shows nothing to map: then each process loads it.
+    """
     if world.world_size == 1:
         return dataset.load(split)
     source = None
@@ -174,12 +207,15 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
         assert source is not None
         return source
     offer, descriptors = None, dict[str, int]()
-    if source is not None:
+    if source is not None and dataclasses.is_dataclass(source):
         arrays = arrays_of(source)
         rest = {name: value for name, value in _fields(source).items() if name not in arrays}
         descriptors = {name: _memory_file(array) for name, array in arrays.items()}
         offer = type(source), rest, os.getpid(), descriptors
-    kind, rest, pid, files = world.agreement.gather(offer)[world.first_on_node]
+    offered = world.agreement.gather(offer)[world.first_on_node]
+    if offered is None:
+        return dataset.load(split) if source is None else source
+    kind, rest, pid, files = offered
     mapped = {name: np.load(f"/proc/{pid}/fd/{file}", mmap_mode="r", allow_pickle=False) for name, file in files.items()}
     world.agreement.barrier()
     for descriptor in descriptors.values():

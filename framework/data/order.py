@@ -1,7 +1,8 @@
 """Which samples make step t, and which rank runs which samples: pure functions of the seed and of `samples_seen`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,40 +18,70 @@ class Part(NamedTuple):
     is_padding: bool = False
 
 
+class Numbers(Protocol):
+    """The numbers of an epoch's samples, in their order: an array, or what gives an array for each of its slices."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice, /) -> np.ndarray: ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Order:
-    """The order of samples: a permutation of each epoch, cut into global batches; the last one of an epoch is short."""
+    """The order of samples: `draw(epoch)`, or a permutation, cut into global batches; the last one of an epoch is short."""
 
     num_samples: int
     global_batch_size: int
     seed: int
     drop_last: bool
+    limit: int | None = None  # batches of an epoch
+    draw: Callable[[int], Numbers] | None = None  # a pure function; all epochs are of one length
+    grow: Callable[[int], int] | None = None  # a pure function of `samples_seen`: a batch's size, at most `global_batch_size`
 
     def __post_init__(self) -> None:
-        self.epoch_size = self.num_samples - (self.num_samples % self.global_batch_size if self.drop_last else 0)
+        drawn = self.num_samples if self.draw is None else len(self.draw(0))
+        self.epoch_size = drawn - (drawn % self.global_batch_size if self.drop_last else 0)
         if self.epoch_size == 0:
-            raise ValueError(f"drop_last=true leaves nothing of {self.num_samples} samples in batches of "
+            raise ValueError(f"drop_last=true leaves nothing of {drawn} samples in batches of "
                              f"{self.global_batch_size}; lower global_batch_size or set drop_last=false")  # fmt: skip
+        if self.limit is not None:
+            self.epoch_size = min(self.epoch_size, self.limit * self.global_batch_size)
         self._epoch = -1
-        self._permutation = np.empty(0, dtype=np.int64)
+        self._numbers: Numbers = np.empty(0, dtype=np.int64)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.epoch_size // self.global_batch_size)
+    def steps_in(self, num_epochs: int) -> int:
+        """Return the number of steps in the first epochs."""
+        if self.grow is None:
+            return num_epochs * -(-self.epoch_size // self.global_batch_size)
+        samples_seen, steps = 0, 0
+        while samples_seen < num_epochs * self.epoch_size:
+            samples_seen += self.size(samples_seen)
+            steps += 1
+        return steps
+
+    def first(self, num_batches: int) -> np.ndarray:
+        """Return the numbers of the samples in the first batches, of one epoch at most."""
+        return self._permuted(0)[: num_batches * self.global_batch_size]
 
     def size(self, samples_seen: int) -> int:
         """Return the number of samples in the global batch after `samples_seen` samples."""
-        return min(self.global_batch_size, self.epoch_size - samples_seen % self.epoch_size)
+        size = self.global_batch_size
+        if self.grow is not None:
+            size = max(1, min(size, self.grow(samples_seen)))
+        return min(size, self.epoch_size - samples_seen % self.epoch_size)
 
     def batch(self, samples_seen: int) -> tuple[int, np.ndarray]:
         """Return the epoch and the samples' numbers, shape (n,), of the global batch after `samples_seen` samples."""
         epoch, offset = divmod(samples_seen, self.epoch_size)
         if epoch != self._epoch:
-            # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed under any numpy
-            seed = key(self.seed, "order", epoch)
-            self._permutation = np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).permutation(self.num_samples)
+            self._numbers = self._permuted(epoch) if self.draw is None else self.draw(epoch)
             self._epoch = epoch
-        return epoch, self._permutation[offset : offset + self.size(samples_seen)]
+        return epoch, self._numbers[offset : offset + self.size(samples_seen)]
+
+    def _permuted(self, epoch: int) -> np.ndarray:
+        # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed under any numpy
+        seed = key(self.seed, "order", epoch)
+        return np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).permutation(self.num_samples)
 
 
 def parts(num_samples: int, *, micro_batch_size: int | None, dp_rank: int, dp_size: int) -> list[Part]:

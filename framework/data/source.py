@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
+
+from framework.data.decode import SUFFIXES, decode_image
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,9 +22,31 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the inputs and targets of these samples, batch dim first, in the dtype they are stored in."""
+    def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
+        """Return the inputs and targets of these samples, batch dim first, in the dtype they are stored in.
+
+        Each is an array or a tensor, or a dictionary, tuple or list of them.
+        """
         ...
+
+    # It may have `sample(index)` and `collate(samples) -> (inputs, targets)` (framework/data/map_style.py): then each sample is
+    # fetched by itself, after the generators of torch, numpy and random have been seeded by its number.
+
+
+class Selected:
+    """Some samples of a source, by their numbers: a source itself."""
+
+    def __init__(self, source: Source, numbers: np.ndarray) -> None:
+        self._source, self._numbers = source, numbers
+        if hasattr(source, "sample"):
+            self.sample = lambda index: source.sample(int(numbers[index]))
+            self.collate = source.collate  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
+        return self._source.gather(self._numbers[indices])
 
 
 class Dataset(Protocol):
@@ -57,7 +83,8 @@ class Dataset(Protocol):
         """
         ...
 
-    # It may have `decode(tokens) -> str` for integer inputs (T,): loggers then show samples as text, not as ids.
+    # It may have `decode(tokens) -> str` for integer inputs (T,): loggers then show samples as text, not as ids; and
+    # `read_folder(folder) -> (names, source)`, the samples in a folder, for mode=predict: ValueError if there are none.
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,6 +109,17 @@ class Images:
         if keys is not None and self.augment:
             inputs = augment(inputs, keys, padding=self.padding, flip=self.flip)
         return normalise(inputs, mean=self.mean, std=self.std), targets
+
+    def read_folder(self, folder: Path) -> tuple[list[str], "Files"]:
+        """Return the images in a folder and its subfolders, by their sorted paths in it; all targets are 0."""
+        info: Mapping[str, int] = self.info  # type: ignore[attr-defined]  # a dataset's own
+        if self.task != "classification" or info["in_channels"] not in (1, 3):
+            raise ValueError("its samples are not images of 1 or 3 channels, as a file can hold them")
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+        if not names:
+            raise ValueError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
+        decode = partial(decode_image, image_size=info["image_size"], in_channels=info["in_channels"])
+        return names, Files([str(folder / name) for name in names], np.zeros(len(names), dtype=np.int64), decode)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,11 +1,13 @@
-"""Text: the bytes of any text files; by default the Python standard library's own sources."""
+"""Text: the bytes of any text files, or their tokens; by default the Python standard library's own sources."""
 
 import os
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,20 +15,22 @@ from framework.data.source import Split, TokenSequences, Windows, contiguous_spl
 
 # In the standard library: what is not its own, not meant to be read, or not installed everywhere.
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_IGNORED = -100  # the target of a token that does not count
 
 
 @dataclass(kw_only=True, eq=False)
 class Text(TokenSequences):
-    """One token is one byte. The files are joined in the order of their names; the stream is cut 90 % / 5 % / 5 %.
+    """The files are joined in the order of their names; the stream of bytes is cut 90 % / 5 % / 5 %.
 
-    With `root: null`, the text is the running Python's standard library: another version is another text.
+    One token is one byte; or what a `tokenizer` of Hugging Face makes of each line, without special tokens: a file
+    (tokenizer.json) or a folder with one. With `root: null`, the text is the running Python's standard library: another version
+    is another text.
     """
-
-    bytes_per_token = 1.0
 
     root: str | None = None
     pattern: str | list[str] = "*.py"
     max_bytes: int | None = None
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,9 +39,21 @@ class Text(TokenSequences):
 
     @property
     def info(self) -> Mapping[str, int]:
-        return {"vocab_size": 256, "seq_len": self.seq_len}
+        try:
+            vocab_size = 256 if self._tokenizer is None else self._tokenizer.vocab_size
+        except ValueError:  # `problems` says it
+            return {"seq_len": self.seq_len}
+        return {"vocab_size": vocab_size, "seq_len": self.seq_len}
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        return 1.0 if self.tokenizer is None else None
 
     def problems(self) -> list[str]:
+        try:
+            _ = self._tokenizer
+        except ValueError as error:
+            return [f"dataset.{error}"]
         folder = self._folder()
         if not folder.is_dir():
             return [f"dataset.root: {folder} is no folder (give one with text files)"]
@@ -62,11 +78,26 @@ class Text(TokenSequences):
                 break
         # a copy, so that the rest of the text is freed
         part = np.frombuffer(content, dtype=np.uint8)[contiguous_split(len(content), split)].copy()
+        if self._tokenizer is not None:
+            part = self._tokenizer.encode(part.tobytes().decode(errors="replace"))
+            if not num_windows(len(part), seq_len=self.seq_len):
+                what = f"the {len(part)} tokens of {split} hold no sample of seq_len={self.seq_len}"
+                raise ValueError(f"dataset.root: {what} (more text, or a smaller dataset.seq_len)")
         return Windows(part, self.seq_len)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return a text's tokens."""
+        return np.frombuffer(text.encode(), dtype=np.uint8) if self._tokenizer is None else self._tokenizer.encode(text)
 
     def decode(self, tokens: np.ndarray) -> str:
         """Return a sample's tokens as text."""
+        if self._tokenizer is not None:
+            return self._tokenizer.decode(tokens)
         return bytes(tokens.tolist()).decode(errors="replace")
+
+    @cached_property
+    def _tokenizer(self) -> "Tokenizer | None":
+        return None if self.tokenizer is None else Tokenizer(self.tokenizer)
 
     def _folder(self) -> Path:
         return Path(sysconfig.get_path("stdlib") if self.root is None else self.root)
@@ -78,3 +109,52 @@ class Text(TokenSequences):
             folders[:] = [name for name in folders if name not in skipped]  # os.walk enters the others
             found += [Path(folder, name) for name in names if any(fnmatch(name, p) for p in self.patterns)]
         return sorted(found)
+
+
+class Tokenizer:
+    """A tokenizer of Hugging Face, from its file (tokenizer.json) or a folder with one. Nothing is loaded from a hub."""
+
+    def __init__(self, path: str) -> None:
+        """ValueError, which says `tokenizer`, for what is none."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"tokenizer: {path} needs the package tokenizers (pip install 'steadfast[data]')") from None
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        if not file.is_file():
+            raise ValueError(f"tokenizer: {file} is not there (a tokenizer.json of Hugging Face, or a folder with one)")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # it has no class of its own
+            why = " ".join(str(error).split())[:200]
+            raise ValueError(f"tokenizer: {file} is no tokenizer of Hugging Face ({why})") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1  # the ids need not be without gaps
+        self._dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text's tokens, line by line: a line's do not depend on what surrounds it."""
+        lines = (self._tokenizer.encode(line, add_special_tokens=False).ids for line in text.splitlines(keepends=True))
+        return np.fromiter((number for ids in lines for number in ids), dtype=self._dtype)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+
+
+class TokenizedRecord:
+    """Makes a sample of language modelling of a record with a text: for `decode` of shards (framework/data/shards.py).
+
+    (length,) int64 inputs and targets. A longer text is cut; behind a shorter one the targets do not count.
+    """
+
+    def __init__(self, *, tokenizer: str, length: int, field: str = "text") -> None:
+        self._tokenizer, self.length, self.field = Tokenizer(tokenizer), length, field
+
+    def __call__(self, record: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        ids = self._tokenizer.encode(record[self.field])[: self.length + 1].astype(np.int64)
+        inputs, targets = np.zeros(self.length, np.int64), np.full(self.length, _IGNORED, np.int64)
+        known = max(0, len(ids) - 1)
+        inputs[:known], targets[:known] = ids[:-1], ids[1:]
+        return inputs, targets

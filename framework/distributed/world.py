@@ -93,6 +93,11 @@ class World:
             board=board,
         )
 
+    @classmethod
+    def alone(cls) -> "World":
+        """Return the world of this process, on the CPU."""
+        return cls.start(Environment(), backend="gloo", timeout_s=30.0, scratch=None)
+
     def stop(self) -> None:
         """Leave the process groups. The model's wrapper and the optimizer must be gone, or exit can hang (pytorch#56297)."""
         self.groups.abandon()

@@ -4,14 +4,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from framework.engine.buffers import Buffers
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine, MicroBatch, Step, Sums
-from framework.modules.tensors import Tree, by_mesh, map_tensors, whole
+from framework.engine.own_step import OwnSteps, gather_rows
+from framework.engine.seam import Engine, MicroBatch, Step
+from framework.engine.sums import Sums, add
+from framework.modules.tensors import Tree, by_mesh, call, map_tensors, whole
 from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable
-from framework.runtime.torch_internals import copy_all
+from framework.optim.update import Average
+from framework.runtime.exits import Unfit
+from framework.runtime.torch_internals import same_versions, without_modes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,9 +27,13 @@ class DataParallelEngine(Engine):
     """The Engine of every strategy in which a rank runs the whole model on its own samples.
 
     `model` is what is called: a wrapper; without it, `module` itself. `set_sync(True)` is called before the last micro-batch,
-    whose backward pass completes the gradients of all ranks, `set_sync(False)` before the others. The wrapper averages
-    over `dp_size` ranks; a loss here is a sum over the GLOBAL count, so this average is undone first. Of ranks that work
-    on the same samples (tensor parallelism), one has `is_counted`.
+    whose backward pass completes the gradients of all ranks, `set_sync(False)` before the others. Gradients are averaged
+    over `averaged_over` ranks (None: `dp_size`); a loss here is a sum over the GLOBAL count, so this average is undone first.
+    Where they are summed, it is 1: a backward pass then has the gradients that it has on one process. Of ranks that work on
+    the same samples (tensor parallelism), one has `is_counted`. `warm_up` is called before the first step, `finish` after
+    each step's last backward pass. Ranks that do not `meet_in_steps` get rank 0's buffers only with `sync_buffers`, and
+    see no other's samples. `data_group` has the ranks of the other parts of the global batch: all ranks, if it is None.
+    `forget` is called before the weights are exchanged for their average: nothing computed from them may be left.
     """
 
     def __init__(
@@ -35,42 +45,107 @@ class DataParallelEngine(Engine):
         mesh: "DeviceMesh | None" = None,
         dp_rank: int = 0,
         dp_size: int = 1,
+        averaged_over: int | None = None,
         is_counted: bool = True,
         set_sync: Callable[[bool], None] = lambda _: None,
         broadcast: Callable[[Sequence[Tensor]], None] | None = None,
         make_optimizer: MakeOptimizer | None = None,
-        num_warm_ups: int = 0,
+        warm_up: Callable[[], None] = lambda: None,
+        finish: Callable[[], None] = lambda: None,
+        meet_in_steps: bool = True,
+        data_group: dist.ProcessGroup | None = None,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
-        self.module = module
+        self.module, self.task = module, forward.module
         self.mesh = mesh
         self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.averaged_over = dp_size if averaged_over is None else averaged_over
         self.is_counted = is_counted
         self._model = model or module
         self._forward = forward
         self._set_sync = set_sync
         self._broadcast = broadcast
         self._make_optimizer = make_optimizer
-        self._num_warm_ups = num_warm_ups
+        self._warm_up, self._finish = warm_up, finish
         self._start_gradients: dict[float, Tensor] = {}
-        self._buffers = persistent_buffers(module)
+        held = [module] if self.task is None else [module, self.task]
+        self.buffers = Buffers(*held, broadcast=broadcast if meet_in_steps else None)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._data_group = data_group
+        self._has_others = dp_size > 1 and meet_in_steps
+        self._forget = forget
+        self._average: Average | None = None
+        self.no_gather = ""  # why a step of the task's own cannot see the other samples
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        scale = loss_scale * self.dp_size / step.num_samples
+        self.buffers.begin_step(is_alone=[m.number for m in step.micro_batches if not m.is_padding] == [0])
+        sums = self.run_micro_batches(step, index=index, loss_scale=loss_scale, measure=measure)
+        self._finish()
+        self.buffers.end_step()
+        return sums
+
+    def run_micro_batches(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        """Do what `forward_backward` does, within a step of `buffers` that the caller has begun."""
+        scale = loss_scale * self.averaged_over / step.num_samples
+        if self._forward.trains_by_step:
+            return self._run_own_steps(step, index=index, scale=scale)
         sums: Sums = {}
         last = len(step.micro_batches) - 1
         for position, micro_batch in enumerate(step.micro_batches):
             self._set_sync(position == last)
-            self._forward.seed_draws(step=index, micro_batch=micro_batch.number)
-            # only micro-batch 0 changes the buffers, and only once: not again when checkpointing recomputes its forward
-            buffers = [buffer.clone() for buffer in self._buffers]
-            outputs, loss = self._forward(self._model, micro_batch)
-            if micro_batch.number == 0 and not micro_batch.is_padding:
-                buffers = [buffer.clone() for buffer in self._buffers]
+            self._forward.seed_draws(step=index, micro_batch=micro_batch.number, turn=step.turn)
+            loss, more = self._forward(self._model, micro_batch, measure=measure)
             loss.backward(self._start_gradient(0.0 if micro_batch.is_padding else scale, like=loss))
-            copy_all(self._buffers, buffers)
-            add(sums, self._measured(outputs, loss.detach(), micro_batch, with_metrics=measure))
+            self.buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
+            add(sums, self._counted(more, micro_batch))
         return sums
+
+    def _run_own_steps(self, step: Step, *, index: int, scale: float) -> Sums:
+        sums, num_left = Sums(), len(step.micro_batches)
+        for results in self._own_steps().run(step, index=index):
+            num_left -= len(results)
+            self._set_sync(num_left == 0)
+            scales = [self._start_gradient(0.0 if r.micro_batch.is_padding else scale, like=r.loss) for r in results]
+            torch.autograd.backward([result.loss for result in results], scales)
+            for result in results:
+                add(sums, self._counted(result.sums, result.micro_batch))
+        return sums
+
+    def _own_steps(self) -> OwnSteps:
+        return OwnSteps(self._forward, self._model, buffers=self.buffers, exchange=self._exchange, averaged=self._averaged)
+
+    def _exchange(self, own: Tensor) -> Tensor:
+        if self.no_gather:
+            raise Unfit(f"{self.no_gather}, but the task's step calls gather() (samples)")
+        return gather_rows(own, group=self._data_group) if self._has_others else own
+
+    def _averaged(self, compute: Callable[[], Tree]) -> Tree:
+        """Return what `compute` returns with the averaged weights, without gradients."""
+        if self._average is None:
+            raise Unfit("trainer.ema_decay: null, but the task's step asks for the averaged weights (such as 0.99)")
+        buffers, start = self.buffers.tensors, self.buffers.values()
+        self._forget()
+        with torch.no_grad(), same_versions(self._parameters):  # a backward pass that needs the weights finds them again
+            with without_modes():
+                self._average.swap()
+            outputs = compute()
+            self._forget()
+            with without_modes():
+                self._average.swap()
+        self.buffers.set(start, onto=buffers)
+        return map_tensors(Tensor.detach, outputs)
+
+    @property
+    def is_padding(self) -> bool:
+        return self._forward.is_padding
+
+    def outputs(self, inputs: Tree) -> Tree:
+        self._forward.seed_draws(step=None, micro_batch=0)
+        with torch.no_grad():
+            return self._forward.in_precision(lambda: call(self._model, inputs))
+
+    def use_average(self, average: Average | None) -> None:
+        self._average = average
 
     def _start_gradient(self, scale: float, *, like: Tensor) -> Tensor:
         """Return the gradient that starts a backward pass: the scale itself, cheaper than scaling the loss."""
@@ -78,18 +153,29 @@ class DataParallelEngine(Engine):
             self._start_gradients[scale] = torch.full((), scale, dtype=like.dtype, device=like.device)
         return self._start_gradients[scale]
 
-    def _measured(self, outputs: Tree, loss: Tensor, micro_batch: MicroBatch, *, with_metrics: bool) -> Sums:
-        sums = {"loss": loss}
-        if with_metrics:
-            sums |= self._forward.task.metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets)
-        if micro_batch.is_padding or not self.is_counted:
-            return {name: torch.zeros_like(value) for name, value in sums.items()}
-        return sums
+    def _counted(self, sums: Sums, micro_batch: MicroBatch) -> Sums:
+        return sums if self._counts(micro_batch) else {name: torch.zeros_like(value) for name, value in sums.items()}
+
+    def _counts(self, micro_batch: MicroBatch) -> bool:
+        return self.is_counted and not micro_batch.is_padding
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
+        self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
         with torch.no_grad():
-            outputs, loss = self._forward(self._model, micro_batch)
-            return self._measured(outputs, loss, micro_batch, with_metrics=True)
+            outputs = self._forward.outputs(self._model, micro_batch)
+            if self._counts(micro_batch):
+                return self._forward.evaluated(outputs, micro_batch)
+            return self._counted(self._forward.measured(outputs, micro_batch, measure=True)[1], micro_batch)
+
+    def evaluate(self, step: Step) -> Sums:
+        if not self._forward.measures_by_step:
+            return super().evaluate(step)
+        sums: Sums = {}
+        with torch.no_grad():
+            for results in self._own_steps().run(step, index=None):
+                for result in results:
+                    add(sums, self._counted(result.sums, result.micro_batch))
+        return sums
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         kinds = by_mesh([p for p in self._parameters if p.grad is not None])
@@ -101,29 +187,12 @@ class DataParallelEngine(Engine):
         return norm
 
     def warm_up(self, step: Step) -> None:
-        before = [buffer.clone() for buffer in self._buffers]
-        for _ in range(self._num_warm_ups):
-            self._set_sync(True)
-            _, loss = self._forward(self._model, step.micro_batches[0])
-            loss.backward(self._start_gradient(0.0, like=loss))
-        copy_all(self._buffers, before)
-        self.module.zero_grad(set_to_none=True)
+        self._warm_up()
 
     def sync_buffers(self) -> None:
-        if self._broadcast is not None and self._buffers:
-            self._broadcast(self._buffers)
+        if self._broadcast is not None and (tensors := self.buffers.tensors):
+            self._broadcast(tensors)
+        self.buffers.synchronised()
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return build(trained) if self._make_optimizer is None else self._make_optimizer(build, trained)
-
-
-def add(sums: Sums, more: Sums) -> None:
-    """Add `more` to `sums`, in place."""
-    for name, value in more.items():
-        sums[name] = sums[name] + value if name in sums else value
-
-
-def persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the buffers that the model's state dict holds."""
-    state = module.state_dict(keep_vars=True)
-    return [buffer for name, buffer in module.named_buffers() if name in state]

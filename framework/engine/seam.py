@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.modules.tensors import Tree, map_tensors
+from framework.engine.sums import Sums, Value, add, weight_of
+from framework.modules.tensors import Tree, by_mesh, map_tensors
 from framework.optim.optimizers import BuildOptimizer, Trainable
+from framework.optim.update import Average
+from framework.runtime.exits import Unfit
+from framework.runtime.torch_internals import multiply_all
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +25,8 @@ class MicroBatch(NamedTuple):
     number: int
     inputs: Tree
     targets: Tree
+    num_samples: int
+    start: int  # the place of its first sample in the global batch
     is_padding: bool = False  # has weight zero: every rank then enters the same collectives
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
@@ -33,18 +40,29 @@ class Step(NamedTuple):
     epoch: int
     num_samples: int  # of the global batch, over all ranks
     micro_batches: Sequence[MicroBatch]
+    turn: str = ""  # whose parameters it moves; all, if it is empty
     is_even: bool = True  # are all micro-batches of one size, on all ranks? Then all ranks cut a step in the same way
+
+    @property
+    def num_own_samples(self) -> int:
+        """Return the number of this rank's samples."""
+        return sum(micro_batch.num_samples for micro_batch in self.micro_batches if not micro_batch.is_padding)
 
 
 class Task(Protocol):
-    """What the numbers mean: the loss and the metrics. All are SUMS over samples, shape ()."""
+    """What the numbers mean: the loss and the metrics. All are SUMS over samples, shape ().
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor: ...
+    A sum is divided by the number of samples, or by its own weight if it comes with one, as (sum, weight): by the number of
+    tokens that count, for example. The weight of a step is added up over the whole global batch before it divides.
+    """
 
-    def metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]: ...
+    def loss(self, outputs: Any, targets: Any) -> Value: ...
 
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Value]: ...
 
-Sums = dict[str, Tensor]
+    # It may have `step(call, batch, context)`, which trains in place of one forward and `loss` (framework/engine/own_step.py),
+    # `derived(means) -> dict[str, float]`, `predictions(outputs, targets)`: what a metric's update() takes, as a tuple or, by
+    # names, a mapping; and `written(outputs) -> dict[str, Tensor]`: what mode=predict writes of a batch.
 
 
 @dataclass(frozen=True)
@@ -54,33 +72,70 @@ class Demands:
     eval_every: int | None  # in optimizer steps; null = only at the end
     checkpoint_every: int | None
     sync_batchnorm: bool
-    ema_decay: float | None
+    averages: tuple[str, object] | None  # the key of what averages the weights, and its value
     grad_noise: float | None
     scales_loss: bool
     recovers: str | None  # skip or rollback, after a step that is not finite
     bitwise: bool
+    own_step: bool = False  # the task's
+    turns: bool = False  # of a step
+    observes: Literal["metric", "mode"] | None = None  # the key of what takes the model's outputs, of whole samples
+    parts: tuple[str, ...] = ()  # the names of the run's
+    averages_itself: bool = False  # the optimizer: it must hold all parameters that are evaluated
 
 
 class Engine(Protocol):
     """A model under a strategy. Methods are collective: every rank calls them, in the same order.
 
-    `module` holds this rank's parameters (plain tensors or DTensor shards) under the model's own names.
+    `module` holds this rank's parameters (plain tensors or DTensor shards) under the model's own names. `task` is the task if
+    it is a module: its buffers are state as the model's are.
     """
 
     module: nn.Module
+    task: nn.Module | None
     mesh: "DeviceMesh | None"
     dp_rank: int
     dp_size: int
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        """Leave in `.grad` the gradient of the global batch's mean loss, times `loss_scale`.
+        """Leave in `.grad` the gradient of the global batch's sum of losses, divided by its samples, times `loss_scale`.
 
         `index` is the number of the step. Returns this rank's sums over its samples: the loss, and with `measure`
         the task's metrics.
         """
 
+    def weigh(self, sums: Sums, *, num_samples: int) -> None:
+        """Divide the gradients by the loss's weight, if it has one, in place of the number of samples.
+
+        `sums` are what `forward_backward` has returned.
+        """
+        weigh_gradients(self.module, sums, num_samples=num_samples, among_ranks=dist.is_initialized())
+
     def forward(self, micro_batch: MicroBatch) -> Sums:
         """Evaluate: the same sums, without gradients; all zero for padding."""
+
+    def evaluate(self, step: Step) -> Sums:
+        """Evaluate this rank's part of a batch: the sums over it."""
+        sums: Sums = {}
+        for micro_batch in step.micro_batches:
+            add(sums, self.forward(micro_batch))
+        return sums
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the micro-batch under way has weight zero: a repetition, so that every rank enters the same collectives."""
+        return False
+
+    def outputs(self, inputs: Tree) -> Tree:
+        """Return what the model returns for inputs that are the same on every rank, without gradients.
+
+        Unfit where no rank has the whole model's outputs.
+        """
+        raise Unfit("parallel: no process has the outputs of the whole model, which a part of the run asks for (ddp or fsdp)")
+
+    def use_average(self, average: Average | None) -> None:
+        """Let a task's own step call the model with these weights too."""
+        return
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; return the norm before, shape ()."""
@@ -104,7 +159,7 @@ class EngineAround(Engine):
     """An Engine that passes every call on to the engine inside; a subclass defines the calls that it changes."""
 
     def __init__(self, engine: Engine) -> None:
-        self.module = engine.module
+        self.module, self.task = engine.module, engine.task
         self.mesh = engine.mesh
         self.dp_rank, self.dp_size = engine.dp_rank, engine.dp_size
         self._engine = engine
@@ -115,8 +170,24 @@ class EngineAround(Engine):
     def forward(self, micro_batch: MicroBatch) -> Sums:
         return self._engine.forward(micro_batch)
 
+    def evaluate(self, step: Step) -> Sums:
+        return self._engine.evaluate(step)
+
+    @property
+    def is_padding(self) -> bool:
+        return self._engine.is_padding
+
+    def outputs(self, inputs: Tree) -> Tree:
+        return self._engine.outputs(inputs)
+
+    def use_average(self, average: Average | None) -> None:
+        self._engine.use_average(average)
+
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         return self._engine.clip_grad_norm(max_norm)
+
+    def weigh(self, sums: Sums, *, num_samples: int) -> None:
+        self._engine.weigh(sums, num_samples=num_samples)
 
     def warm_up(self, step: Step) -> None:
         self._engine.warm_up(step)
@@ -129,3 +200,20 @@ class EngineAround(Engine):
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return self._engine.make_optimizer(build, trained)
+
+
+def weigh_gradients(module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool) -> None:
+    """Let the weight of the loss, if it has one, divide the gradients in place of the number of samples.
+
+    The weight of all ranks (collective then), or this rank's own. A weight of zero leaves no gradient.
+    """
+    if (weight := sums.get(weight_of("loss"))) is None:
+        return
+    if among_ranks:
+        weight = weight.clone()
+        dist.all_reduce(weight)
+    factor = torch.where(weight > 0, num_samples / weight, 0.0)
+    if factor.device.type != "cpu" or factor != 1.0:  # of a GPU's number, it would have to be waited for
+        for gradients in by_mesh(p.grad for p in module.parameters() if p.grad is not None):
+            for device in {gradient.device for gradient in gradients}:
+                multiply_all([gradient for gradient in gradients if gradient.device == device], factor.to(device))

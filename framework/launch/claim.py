@@ -11,6 +11,7 @@ from framework.config.schema import RunConfig, RunSection
 from framework.launch.scratch import remove_scratch
 from framework.runs.directory import Lock, RunDirectory, RunLocked
 from framework.runs.metrics_file import MACHINE, read_rows
+from framework.runs.provenance import Provenance
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
 from framework.runtime.files import require_room
@@ -47,6 +48,14 @@ def is_finished(run: RunSection) -> bool:
     return True
 
 
+def accept_code(run: RunSection, targets: list[str]) -> None:
+    """Record, with `run.code=accept`, what has changed in the code since a finished run began: it is not asked for again."""
+    if run.code == "accept":
+        provenance = Provenance(Path(run.dir))
+        if provenance.changes(targets):
+            provenance.add_start(targets)
+
+
 def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
     """Take the run's directory and freeze the configuration there. An exit code if another party has it (see Lock)."""
     directory = RunDirectory(Path(config.run.dir))
@@ -65,6 +74,8 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
             lock.release()
             lock.take()
         frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
+        if not is_beside:
+            Provenance(directory.path).add_start(config.targets())
         return ClaimedRun(config, frozen, lock)
     except RunLocked as locked:
         LOGGER.error("%s", locked)

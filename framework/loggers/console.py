@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import MACHINE
+from framework.runs.metrics_file import is_curve
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 
@@ -78,6 +78,6 @@ def _numbers(row: dict[str, Any]) -> str:
             shown.append(f"{value:,.0f} samples/s")
         elif name == "lr":
             shown.append(f"lr {value:.2e}")
-        elif name not in ("step", "split", "epoch", "grad_norm", *MACHINE):
+        elif is_curve(name):
             shown.append(f"{name} {value:.4f}")
     return "  ".join(shown)

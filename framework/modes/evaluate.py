@@ -2,7 +2,6 @@
 
 import gc
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +11,15 @@ from framework.build import components
 from framework.build.training import Builder
 from framework.data.loader import Loader
 from framework.distributed.world import World
-from framework.engine.seam import MicroBatch
+from framework.engine.seam import Step
+from framework.engine.sums import means
 from framework.modes.load_run import load_run
+from framework.runs.metrics_file import numbers_of
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
-from framework.training.trainer import measure, totals
+from framework.training.evaluation import measure, totals
+from framework.training.metrics import finite
 
 
 def evaluate(build: Builder) -> Exit:
@@ -29,13 +31,14 @@ def evaluate(build: Builder) -> Exit:
     try:
         loader = splits.loader(config.eval.split)
         world.at("evaluation", step=model.step or 0)
-        sums = measure(engine, _until_signal(loader, world))
-        values = {name: total.item() / len(loader.source) for name, total in totals(sums, world=world).items()}
+        sums = measure(engine, until_signal(loader, world))
+        values = means(totals(sums, world=world), num_samples=len(loader.source))
         row = {
             "step": model.step,
             "split": config.eval.split,
             **values,
             **components.derived(build.task)(values),
+            **build.metrics.compute(world=world),
             "samples": len(loader.source),
             "checkpoint": model.path.name if model.path.is_relative_to(directory.path) else str(model.path),
             "precision": config.precision.name,
@@ -43,7 +46,7 @@ def evaluate(build: Builder) -> Exit:
             "world_size": world.world_size,
         }
         if world.rank == 0:
-            print(_table(row), flush=True)
+            print(_table(numbers_of(row)), flush=True)
         world.agreement.together(lambda: _append(directory.evaluations, row), what="the result not written", rank_0_only=True)
     finally:
         splits.close()
@@ -55,12 +58,12 @@ def evaluate(build: Builder) -> Exit:
     return Exit.FINISHED
 
 
-def _until_signal(loader: Loader, world: World) -> Iterator[MicroBatch]:
+def until_signal(loader: Loader, world: World) -> Iterator[Step]:
     """Yield the batches until any rank receives a signal: then all ranks raise Interrupted before the same batch."""
-    for micro_batch in loader.evaluate():
+    for step in loader.evaluate():
         if any(world.agreement.any_flags(PREEMPTION.requested)):
             raise Interrupted("stopped; nothing was written")
-        yield micro_batch
+        yield step
 
 
 def _table(row: dict[str, Any]) -> str:
@@ -70,7 +73,7 @@ def _table(row: dict[str, Any]) -> str:
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    plain = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    plain = {name: finite(value) for name, value in row.items()}
     with open(path, "ab", buffering=0) as file:
         file.write((json.dumps(plain) + "\n").encode())  # JSON has no infinity
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""mode=export: a run's model for use elsewhere, as safetensors, as a torch.export program, as ONNX. The run is only read."""
+"""mode=export: a run's model for use elsewhere: safetensors, a torch.export program, ONNX, a folder of its library's."""
 
 import io
 import warnings
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from framework.build.training import Builder
 from framework.checkpoint.canonical import full_weights
 from framework.config.frozen_file import digest_of, recall
+from framework.data.loader import as_tensors
 from framework.data.source import Dataset
 from framework.modes.load_run import LoadedModel, load_run
+from framework.modules.pretrained import pretrained_part, write_pretrained
+from framework.modules.structure import batch_dependent_layers, freeze_parameters
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.runtime.exits import Exit, Interrupted, Unfit
-from framework.runtime.files import flush_directory, make_directory, replacing
+from framework.runtime.files import flush_directory, make_directory, replacing, replacing_directory
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import install_command, missing
@@ -36,16 +39,36 @@ def export(build: Builder) -> Exit:
     directory, world = build.directory, build.world
     model = load_run(build)
     model.module.eval()
+    formats = build.config.export.formats or _possible()
+    if "huggingface" in formats:
+        _require_pretrained(model.module, freeze=build.config.trainer.freeze)
     samples = _samples(build.dataset, dtype=build.precision.parameters)
     world.agreement.together(lambda: make_directory(directory.export), what=f"{directory.export} not made")
-    for name in build.config.export.formats or _possible():
+    for name in formats:
         if PREEMPTION.requested:
             raise Interrupted("stopped; what was exported before is whole")
-        content, difference = _made(name, model, samples=samples, build=build)
-        path = directory.export / f"model.{name}"
-        world.agreement.together(partial(_write, path, content), what=f"{path} not written")
-        print(f"{name:11}  {path}  {len(content):,} bytes{difference}", flush=True)
+        path = directory.export / ("huggingface" if name == "huggingface" else f"model.{name}")
+        if name == "huggingface":
+            write = partial(_write_folder, path, model.module, samples)
+        else:
+            content, remark = _made(name, model, samples=samples, build=build)
+            write = partial(_write, path, content, remark)
+        (result,) = world.agreement.together(write, what=f"{path} not written")
+        print(f"{name:11}  {path}  {result}", flush=True)
     return Exit.FINISHED
+
+
+def _require_pretrained(module: nn.Module, *, freeze: list[str]) -> None:
+    """Refuse, before anything is written, a model whose library writes no folder, or not all that was trained."""
+    freeze_parameters(module, freeze)
+    try:
+        path = pretrained_part(module)
+    except ValueError as error:
+        raise Unfit(f"export.formats: huggingface: {error}") from None
+    kinds = [kind for kind in batch_dependent_layers(module) if "BatchNorm" in kind]
+    if kinds and hasattr(module.get_submodule(path), "peft_config"):
+        LOGGER.warning("export.formats: huggingface: the statistics of %s, which training moves, are in no adapter",
+                       " and ".join(kinds))  # fmt: skip
 
 
 def _possible() -> list[str]:
@@ -55,17 +78,32 @@ def _possible() -> list[str]:
     return ["safetensors", "pt2", *(["onnx"] if not names else [])]
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes, remark: str) -> str:
     with replacing(path) as beside:
         beside.write_bytes(content)
     flush_directory(path.parent)
+    return f"{len(content):,} bytes{remark}"
+
+
+def _write_folder(path: Path, module: nn.Module, samples: Tree) -> str:
+    """Write the folder that the model's library reads, once what it reads has been compared."""
+    with replacing_directory(path) as beside:
+
+        def write() -> Program:
+            again = write_pretrained(module, beside)
+            return lambda inputs: _tensors(call(again, inputs))
+
+        remark = _compared("huggingface", write, module, samples)
+        names = sorted(file.name for file in beside.iterdir())
+    flush_directory(path.parent)
+    return f"{', '.join(names)}{remark}"
 
 
 def _samples(dataset: Dataset, *, dtype: torch.dtype) -> Tree:
     source = dataset.load("test")
     if len(source) < 2:
         raise Unfit("dataset: one test sample is not enough to export a model of any batch size; at least 2 are")
-    stored = map(torch.from_numpy, source.gather(np.arange(min(_NUM_SAMPLES, len(source)))))
+    stored = map(as_tensors, source.gather(np.arange(min(_NUM_SAMPLES, len(source)))))
     inputs, _ = dataset.transform(*stored, keys=None)
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
@@ -74,17 +112,31 @@ def _made(name: str, model: LoadedModel, *, samples: Tree, build: Builder) -> tu
     """Return the file's content, and a text about its outputs. Unfit if the model cannot be exported exactly."""
     if name == "safetensors":
         return _safetensors(model, build), ""
-    try:
+    content = b""
+
+    def make() -> Program:
+        nonlocal content
         content, run = {"pt2": _pt2, "onnx": _onnx}[name](model.module, samples)
-        difference, allowed = _compare(run, model.module, samples)
+        return run
+
+    remark = _compared(name, make, model.module, samples)
+    return content, remark
+
+
+def _compared(name: str, make: Callable[[], Program], module: nn.Module, samples: Tree) -> str:
+    """Return a text about how equal the outputs of what `make` exports are. Unfit if it cannot, or they are not."""
+    try:
+        difference, allowed = _compare(make(), module, samples)
+    except OSError:
+        raise
     except Exception as error:  # tracing a model of the user's can raise any error
         text = " ".join(str(error).split())[:300]
-        raise Unfit(f"export.formats: {name}: {type(model.module).__name__} cannot be exported "
+        raise Unfit(f"export.formats: {name}: {type(module).__name__} cannot be exported "
                     f"({type(error).__name__}: {text})") from error  # fmt: skip
     if not difference <= allowed:  # also if it is not a number
         raise Unfit(f"export.formats: {name}: the outputs differ from the model's by {difference:.2g}, which is more "
                     f"than {allowed:.2g}; nothing is written")  # fmt: skip
-    return content, f", outputs within {difference:.2g} of the model's"
+    return f", outputs within {difference:.2g} of the model's"
 
 
 def _safetensors(model: LoadedModel, build: Builder) -> bytes:

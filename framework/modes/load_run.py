@@ -9,12 +9,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import load_evaluated
+from framework.checkpoint.kept import set_extra_state
 from framework.checkpoint.manifest import step_of
-from framework.checkpoint.plain import Invalid
+from framework.checkpoint.state import kept_of, read_state
 from framework.checkpoint.weights import load_file
 from framework.modules.structure import switch_off_dropout
+from framework.runs.provenance import Provenance
 from framework.runtime.exits import NoValidCheckpoint
 from framework.runtime.log import LOGGER
+from framework.runtime.plain import Invalid
 
 
 class LoadedModel(NamedTuple):
@@ -31,6 +34,8 @@ def load_run(build: Builder) -> LoadedModel:
     NoValidCheckpoint if it is damaged, or of another model.
     """
     directory, world = build.directory, build.world
+    if world.rank == 0 and (lines := Provenance(directory.path).changes(build.config.targets())):
+        LOGGER.warning("the code has changed since the run's last start: %s", "; ".join(lines))
     module = build.model()
     switch_off_dropout(module)
     path = directory.checkpoint_path(build.config.run.checkpoint)
@@ -67,6 +72,7 @@ def _verified(path: Path | None, build: Builder) -> Path:
 def _load(path: Path, module: nn.Module) -> str:
     try:
         load_evaluated(path, module=module)
+        set_extra_state(module, kept_of(read_state(path)).extra)
     except ValueError as error:
         return f"does not fit this run: {error}"
     except (OSError, SafetensorError, CheckpointException):

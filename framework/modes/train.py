@@ -1,6 +1,7 @@
 """One run in one worker: build, continue from its newest checkpoint, train, write the results."""
 
 import gc
+import json
 import math
 import os
 import socket
@@ -16,17 +17,22 @@ from torch import Tensor
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import full_weights, restore
+from framework.checkpoint.kept import extra_state
 from framework.checkpoint.manifest import checkpoints_of, step_of
-from framework.checkpoint.plain import Invalid, require_file
+from framework.checkpoint.state import kept_of
 from framework.checkpoint.store import CheckpointStore
+from framework.checkpoint.weights import EXTRA_STATE
 from framework.loggers.sink import RunInfo, Samples
+from framework.modules.flops import device_name
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.curves import draw_curves
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import read_rows, write_rows
+from framework.runs.provenance import Provenance
 from framework.runtime.exits import Exit, NoValidCheckpoint, RunEnded, Unfit, headline
 from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
+from framework.runtime.plain import Invalid, require_file
 from framework.runtime.preemption import PREEMPTION
 from framework.training.trainer import Trainer
 
@@ -36,12 +42,18 @@ _NUM_SAMPLES = 8  # training samples for the loggers
 def train(build: Builder) -> Exit:
     """Train the run. Collective. Returns how it ended; an unexpected error is raised."""
     directory, world = build.directory, build.world
+    places = world.agreement.gather((socket.gethostname(), device_name(world.device)))
+    if world.rank == 0:
+        Provenance(directory.path).add_workers(hosts=[host for host, _ in places], devices=[device for _, device in places])
     trainer = build.trainer()
     try:
         _continue(trainer, build)
         _open_record(trainer, build)
         is_finished = trainer.fit()
         if is_finished:
+            if trainer.parts.loop.stopped and world.rank == 0:
+                LOGGER.info("ended after step %d: %s", trainer.progress.step, trainer.parts.loop.stopped)
+            trainer.parts.ended()
             _leave_results(trainer, build)
             if world.rank == 0:
                 LOGGER.info("finished: %s, %s and %s are in %s", directory.weights.name, directory.metrics.name,
@@ -74,7 +86,7 @@ def train(build: Builder) -> Exit:
 
 def _continue(trainer: Trainer, build: Builder) -> None:
     """Load the newest valid checkpoint of this run; if there is none, the checkpoint that `run.resume` names. Collective."""
-    directory, world, update = build.directory, build.world, trainer.update
+    directory, world = build.directory, build.world
     found = trainer.saver.store.newest_valid()
     resume = build.config.run.resume
     elsewhere = None if resume in ("auto", "never", "must") else Path(resume)
@@ -85,12 +97,16 @@ def _continue(trainer: Trainer, build: Builder) -> None:
     if found is None:
         return
     path, state = found
+    writer = str(state.get("record_id") or build.config.run.id).partition("-")[0]
+    if path.parent == directory.checkpoints and writer != build.config.run.id:
+        what = f"{path} was written by another run ({writer}, this is {build.config.run.id})"
+        raise NoValidCheckpoint(f"{what}; run.resume={path} begins with it, in a directory without checkpoints")
     if state["facts"] != trainer.saver.facts:
         differing = [f"{name} is {state['facts'].get(name)} there and {value} here"
                      for name, value in trainer.saver.facts.items() if state["facts"].get(name) != value]  # fmt: skip
         raise NoValidCheckpoint(f"{path} does not fit this run: {'; '.join(differing)}")
     try:
-        restore(path, module=trainer.engine.module, optimizer=update.optimizer, average=update.average, world=world)
+        restore(path, kept_of(state), trainer.held, world=world)
     except ValueError as error:
         remedy = "model.init_from=FILE begins with weights alone"
         raise NoValidCheckpoint(f"{path} does not fit this run: {error}; {remedy}") from None
@@ -188,6 +204,8 @@ def _samples(trainer: Trainer) -> Samples:
     """Return the first training samples, if loggers can show them. Not collective."""
     loader = trainer.splits.loader("train")
     inputs, _ = loader.source.gather(np.arange(min(_NUM_SAMPLES, len(loader.source))))
+    if not isinstance(inputs, np.ndarray):
+        return Samples(images=None, texts=None)
     if np.issubdtype(inputs.dtype, np.integer) and inputs.ndim == 2:
         decode = getattr(loader.dataset, "decode", lambda tokens: " ".join(map(str, tokens)))
         return Samples(images=None, texts=[decode(tokens) for tokens in inputs])
@@ -206,25 +224,29 @@ def _warn_of_low_rate(trainer: Trainer) -> None:
 
 def _leave_results(trainer: Trainer, build: Builder) -> None:
     """Write the weights and the curves. Collective: the weights are gathered."""
-    run, saving, directory, average = build.config.run, build.config.checkpoint, build.directory, trainer.update.average
+    run, saving, directory = build.config.run, build.config.checkpoint, build.directory
+    gather = trainer.world.agreement.gather
     trainer.world.at("the results", step=trainer.progress.step)
-    if average is not None:
-        average.swap()  # the evaluated weights are the final weights
-    weights = full_weights(trainer.engine.module, world=trainer.world)
+    with trainer.update.averaged():  # the evaluated weights are the final weights
+        weights = full_weights(trainer.engine.module, world=trainer.world)
+    extra = {name: value for part in gather(extra_state(trainer.engine.module))[::-1] for name, value in part.items()}
 
     def write() -> None:
-        _write_weights(weights, directory)
+        _write_weights(weights, directory, extra=extra)
         restarts, title = directory.read_summary().get("continued_at", []), f"{build.config.name}/{run.id}"
         paths = directory.metrics, directory.curves
-        draw_curves(*paths, title=title, restarts=restarts, monitor=saving.monitor, mode=saving.mode)
+        draw_curves(*paths, title=title, restarts=restarts, monitor=saving.monitor, mode=saving.direction)
 
     trainer.world.agreement.together(write, what="the results not written", rank_0_only=True)
 
 
-def _write_weights(weights: dict[str, Tensor], directory: RunDirectory) -> None:
+def _write_weights(weights: dict[str, Tensor], directory: RunDirectory, *, extra: dict[str, Any]) -> None:
+    metadata = {"format": "pt"}  # one key: with more, their order varies
+    if extra:
+        metadata[EXTRA_STATE] = json.dumps(extra)
     with replacing(directory.weights) as beside:
         try:
-            save_file(weights, beside, metadata={"format": "pt"})  # one key: with more, their order varies
+            save_file(weights, beside, metadata=metadata)
         except SafetensorError as error:  # safetensors raises it when the disk is full
             raise OSError(str(error)) from error
         beside.chmod(0o644)  # safetensors writes for the owner alone

@@ -18,9 +18,13 @@ PEAKS_TFLOPS: dict[str, dict[str, float]] = {
 }
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def peak_flops(device: torch.device, *, precision: str) -> float | None:
     """Return a device's peak in operations a second, or None if it is not known: a CPU's is not."""
-    return peak_of(torch.cuda.get_device_name(device), precision=precision) if device.type == "cuda" else None
+    return peak_of(device_name(device), precision=precision) if device.type == "cuda" else None
 
 
 def peak_of(device_name: str, *, precision: str) -> float | None:

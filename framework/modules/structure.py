@@ -1,91 +1,19 @@
-"""What a model's module tree shows (its blocks, its chain, its random layers), and how it is changed before it is trained."""
+"""What a model draws and couples, and how it is changed before it is trained."""
 
-import difflib
 import fnmatch
-import inspect
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS, compile_without_caches
-
-
-def own_answer(model: nn.Module, name: str) -> Callable[[], Any] | None:
-    """Return a model's method of this name if it needs no argument, else None.
-
-    Other people's models use the same names for other things: `self.blocks` is a module list in most transformers.
-    """
-    answer = getattr(model, name, None)
-    if not inspect.ismethod(answer):
-        return None
-    parameters = inspect.signature(answer).parameters.values()
-    needs = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return None if needs else answer
-
-
-def _own_modules(model: nn.Module, name: str) -> list[nn.Module] | None:
-    """Return the modules that a method of this name lists; None if there is no such method, or it returns something else."""
-    answer = own_answer(model, name)
-    found: Any = answer() if answer is not None else None
-    is_listing = isinstance(found, Iterable) and not isinstance(found, (str, Mapping))
-    modules = list(found) if is_listing else []
-    return modules if is_listing and all(isinstance(module, nn.Module) for module in modules) else None
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the model's repeated units, for sharding, recomputation and compilation.
-
-    They are the answer of the model's `blocks()` if it has this method, otherwise the children, with parameters, of its
-    module lists and sequences. A model with neither is one unit: the list is empty.
-    """
-    if (answer := _own_modules(model, "blocks")) is not None:
-        return answer
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        inner = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
-        blocks += [unit for unit in inner if any(True for _ in unit.parameters())]
-    return blocks
-
-
-def separate(units: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """Return the units that share no weight with each other or with the rest of the model."""
-    inside = {module for unit in units for module in unit.modules()}
-    rest = [module for module in model.modules() if module not in inside]
-    uses = Counter(id(p) for module in rest for p in module.parameters(recurse=False))
-    uses.update(id(p) for unit in units for p in unit.parameters())
-    return [unit for unit in units if all(uses[id(p)] == 1 for p in unit.parameters())]
-
-
-def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with parameters that the model's forward calls; if the model only wraps another, the other's."""
-    units = _called(model)
-    while len(units) == 1 and not type(units[0]).__module__.startswith("torch.nn.") and (inner := _called(units[0])):
-        units = inner
-    return units
-
-
-def _called(model: nn.Module) -> list[nn.Module]:
-    units: list[nn.Module] = []
-    for child in model.children():
-        is_container = type(child).forward is nn.Module.forward or isinstance(child, nn.Sequential)
-        found = _called(child) if is_container else [child]
-        units += [unit for unit in found if any(True for _ in unit.parameters())]
-    return units
-
-
-def chain_of(model: nn.Module) -> list[nn.Module] | None:
-    """Return modules that, called one after the other, are the model's forward; None if they are not known.
-
-    They are the answer of the model's `chain()`, or the children of an nn.Sequential.
-    """
-    if (answer := _own_modules(model, "chain")) is not None:
-        return answer
-    return list(model.children()) if isinstance(model, nn.Sequential) else None
+from framework.modules.parts import blocks_of, nearest_name
+from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS, compile_into, copy_all
 
 
 def batch_dependent_layers(model: nn.Module) -> list[str]:
@@ -99,6 +27,18 @@ def has_dropout(model: nn.Module) -> bool:
 
 def _draws(layer: nn.Module) -> bool:
     return isinstance(layer, DROPOUTS) and layer.p > 0
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode, and each of its modules back into its own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    yield
+    if modes[model]:
+        model.train()  # an author may have overridden it
+    for module, is_training in modes.items():
+        module.training = is_training
 
 
 # --- changes
@@ -128,27 +68,64 @@ def _expected(pattern: str, model: nn.Module) -> str:
     return nearest_name(pattern, [*of_modules, *names])
 
 
-def nearest_name(pattern: str, names: Sequence[str]) -> str:
-    """Return which name was probably meant by a pattern that matches none of them."""
-    close = difflib.get_close_matches(pattern, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names[:5])}, ..."
-
-
 def recompute_activations(model: nn.Module) -> None:
     """Keep only the inputs of the model's blocks and run their forward again in the backward pass: memory for time.
 
-    Wraps the blocks' `forward`, not the blocks: parameter names stay the model's own.
+    Wraps the blocks' `forward`, not the blocks: parameter names stay the model's own. The second forward reads the buffers
+    and draws the numbers that the first one did (checkpoint() itself sees to torch's), and leaves no trace in them.
     """
     for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        contexts = partial(_twice_the_same, block)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)  # type: ignore[method-assign]
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile the model's blocks (the whole model if it has none) in place: names stay, and equal blocks compile once."""
-    compile_without_caches()
-    for block in blocks_of(model) or [model]:
+def _twice_the_same(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what surrounds the first forward of a block, which begins at once, and each later one."""
+    return nullcontext(), _As(_Surroundings(block))
+
+
+class _Surroundings:
+    """What a block's forward reads that is no argument: its buffers, and the generators of Python and numpy; as it is now."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._buffers = [(buffer.data, buffer.clone()) for buffer in block.buffers()]
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        copy_all(*([list(column) for column in zip(*self._buffers)] or ([], [])))
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def now(self) -> "_Surroundings":
+        return _Surroundings(self._block)
+
+
+class _As(AbstractContextManager[None]):
+    """Makes the surroundings what they were, and puts them back. It may be entered several times."""
+
+    def __init__(self, then: _Surroundings) -> None:
+        self._then = then
+
+    def __enter__(self) -> None:
+        self._now = self._then.now()
+        self._then.restore()
+
+    def __exit__(self, *_: object) -> None:
+        self._now.restore()
+
+
+def compile_blocks(model: nn.Module, *, folder: Path) -> None:
+    """Compile the model's blocks (the whole model if it has none) in place: names stay, and equal blocks compile once.
+
+    What is compiled stays in `folder`, where a restart finds it. Each shape is compiled for itself: with a shape for any size
+    another number of processes would compute by another program.
+    """
+    units = blocks_of(model) or [model]
+    compile_into(folder, num_versions=8 * (1 + len(units)))
+    for block in units:
         # not block.compile(): for torch's own modules, such as nn.Sequential, it silently does nothing
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -1,29 +1,46 @@
-"""Tensors in a batch (tuples and dictionaries of them), and tensors that may be shards of larger ones (DTensor)."""
+"""Tensors in batches and outputs (trees of them), and tensors that may be shards of larger ones (DTensor)."""
 
-from collections.abc import Callable, Iterable
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T", bound=Tensor)
-Tree = Any  # a tensor, or a tuple or dictionary of trees
+Tree = Any  # a tensor, or a tuple, list, mapping or dataclass of trees
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """Return the tree with `function` applied to each tensor; other values stay as they are."""
+    """Return the tree, of the same types, with `function` applied to each tensor; other values stay as they are."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, Mapping):
+        values = {key: map_tensors(function, value) for key, value in tree.items()}
+        return values if type(tree) is dict else _updated(tree, values)
     if isinstance(tree, (tuple, list)):
-        return tuple(map_tensors(function, value) for value in tree)
+        items = [map_tensors(function, value) for value in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        new = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(new, field.name, map_tensors(function, getattr(tree, field.name)))
+        return new
     return tree
 
 
+def _updated(mapping: Any, values: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type, such as the outputs of a model of Hugging Face, with other values."""
+    new = copy.copy(mapping)
+    for key, value in values.items():
+        new[key] = value
+    return new
+
+
 def call(model: Callable[..., Any], inputs: Tree) -> Any:
-    """Call a model: a tensor is its argument, a tuple its arguments, a dictionary its named arguments."""
-    if isinstance(inputs, dict):
+    """Call a model: a tensor is its argument, a tuple or list its arguments, a mapping its named arguments."""
+    if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
@@ -69,6 +86,16 @@ def part_of(whole: Tensor, *, like: Tensor) -> Tensor:
     assert isinstance(like, DTensor)
     replicated = DTensor.from_local(whole, like.device_mesh, run_check=False)
     return replicated.redistribute(like.device_mesh, like.placements)
+
+
+def whole_like(like: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor that every rank has as one on the mesh of `like`; as it is, without a mesh, and a single number."""
+    if not hasattr(like, "device_mesh") or tensor.ndim == 0:
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(tensor.to(like.device), like.device_mesh, run_check=False)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 
-from framework.modules.structure import nearest_name
+from framework.modules.parts import nearest_name
 from framework.modules.tensors import by_mesh, part_of, whole
 from framework.runtime.torch_internals import NORMS
 
@@ -125,14 +125,14 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019)."""
     by_decay = _by_decay(trained, groups, weight_decay)
-    return torch.optim.AdamW(by_decay, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, fused=True)
+    return torch.optim.AdamW(by_decay, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, fused=_can_fuse(trained))
 
 
 def adam(
     trained: list[Trainable], *, lr: Rate, betas: Betas, eps: Rate, groups: _Groups | None = None
 ) -> torch.optim.Optimizer:
     """Adam (Kingma & Ba 2015)."""
-    return torch.optim.Adam(_by_decay(trained, groups, 0.0), lr=lr, betas=_pair(betas), eps=eps, fused=True)
+    return torch.optim.Adam(_by_decay(trained, groups, 0.0), lr=lr, betas=_pair(betas), eps=eps, fused=_can_fuse(trained))
 
 
 def sgd(
@@ -170,6 +170,10 @@ def muon(
     hidden = param_groups([item for item in trained if item.is_hidden], rules)
     others = param_groups([item for item in trained if not item.is_hidden], rules)
     return Muon([*(of_muon | group for group in hidden), *(of_adamw | group for group in others)])
+
+
+def _can_fuse(trained: list[Trainable]) -> bool:
+    return all(item.parameter.is_floating_point() for item in trained)  # torch's fused steps take no complex numbers
 
 
 def _pair(betas: list[float]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 Steps = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -19,6 +19,11 @@ def _warm_up(step: int, warmup_steps: int) -> float:
 def constant(step: int, total_steps: int, *, warmup_steps: Steps) -> float:
     """Linear warm-up, then constant. `step` counts from 0 to `total_steps` - 1 in every schedule."""
     return _warm_up(step, warmup_steps)
+
+
+def range_test(step: int, total_steps: int, *, start_ratio: Annotated[float, Gt(0), Lt(1)]) -> float:
+    """Exponential from `start_ratio` at the first step to 1 at the last (Smith 2017, the learning-rate range test)."""
+    return float(start_ratio ** (1 - step / max(1, total_steps - 1)))
 
 
 def cosine(step: int, total_steps: int, *, warmup_steps: Steps, min_lr_ratio: Share) -> float:

@@ -1,7 +1,9 @@
 """One update of the parameters: everything between a step's gradients and the next parameters."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 from framework.modules.tensors import by_mesh, local, part_of
 from framework.optim.optimizers import Trainable
 from framework.optim.precision import LossScale
-from framework.randomness import key
+from framework.optim.turns import InTurns, Turn
+from framework.randomness import key, seed_generators
 from framework.runtime.torch_internals import move_all_towards
 
 ChangeGradients = Callable[[int], None]  # of this rank, in a step, counted from 0. Collective
@@ -27,7 +30,7 @@ class ClipValues:
     @torch.no_grad()
     def __call__(self, step: int) -> None:
         for item in self.trained:
-            if (gradient := _gradient_of(item.parameter)) is not None:
+            if (gradient := gradient_of(item.parameter)) is not None:
                 mine = local(gradient)
                 # an infinite element means divergence, which a clamp would hide
                 mine.masked_fill_(mine.isinf(), torch.nan).clamp_(-self.max_value, self.max_value)
@@ -52,13 +55,13 @@ class Noise:
     def __call__(self, step: int) -> None:
         std = (self.eta / (1 + step) ** self.gamma) ** 0.5
         for item in self.trained:
-            if (gradient := _gradient_of(item.parameter)) is not None:
+            if (gradient := gradient_of(item.parameter)) is not None:
                 generator = torch.Generator(gradient.device).manual_seed(key(self.seed, "gradient noise", step, item.name))
                 noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device)
                 local(gradient).add_(local(part_of(noise, like=gradient)), alpha=std)
 
 
-def _gradient_of(parameter: Any) -> Tensor | None:
+def gradient_of(parameter: Any) -> Tensor | None:
     """Return the gradient, cut like its parameter: tensor parallelism leaves some as sums that are not yet taken."""
     gradient = parameter.grad
     if gradient is not None and getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
@@ -67,18 +70,22 @@ def _gradient_of(parameter: Any) -> Tensor | None:
 
 
 class AveragedWeights:
-    """An exponential moving average of the trained parameters, on this rank's shards: no gather, no copy of the model."""
+    """A moving average of the trained parameters, on this rank's shards: no gather, no copy of the model.
 
-    def __init__(self, trained: list[Trainable], *, decay: float) -> None:
-        self.decay = decay
+    After a step, counted from 0, it moves towards the weights by the `share` of that step: exponential if that is constant.
+    """
+
+    def __init__(self, trained: list[Trainable], *, share: Callable[[int], float]) -> None:
+        self.share = share
         self._parameters: list[Tensor] = [item.parameter for item in trained]
         self.tensors = {item.name: item.parameter.detach().clone() for item in trained}
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, step: int) -> None:
         """Move the average towards the weights, after an optimizer step."""
-        for averages, parameters in zip(by_mesh(self.tensors.values()), by_mesh(self._parameters)):
-            move_all_towards(averages, parameters, share=1 - self.decay)
+        if share := self.share(step):
+            for averages, parameters in zip(by_mesh(self.tensors.values()), by_mesh(self._parameters)):
+                move_all_towards(averages, parameters, share=share)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -87,6 +94,54 @@ class AveragedWeights:
             current = parameter.clone()
             parameter.copy_(average)
             average.copy_(current)
+
+
+class OwnAverage:
+    """The average that an optimizer keeps itself, and puts in place of the weights by its eval() (schedule-free learning)."""
+
+    def __init__(self, optimizer: Any, trained: list[Trainable]) -> None:
+        self._optimizer = optimizer
+        self._trained = trained
+        self._held: tuple[list[Tensor], list[dict[str, Any]]] | None = None  # while the average is in place
+        optimizer.train()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies."""
+        self.swap()
+        copies = {item.name: item.parameter.detach().clone() for item in self._trained}
+        self.swap()
+        return copies
+
+    def update(self, step: int) -> None:
+        """Do nothing: the optimizer's step has."""
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the weights and the average. The weights come back from copies: train() would round them."""
+        if self._held is None:
+            self._held = [item.parameter.detach().clone() for item in self._trained], group_values(self._optimizer)
+            self._optimizer.eval()
+            return
+        (weights, values), self._held = self._held, None
+        for item, weight in zip(self._trained, weights):
+            item.parameter.copy_(weight)
+        for group, own in zip(self._optimizer.param_groups, values):
+            group.update(own)
+
+
+Average = AveragedWeights | OwnAverage
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return copies of what each parameter group holds, but for its parameters and its learning rate, which a run sets."""
+    kept = [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in optimizer.param_groups]
+    return copy.deepcopy(kept)
+
+
+def averages_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has an average of the weights, and wants to be told of evaluations."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 @dataclass(eq=False)
@@ -98,31 +153,63 @@ class Update:
 
     optimizer: torch.optim.Optimizer
     _: KW_ONLY
+    seed: int
     peak_lr: float
     schedule: Callable[[int], float]
     loss_scale: LossScale
     changes: Sequence[ChangeGradients]  # in this order, after the norm is clipped
-    average: AveragedWeights | None
+    average: Average | None
+    turns: Sequence[Turn] = ()  # of a step; none: it moves all parameters at once
+    schedules: Mapping[str, Callable[[int], float]] = field(default_factory=dict)  # of the turns
+    trained: Sequence[Trainable] = ()
 
     def __post_init__(self) -> None:
+        self.initial = group_values(self.optimizer)  # what an optimizer changes later is part of its state
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        names = self.optimizer.turns_of_groups if isinstance(self.optimizer, InTurns) else [""] * len(self._peak_lrs)
+        self._schedules = [self.schedules.get(name, self.schedule) for name in names]
+        self._devices = {parameter.device for group in self.optimizer.param_groups for parameter in group["params"]}
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
         return self.peak_lr * self.schedule(step)
 
-    def take(self, step: int, *, grad_norm: Tensor | None) -> None:
+    def due(self, step: int) -> Sequence[Turn | None]:
+        """Return the turns of a step, counted from 0; None stands for all parameters at once."""
+        return [turn for turn in self.turns if turn.is_due(step)] or [None]
+
+    def keep(self, turn: Turn | None) -> None:
+        """Leave the gradients of a turn's parameters alone, and make its optimizer the one that takes the step."""
+        if turn is None:
+            return
+        assert isinstance(self.optimizer, InTurns)
+        self.optimizer.turn = turn.name
+        for item in self.trained:
+            if not turn.has(item.name):
+                item.parameter.grad = None
+
+    def take(self, step: int, *, grad_norm: Tensor | None, is_last: bool = True) -> None:
         """Move the parameters by the gradients, or skip the step if fp16 gradients have overflowed.
 
-        `grad_norm` is global, shape (); only fp16 needs it. Diverged if no loss scale is left to lower.
+        `grad_norm` is global, shape (); only fp16 needs it. After the last turn of a step the average follows. Diverged if no
+        loss scale is left to lower.
         """
         if not self.loss_scale.accepts(grad_norm):
             return
-        share = self.schedule(step)
-        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs):
-            group["lr"] = peak * share
+        for group, peak, schedule in zip(self.optimizer.param_groups, self._peak_lrs, self._schedules):
+            group["lr"] = peak * schedule(step)
         for change in self.changes:
             change(step)
+        seed_generators(key(self.seed, "optimizer", step), devices=self._devices)
         self.optimizer.step()
+        if self.average is not None and is_last:
+            self.average.update(step)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the average, if there is one, in place of the weights."""
         if self.average is not None:
-            self.average.update()
+            self.average.swap()
+        yield
+        if self.average is not None:
+            self.average.swap()

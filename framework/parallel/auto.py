@@ -8,11 +8,11 @@ from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine
+from framework.engine.seam import Demands, Engine
+from framework.parallel import zero
 from framework.parallel.ddp import Buckets, replicated
 from framework.parallel.fsdp import sharded
 from framework.parallel.single import single
-from framework.parallel.zero import owned
 from framework.runtime.log import LOGGER
 
 _GIB = 2**30
@@ -48,10 +48,15 @@ def auto(
         world=world,
         forward=forward,
         mesh=world.mesh(replicate=replicate),
-        make_optimizer=owned(world) if choice == "zero" else None,
+        make_optimizer=zero.owned(world) if choice == "zero" else None,
         find_unused_parameters=find_unused_parameters,
         **buckets,
     )
+
+
+def problems(model: nn.Module, *, demands: Demands, **options: object) -> list[str]:
+    """Refuse what one of the strategies that it may choose refuses."""
+    return zero.problems(model, demands=demands)
 
 
 def choose(model: nn.Module, *, num_ranks: int, budget: float) -> tuple[str, float]:

@@ -7,7 +7,7 @@ which is not in a checkpoint.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ def half(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     # divided first: the sum of many could overflow
     sent = gradient.to(state.dtype).div_(state.group.size())
     work = dist.all_reduce(sent, group=state.group, async_op=True)
-    return work.get_future().then(lambda _: gradient.copy_(sent))
+    return work.get_future().then(lambda done: gradient.copy_(done.value()[0]))
 
 
 def int8(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -99,4 +99,9 @@ def _gathered(first: Tensor, second: Tensor, *, group: dist.ProcessGroup, then: 
     all_first, all_second = (part.new_empty(group.size(), *part.shape) for part in (first, second))
     all_gather_single(all_first.flatten(), first.flatten(), group=group)
     work = all_gather_single(all_second.flatten(), second.flatten(), group=group, async_op=True)
-    return work.get_future().then(lambda _: then(all_first, all_second))
+
+    def finish(done: Future[Any]) -> Tensor:
+        done.value()  # raises what the work has failed by
+        return then(all_first, all_second)
+
+    return work.get_future().then(finish)

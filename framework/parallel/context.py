@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,10 @@ from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine, EngineAround, MicroBatch, Step, Sums
-from framework.modules.structure import has_dropout, own_answer
+from framework.engine.seam import Demands, Engine, EngineAround, MicroBatch, Step, Task
+from framework.engine.sums import Sums, Value
+from framework.modules.parts import own_answer
+from framework.modules.structure import has_dropout
 from framework.parallel.ddp import Buckets, replicated
 
 
@@ -25,21 +28,28 @@ def context(
     cut = Cut(rank=group.rank(), size=group.size())
     for mixer in model.mixers():  # type: ignore[operator]  # `problems` has checked that it answers
         mixer.forward = by_heads(mixer.forward, cut=cut, group=group)
+    forward.task = OfSlices(forward.task, cut)
     engine = replicated(model, world=world, forward=forward, mesh=mesh, **buckets)
     return ContextEngine(engine, cut=cut, dp_rank=mesh.get_local_rank("replicate"))
 
 
-def problems(model: nn.Module, *, context: int, **others: object) -> list[str]:
+def problems(model: nn.Module, *, demands: Demands, context: int, **others: object) -> list[str]:
     """Return why this model's tokens cannot be cut over so many processes."""
-    any_model = "ddp, zero, fsdp and hsdp take any model"
+    most_models = "ddp, zero, fsdp and hsdp take most models"
+    if demands.own_step:
+        return [f"context: cuts samples, and the task has a step of its own, which wants them whole; {most_models}"]
+    if demands.observes and context > 1:
+        cure = "another strategy" if demands.observes == "mode" else "metric=none, or another strategy"
+        what = "takes the outputs of whole samples, and under context a process has a part of each"
+        return [f"{demands.observes}: {what}; {cure}"]
     if own_answer(model, "mixers") is None:
-        return [f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {any_model}"]
+        return [f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {most_models}"]
     if context > 1 and has_dropout(model):
         return ["the model has dropout, whose draws would depend on the number of processes; set model.dropout=0"]
     heads = getattr(model, "num_heads", context)
     if heads % context:
         return [f"context={context}: does not divide the {heads} heads of the model; take a divisor, or another "
-                f"strategy: {any_model}"]  # fmt: skip
+                f"strategy: {most_models}"]  # fmt: skip
     return []
 
 
@@ -62,11 +72,28 @@ class Cut:
         return whole._replace(inputs=inputs[self.rank], targets=targets[self.rank])
 
 
-class ContextEngine(EngineAround):
-    """An Engine whose ranks run the same samples, a slice of the tokens each.
+class OfSlices:
+    """A task of slices of samples.
 
-    A sample's loss is the mean over its tokens, so the weight of a slice is its share of the tokens.
+    A sum with a weight of its own is a sum over tokens; any other is a sum over samples of what is a mean over their
+    tokens, so a slice adds its share.
     """
+
+    def __init__(self, task: Task, cut: Cut) -> None:
+        self._task, self._cut = task, cut
+
+    def loss(self, outputs: Any, targets: Any) -> Value:
+        return self._of_slice(self._task.loss(outputs, targets))
+
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Value]:
+        return {name: self._of_slice(value) for name, value in self._task.metrics(outputs, targets).items()}
+
+    def _of_slice(self, value: Value) -> Value:
+        return value if isinstance(value, tuple) else value * self._cut.share
+
+
+class ContextEngine(EngineAround):
+    """An Engine whose ranks run the same samples, a slice of the tokens each."""
 
     def __init__(self, engine: Engine, *, cut: Cut, dp_rank: int) -> None:
         super().__init__(engine)
@@ -74,17 +101,16 @@ class ContextEngine(EngineAround):
         self._cut = cut
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        mine = self._sliced(step)
-        share = self._cut.share
-        sums = self._engine.forward_backward(mine, index=index, loss_scale=loss_scale * share, measure=measure)
-        return {name: value * share for name, value in sums.items()}
+        return self._engine.forward_backward(self._sliced(step), index=index, loss_scale=loss_scale, measure=measure)
 
     def _sliced(self, step: Step) -> Step:
         return step._replace(micro_batches=[self._cut.of(micro_batch) for micro_batch in step.micro_batches])
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
-        sums = self._engine.forward(self._cut.of(micro_batch))
-        return {name: value * self._cut.share for name, value in sums.items()}
+        return self._engine.forward(self._cut.of(micro_batch))
+
+    def evaluate(self, step: Step) -> Sums:
+        return self._engine.evaluate(self._sliced(step))
 
     def warm_up(self, step: Step) -> None:
         self._engine.warm_up(self._sliced(step))

@@ -1,10 +1,14 @@
 """DistributedDataParallel: every process holds the whole model; gradients are summed over processes."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypedDict
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
@@ -16,9 +20,14 @@ from framework.optim.optimizers import MakeOptimizer
 from framework.parallel.compression import Name, register
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
-from framework.runtime.torch_internals import import_dynamo, set_gradient_sync, without_buffer_sync
+from framework.runtime.torch_internals import copy_all, import_dynamo, set_gradient_sync, without_buffer_sync
 
 import_dynamo()  # here, so that workers inherit it from their warm parent
+
+
+_BUCKET = 25 * 2**20  # bytes, as DDP's
+
+REMEDIES = ({"find_unused_parameters": True},)  # options with which a model may run that does not without
 
 
 class Buckets(TypedDict):
@@ -57,6 +66,8 @@ def problems(model: nn.Module, *, demands: Demands, compression: str | None = No
     if compression is None:
         return []
     found = []
+    if demands.own_step:
+        found.append(f"parallel.compression: {compression}, but not of gradients of a task's own step (null)")
     if demands.bitwise:
         why = "which depends on how many processes there are (invariance=bitwise)"
         found.append(f"parallel.compression: {compression}, {why} (null)")
@@ -64,6 +75,11 @@ def problems(model: nn.Module, *, demands: Demands, compression: str | None = No
         found.append(f"trainer.divergence.action: {demands.recovers}, but parallel.compression={compression} keeps what was "
                      "not finite for later steps (raise, or parallel.compression=null, fp16 or bf16)")  # fmt: skip
     return found
+
+
+def exact_options(**options: object) -> dict[str, object]:
+    """Return the options with which this strategy computes what one process does."""
+    return options | {"compression": None}
 
 
 def replicated(
@@ -83,37 +99,103 @@ def replicated(
     is_on_one = len(world.devices) == 1
     if is_on_one:
         model.to(world.device)
+    if forward.trains_by_step:  # DDP wants one forward for each backward pass, which uses each weight
+        return DataParallelEngine(
+            model,
+            forward=forward,
+            mesh=mesh,
+            dp_rank=world.rank,
+            dp_size=world.world_size,
+            averaged_over=1,
+            broadcast=world.broadcast,
+            make_optimizer=make_optimizer,
+            finish=partial(sum_gradients, [p for p in model.parameters() if p.requires_grad]),
+        )
     wrapper = DistributedDataParallel(
         model,
         device_ids=[world.device] if is_on_one and world.device.type == "cuda" else None,
         **without_buffer_sync(),  # type: ignore[arg-type]  # the buffers follow micro-batch 0 (DataParallelEngine)
         **options,
     )
+    trained_by_name = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if compression is not None:
         register(wrapper, compression, group=wrapper.process_group)
-
-    def run(*given: Any, **named: Any) -> Any:
-        try:
-            return wrapper(*given, **named)
-        except RuntimeError as error:
-            if "find_unused_parameters" not in str(error):
-                raise
-            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "") or "every parameter"
-            raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {some} in "
-                        "every step (true, at a small cost; or freeze what is not used)") from None  # fmt: skip
-
+    else:
+        wrapper.register_comm_hook(wrapper.process_group, summed)
     return DataParallelEngine(
         model,
-        model=run,
+        model=wrapper,
         forward=forward,
         mesh=mesh,
         dp_rank=world.rank,
         dp_size=world.world_size,
+        averaged_over=1 if compression is None else world.world_size,
         set_sync=partial(set_gradient_sync, wrapper),
         broadcast=world.broadcast,
         make_optimizer=make_optimizer,
-        # The reducer lays out its buckets again after the first backward pass, and the layout decides in which order
-        # a ring sums: without warm-up, the first step after a resume would be summed in another order.
-        num_warm_ups=2,
+        warm_up=partial(settle_buckets, wrapper),
+        finish=(lambda: None) if options.get("find_unused_parameters") else partial(require_gradients, trained_by_name),
     )
+
+
+def require_gradients(parameters: dict[str, nn.Parameter]) -> None:
+    """Raise Unfit if a parameter has no gradient: the reducer then waits for it, and has summed none of those in its bucket."""
+    if unused := [name for name, parameter in parameters.items() if parameter.grad is None]:
+        some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {some} in "
+                    "every step (true, at a small cost; or freeze what is not used)")  # fmt: skip
+
+
+def summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Sum a bucket over the ranks, which DDP itself would average."""
+    gradient = bucket.buffer()
+    work = dist.all_reduce(gradient, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])  # value() raises what the work has failed by
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients over all ranks, in buckets; one that only some ranks have is zero on the others. Collective."""
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    buckets: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
+    num_bytes = 0
+    for parameter in (p for p, is_used in zip(parameters, used.tolist()) if is_used):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        num_bytes += parameter.grad.nbytes
+        buckets.setdefault((parameter.dtype, parameter.device, num_bytes // _BUCKET), []).append(parameter.grad)
+    for bucket in buckets.values():
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        dist.all_reduce(flat)
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        copy_all(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket)])
+
+
+class _Zero(nn.Module):
+    """Zero, with a gradient of zeros for every parameter: the last one's comes first, as in most models' backward passes."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._given = parameters
+
+    def forward(self, zero: Tensor) -> Tensor:
+        for parameter in self._given:
+            zero = zero + (torch.view_as_real(parameter) if parameter.is_complex() else parameter).sum().to(zero) * 0.0
+        return zero
+
+
+def settle_buckets(wrapper: DistributedDataParallel) -> None:
+    """Let the reducer lay out its buckets, without a forward of the model. Collective.
+
+    It does so once, after the first backward pass, and the layout decides in which order a ring sums: without this, the
+    first step after a resume would be summed in another order.
+    """
+    model = wrapper.module
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    wrapper.module = _Zero(parameters)
+    try:
+        for _ in range(2):  # the second finds the new layout
+            wrapper(torch.zeros((), dtype=parameters[0].dtype.to_real(), device=parameters[0].device)).backward()
+    finally:
+        wrapper.module = model
+    model.zero_grad(set_to_none=True)

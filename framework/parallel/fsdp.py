@@ -1,6 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the processes."""
 
-from typing import Literal, TypedDict
+from functools import partial
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -12,10 +13,15 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.structure import blocks_of, separate
-from framework.runtime.torch_internals import BATCH_NORMS
+from framework.modules.parts import blocks_of, description, separate
+from framework.modules.tensors import map_tensors
+from framework.runtime.log import LOGGER
+from framework.runtime.torch_internals import BATCH_NORMS, is_view
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
+
+
+REMEDIES = ({"reshard_after_forward": False},)  # options with which a model may run that does not without
 
 
 class ShardOptions(TypedDict):
@@ -42,6 +48,11 @@ def problems(model: nn.Module, **options: object) -> list[str]:
     scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
     return [f"the model's {scalar} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
             "ddp or zero"] if scalar else []  # fmt: skip
+
+
+def exact_options(**options: object) -> dict[str, object]:
+    """Return the options with which this strategy computes what one process does."""
+    return options | {"param_dtype": None, "reduce_dtype": None}
 
 
 def sharded(
@@ -71,8 +82,13 @@ def sharded(
             if isinstance(layer, BATCH_NORMS):
                 fully_shard(layer, mesh=over, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
     # blocks that share a weight are gathered together with the rest of the model
-    for block in [*separate(blocks_of(model), model), model]:
+    units = separate(blocks_of(model), model)
+    if world.rank == 0:
+        LOGGER.info("gathered at a time: %s", description(units, model))
+    for block in [*units, model]:
+        copy_views(block)
         fully_shard(block, mesh=over, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
+    without_averages(model)
     reshard_after_evaluation(model)
     assert isinstance(model, FSDPModule)
     return DataParallelEngine(
@@ -81,10 +97,36 @@ def sharded(
         mesh=mesh,
         dp_rank=world.rank // num_parts,  # `tensor` is the mesh's last axis
         dp_size=world.world_size // num_parts,
+        averaged_over=1,
         is_counted=world.rank % num_parts == 0,
         set_sync=model.set_requires_gradient_sync,
         broadcast=world.broadcast,
+        data_group=over.get_group() if is_cut else None,
+        forget=partial(reshard, model),
     )
+
+
+def without_averages(model: nn.Module) -> None:
+    """Let gradients be summed over the ranks, which FSDP itself would average."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has sums only
+
+
+def copy_views(module: nn.Module) -> None:
+    """Let a module return no views. To be called before it is sharded.
+
+    A change in place of a view that a sharded module has returned would drop the hook that gathers its weights for the
+    backward pass, and with it, without a word, the right gradients.
+    """
+
+    def copied(_: nn.Module, __: object, outputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return outputs
+        return map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad and is_view(tensor) else tensor, outputs)
+
+    module.register_forward_hook(copied)
 
 
 def reshard_after_evaluation(model: nn.Module) -> None:
@@ -94,9 +136,11 @@ def reshard_after_evaluation(model: nn.Module) -> None:
     evaluation of the averaged weights, for example.
     """
 
-    def reshard(*_: object) -> None:
-        for module in model.modules() if not torch.is_grad_enabled() else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else reshard(model))
 
-    model.register_forward_hook(reshard)
+
+def reshard(model: nn.Module) -> None:
+    """Free all gathered parameters. A backward pass that needs them gathers them again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

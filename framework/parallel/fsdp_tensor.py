@@ -37,6 +37,9 @@ def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object)
     return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model)
 
 
+exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # it is sharded as in `fsdp`
+
+
 def ignore_known() -> None:
     """Silence warnings that torch gives for any shards over two axes, on every rank."""
     # a gathered output is a view of a DTensor; nobody changes it in place

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
-from framework.engine.seam import EngineAround, MicroBatch, Step, Sums
+from framework.engine.seam import EngineAround, Step
+from framework.engine.sums import Sums, add
 from framework.optim.optimizers import MakeOptimizer
 
 Subtree = tuple[int, int]  # of a tree: its leaves, range(start, stop)
@@ -83,6 +84,7 @@ def invariant(
         forward=forward,
         mesh=world.mesh(replicate=None) if world.world_size > 1 else None,
         dp_rank=world.rank,
+        averaged_over=1,
         dp_size=world.world_size,
         broadcast=world.broadcast,
         make_optimizer=make_optimizer,
@@ -98,8 +100,10 @@ class InvariantEngine(EngineAround):
 
     def __init__(self, engine: DataParallelEngine, *, micro_batch_size: int) -> None:
         super().__init__(engine)
+        self._plain = engine
         self._micro_batch_size = micro_batch_size
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        engine.no_gather = "invariance: bitwise, which runs each micro-batch alone"
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         # the number of each rank's first micro-batch, and their count: as framework.data.order.parts distributes them
@@ -107,17 +111,18 @@ class InvariantEngine(EngineAround):
         bounds = [-(-rank * count // self.dp_size) for rank in range(self.dp_size + 1)]
         gradients, others = TreeSum(bounds, rank=self.dp_rank), TreeSum(bounds, rank=self.dp_rank)
         names: list[str] = []
+        self._plain.buffers.begin_step(is_alone=False)
         for micro_batch in step.micro_batches:
             for parameter in self._parameters:
                 parameter.grad = None
-            # the plain engine undoes a mean over ranks, which is not taken here: this quotient is exact in every world
-            # The copy is in memory of its own: a part of a batch can start at any address, and kernels depend on it
-            alone = step._replace(num_samples=step.num_samples * self.dp_size, micro_batches=[micro_batch.mapped(Tensor.clone)])
-            sums = self._engine.forward_backward(alone, index=index, loss_scale=loss_scale, measure=measure)
+            # a copy, in memory of its own: a part of a batch can start at any address, and kernels depend on it
+            alone = step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)])
+            sums = self._plain.run_micro_batches(alone, index=index, loss_scale=loss_scale, measure=measure)
             names = list(sums)
             if not micro_batch.is_padding:
                 gradients.add(micro_batch.number, self._flat_gradient())
                 others.add(micro_batch.number, self._flat_others(sums))
+        self._plain.buffers.end_step()
         like = self._flat_gradient(), self._flat_others(sums)
         gradient, values = gradients.total(like[0]), others.total(like[1])
         used = values[len(names) :].tolist()
@@ -136,7 +141,10 @@ class InvariantEngine(EngineAround):
         flags = torch.tensor(used, dtype=torch.double, device=self._parameters[0].device)
         return torch.cat([torch.stack([*sums.values()]).double(), flags])
 
-    def forward(self, micro_batch: MicroBatch) -> Sums:
+    def evaluate(self, step: Step) -> Sums:
         """Evaluate: sums rounded to multiples of 2^-24, whose sums over the ranks are exact, so their order does not matter."""
-        sums = self._engine.forward(micro_batch.mapped(Tensor.clone))
-        return {name: torch.round(value.double() * 2**24) / 2**24 for name, value in sums.items()}
+        sums: Sums = {}
+        for micro_batch in step.micro_batches:
+            of_one = self._engine.evaluate(step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)]))
+            add(sums, {name: torch.round(value.double() * 2**24) / 2**24 for name, value in of_one.items()})
+        return sums

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine, EngineAround, Step, Sums
+from framework.engine.seam import Demands, Engine, EngineAround, Step, weigh_gradients
+from framework.engine.sums import Sums
 from framework.optim.optimizers import BuildOptimizer, Trainable
 
 
@@ -28,16 +29,33 @@ def local_sgd(
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
     plain = DataParallelEngine(
-        model, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, broadcast=world.broadcast
+        model,
+        forward=forward,
+        mesh=mesh,
+        dp_rank=world.rank,
+        dp_size=world.world_size,
+        broadcast=world.broadcast,
+        meet_in_steps=False,
     )
     return LocalSGD(plain, sync_every=sync_every, sync_first=sync_first)
 
 
 def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: object) -> list[str]:
-    """Refuse evaluations and checkpoints between the steps after which the processes agree."""
+    """Refuse evaluations and checkpoints between the steps after which the processes agree, and parts, which see every step."""
+    if demands.turns:
+        return [
+            "optimizer.turns: are several optimizers, and those of a process are averaged as one (parallel=ddp, zero or fsdp)"
+        ]
+    if demands.parts:
+        what = "but between its averages each process is at a point of its own"
+        return [f"part: {', '.join(demands.parts)}, {what} (part=none, or parallel=ddp)"]
     periods = {"trainer.eval_every": demands.eval_every, "checkpoint.every": demands.checkpoint_every}
     return [f"{key}: {every} is not a multiple of parallel.sync_every={sync_every} (the processes agree only then)"
             for key, every in periods.items() if every is not None and every % sync_every]  # fmt: skip
+
+
+def exact_options(**options: object) -> None:
+    """Return None: with no options does this strategy compute what one process does."""
 
 
 class LocalSGD(EngineAround):
@@ -50,21 +68,30 @@ class LocalSGD(EngineAround):
 
     def __init__(self, engine: DataParallelEngine, *, sync_every: int, sync_first: int) -> None:
         super().__init__(engine)
+        self._plain = engine
         self._sync_every = sync_every
         self._sync_first = sync_first
         self._index = 0  # of the latest step
+        self._num_samples = 0  # of this rank in it
         self._optimizer: torch.optim.Optimizer | None = None
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._index = index
+        self._num_samples = step.num_own_samples
         is_local = index >= self._sync_first
         if is_local:  # weighted by this process's number of samples, not by the global number
-            mine = sum(len(m.targets) for m in step.micro_batches if not m.is_padding)
-            step = step._replace(num_samples=max(1, mine) * self.dp_size)
+            step = step._replace(num_samples=max(1, self._num_samples))
+        self._plain.averaged_over = 1 if is_local else self.dp_size
         sums = self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
         if not is_local:
             self._average(p.grad for p in self.module.parameters() if p.grad is not None)
         return sums
+
+    def weigh(self, sums: Sums, *, num_samples: int) -> None:
+        if self._index < self._sync_first:
+            self._engine.weigh(sums, num_samples=num_samples)
+        else:
+            weigh_gradients(self.module, sums, num_samples=self._num_samples, among_ranks=False)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this process's norm; return the root of its mean square over the processes, equal on all."""
@@ -95,7 +122,7 @@ class LocalSGD(EngineAround):
         assert self._optimizer is not None
         self._average(p.data for p in self.module.parameters() if p.requires_grad)
         states = (self._optimizer.state[p] for p in self.module.parameters() if p in self._optimizer.state)
-        self._average(value for state in states for value in state.values() if value is not None and value.ndim > 0)
+        self._average(value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
 
     def _average(self, tensors: Iterator[Tensor]) -> None:
         sent = [(tensor, dist.all_reduce(tensor, async_op=True)) for tensor in tensors]

@@ -11,7 +11,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.structure import chain_of, units_of
+from framework.modules.parts import chain_of, units_of
 from framework.modules.tensors import Tree, map_tensors
 from framework.parallel.pipelining.chain import costs_of, cut
 from framework.runtime.log import LOGGER

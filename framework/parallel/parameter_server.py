@@ -18,7 +18,14 @@ def parameter_server(
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
     plain = DataParallelEngine(
-        model, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, broadcast=world.broadcast
+        model,
+        forward=forward,
+        mesh=mesh,
+        dp_rank=world.rank,
+        dp_size=world.world_size,
+        averaged_over=1,
+        broadcast=world.broadcast,
+        meet_in_steps=mode == "sync",
     )
     if world.world_size == 1:
         return plain
@@ -32,16 +39,26 @@ def parameter_server(
     return Synchronous(plain, world=world)
 
 
+def exact_options(*, mode: str, **options: object) -> dict[str, object] | None:
+    """Return the options with which this strategy computes what one process does; None for mode=async, which never does."""
+    return {"mode": mode, **options} if mode == "sync" else None
+
+
 def problems(model: nn.Module, *, demands: Demands, replicate: int, mode: str, **others: object) -> list[str]:
     """Refuse a build of torch without rpc; and with mode=async, what needs the same parameters on all ranks after each step."""
     if replicate == 1:
         return []
     if not torch.distributed.rpc.is_available():
         return ["this PyTorch build has no torch.distributed.rpc; ddp computes the same as mode=sync"]
+    if demands.averages_itself:
+        return ["the optimizer averages the weights itself, and here rank 0's alone has them; take ddp or fsdp"]
+    if demands.turns:
+        return ["optimizer.turns: are several optimizers, and the server has one (parallel=ddp, zero or fsdp)"]
     if mode != "async":
         return []
     at_odds = {
-        "trainer.ema_decay": demands.ema_decay,
+        **dict([demands.averages] if demands.averages is not None else []),
+        "part": ", ".join(demands.parts) or None,
         "trainer.grad_noise.eta": demands.grad_noise,
         "trainer.sync_batchnorm": "true" if demands.sync_batchnorm else None,
         "trainer.divergence.action": demands.recovers,

@@ -6,10 +6,11 @@ from torch import nn
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine
-from framework.modules.structure import chain_of
+from framework.engine.seam import Demands, Engine
+from framework.modules.parts import chain_of
 from framework.parallel.pipelining.chain import stray_parameters, weighty
 from framework.parallel.pipelining.engine import PipelineEngine
+from framework.parallel.pipelining.own_forward import OwnForward, Uncut
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, ScheduleName
 
 
@@ -19,21 +20,35 @@ def pipeline(model: nn.Module, *, world: World, forward: Forward, pipeline: int 
     return PipelineEngine(model, mesh=world.mesh(pipeline=pipeline), world=world, forward=forward, schedule=schedule)
 
 
-def problems(model: nn.Module, *, pipeline: int, schedule: str, **others: object) -> list[str]:
+def problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, **others: object) -> list[str]:
     """Return why this model cannot be cut into so many stages."""
-    any_model = "ddp, zero, fsdp and hsdp take any model"
+    most_models = "ddp, zero, fsdp and hsdp take most models"
+    if demands.own_step:
+        return [f"pipeline: runs a model once for each micro-batch, and the task has a step of its own; {most_models}"]
     links = chain_of(model)
     if links is None:
-        return [f"{type(model).__name__} does not answer chain(), which lists the modules that, one after the other, are its "
-                f"forward; {any_model}"]  # fmt: skip
+        return _own_forward_problems(model, num_stages=pipeline * STAGES_PER_RANK[schedule], most_models=most_models)
     if stray := stray_parameters(model, links):
-        return [f"{type(model).__name__}.chain() leaves out {stray[0]}, which belongs to none of its modules; {any_model}"]
+        return [f"{type(model).__name__}.chain() leaves out {stray[0]}, which belongs to none of its modules; {most_models}"]
     uses = Counter(module for link in links for module in link.modules() if any(True for _ in module.buffers(recurse=False)))
     if shared := [module for module, count in uses.items() if count > 1]:
         return [f"{type(model).__name__}.chain() has a {type(shared[0]).__name__} in two of its modules, whose buffers several "
-                f"processes would change; {any_model}"]  # fmt: skip
+                f"processes would change; {most_models}"]  # fmt: skip
     num_stages = pipeline * STAGES_PER_RANK[schedule]
     if num_stages > len(weighty(links)):
         return [f"pipeline={pipeline}: makes {num_stages} stages with schedule={schedule}, and the model's chain has "
-                f"{len(weighty(links))} modules with weights; take fewer, or another strategy: {any_model}"]  # fmt: skip
+                f"{len(weighty(links))} modules with weights; take fewer, or another strategy: {most_models}"]  # fmt: skip
+    return []
+
+
+def _own_forward_problems(model: nn.Module, *, num_stages: int, most_models: str) -> list[str]:
+    """Return why a model that does not list its modules cannot be cut at its blocks."""
+    try:
+        chain = OwnForward(model)
+    except Uncut as error:
+        return [f"{type(model).__name__} does not answer chain(), which lists the modules that, one after the other, are its "
+                f"forward, and its forward cannot be cut at its blocks: {error}; {most_models}"]  # fmt: skip
+    if num_stages > len(chain.blocks):
+        return [f"pipeline: {num_stages} stages, but {type(model).__name__} has {len(chain.blocks)} block"
+                f"{'s' * (len(chain.blocks) != 1)}; take fewer, or another strategy: {most_models}"]  # fmt: skip
     return []

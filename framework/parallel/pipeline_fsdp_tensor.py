@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine
-from framework.modules.structure import separate
+from framework.engine.seam import Demands, Engine
+from framework.modules.parts import chain_of, separate
 from framework.parallel import fsdp
 from framework.parallel import pipeline as pipelines
 from framework.parallel import tensor as tensors
@@ -41,9 +41,12 @@ def pipeline_fsdp_tensor(
     return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule, shard_stage=shard_stage)
 
 
-def problems(model: nn.Module, *, pipeline: int, tensor: int, schedule: str, **others: object) -> list[str]:
+def problems(model: nn.Module, *, demands: Demands, pipeline: int, tensor: int, schedule: str, **others: object) -> list[str]:
     """Return why this model cannot be cut in this way."""
-    found = pipelines.problems(model, pipeline=pipeline, schedule=schedule) or fsdp.problems(model)
+    if chain_of(model) is None:
+        return [f"{type(model).__name__} does not answer chain(), which lists the modules that, one after the other, are its "
+                "forward: only these can be sharded; ddp, zero, fsdp and hsdp take most models, ddp+pp some"]  # fmt: skip
+    found = pipelines.problems(model, demands=demands, pipeline=pipeline, schedule=schedule) or fsdp.problems(model)
     return found or (tensors.problems(model, tensor=tensor, sequence=False) if tensor > 1 else [])
 
 
@@ -56,14 +59,18 @@ def cut_and_shard(
     """
     inside = set(stage.modules())
     here = {name for name, layer in model.named_modules() if layer in inside}
-    parallelize_module(model, mesh["tensor"], {name: style for name, style in styles.items() if name in here})
+    cut = {name: style for name, style in styles.items() if name in here}
+    parallelize_module(model, mesh["tensor"], cut)
+    tensors.own_outputs(model, cut)
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each weight
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, name))
     for link in separate(list(stage.links), model):
+        fsdp.copy_views(link)
         fully_shard(link, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+    fsdp.without_averages(stage)
     fsdp.reshard_after_evaluation(stage)
     for several in places.values():  # a link of another stage, kept because it has a name of the weight
         holder, name = next((module, name) for module, name in several if module in inside)

@@ -16,7 +16,9 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.structure import blocks_of, has_dropout, own_answer
+from framework.modules.parts import blocks_of, own_answer
+from framework.modules.structure import has_dropout
+from framework.modules.trace import traced
 
 
 def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool) -> Engine:
@@ -47,8 +49,20 @@ def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool) -> None:
     styles = styles_of(model, num_parts=mesh.size())
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     styling.parallelize_module(model, mesh, with_sequence(model, styles) if sequence else styles)
+    own_outputs(model, styles)
     for name in frozen:  # SequenceParallel makes new parameters, which want a gradient
         model.get_parameter(name).requires_grad_(False)
+
+
+class Gathered(styling.ColwiseParallel):
+    """A layer cut by its outputs, which are gathered at once."""
+
+
+def own_outputs(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> None:
+    """Let gathered outputs have memory of their own: an activation may change them in place, which a view forbids."""
+    for name, style in styles.items():
+        if isinstance(style, Gathered):
+            model.get_submodule(name).register_forward_hook(lambda _, __, output: output.clone())
 
 
 def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, styling.ParallelStyle]:
@@ -66,7 +80,7 @@ def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, styling.Parallel
             styles[name] = _style(name, layer, cut, num_parts=num_parts)
     if not styles:
         raise ValueError(f"tensor={num_parts}: divides the features of no linear layer of {type(model).__name__}; let the "
-                         "model answer tensor_plan(), or take ddp, zero, fsdp or hsdp, which take any model")  # fmt: skip
+                         "model answer tensor_plan(), or take ddp, zero, fsdp or hsdp, which take most models")  # fmt: skip
     heads = getattr(model, "num_heads", num_parts) if answer is not None else num_parts
     if heads % num_parts:  # half a head would attend to the wrong numbers
         raise ValueError(f"tensor={num_parts}: does not divide the {heads} heads of the model; take a divisor, or ddp, "
@@ -77,12 +91,15 @@ def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, styling.Parallel
 def derived_plan(model: nn.Module, *, num_parts: int) -> dict[str, str]:
     """Return a plan that is right for any model: linear layers are cut by their outputs, which are gathered at once.
 
-    Only layers whose features divide, that are nn.Linear itself (a subclass may use its weight in other ways) and that
-    share no weight.
+    Only layers whose features divide, that are nn.Linear itself (a subclass may use its weight in other ways), that share
+    no weight and whose weight nothing else is seen to read.
     """
     uses = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
+    trace = traced(model)
+    read = trace.read_elsewhere() if trace is not None else set()
     return {name: "gather" for name, layer in model.named_modules()
-            if type(layer) is nn.Linear and uses[id(layer.weight)] == 1 and layer.out_features % num_parts == 0}  # fmt: skip
+            if type(layer) is nn.Linear and uses[id(layer.weight)] == 1 and layer.out_features % num_parts == 0
+            and id(layer.weight) not in read}  # fmt: skip
 
 
 def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> styling.ParallelStyle:
@@ -97,7 +114,7 @@ def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> styling.
     if cut == "rowwise":
         return styling.RowwiseParallel()
     if cut == "gather":
-        return styling.ColwiseParallel(output_layouts=Replicate())
+        return Gathered(output_layouts=Replicate())
     raise ValueError(f"tensor_plan() says {cut!r} of {name}; it can say colwise, rowwise or gather")
 
 
@@ -108,7 +125,7 @@ def sequence_problems(model: nn.Module, styles: dict[str, styling.ParallelStyle]
     kinds = {type(styles[name]) for name in styles if name.startswith(tuple(f"{block}." for block in inside))}
     if not {styling.ColwiseParallel, styling.RowwiseParallel} <= kinds:
         return [f"sequence=true: {type(model).__name__} has no blocks() in which its tensor_plan() cuts layers by columns and "
-                "by rows; take sequence=false, or ddp, zero, fsdp or hsdp, which take any model"]  # fmt: skip
+                "by rows; take sequence=false, or ddp, zero, fsdp or hsdp, which take most models"]  # fmt: skip
     seq_len = getattr(model, "seq_len", num_parts)
     if seq_len % num_parts:
         return [f"sequence=true: tensor={num_parts} does not divide the {seq_len} tokens of a sample; take a divisor, or "

@@ -7,10 +7,12 @@ from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine
+from framework.engine.seam import Demands, Engine
 from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable, stand_in
-from framework.parallel.ddp import DDPOptions, replicated
+from framework.parallel.ddp import REMEDIES, DDPOptions, replicated
 from framework.parallel.invariant import invariant
+
+__all__ = ["REMEDIES", "problems", "zero"]
 
 
 def zero(
@@ -32,6 +34,13 @@ def zero(
         return invariant(model, world=world, forward=forward, micro_batch_size=bitwise, make_optimizer=owned(world))
     mesh = world.mesh(replicate=replicate)
     return replicated(model, world=world, forward=forward, mesh=mesh, make_optimizer=owned(world), **options)
+
+
+def problems(model: nn.Module, *, demands: Demands, **options: object) -> list[str]:
+    """Refuse an optimizer that puts an average in place of the weights: here it has a part of them."""
+    if demands.averages_itself:
+        return ["the optimizer averages the weights itself, and here each process's has a part of them; take ddp or fsdp"]
+    return []
 
 
 def owned(world: World) -> MakeOptimizer:

@@ -1,7 +1,9 @@
 """Preflight: every problem of a configuration, found before any process or directory exists."""
 
+import dataclasses
 import os
 import shutil
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -12,14 +14,17 @@ from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config.compose import Composed
 from framework.config.draft import Draft
 from framework.config.frozen_file import frozen_run_id
+from framework.config.model_keys import parts_problems
 from framework.config.modes import MODES
-from framework.config.schema import COMPONENTS, Node, RunSection
+from framework.config.schema import COMPONENTS, OF_DATA, OWN, SEVERAL, CheckpointSection, Node, RunSection, TrainerSection
 from framework.config.targets import locate
 from framework.config.validation import component_problems, validate
 from framework.data.source import Dataset
+from framework.preflight.monitors import directed, monitors_are_metrics
 from framework.preflight.processes import backend_problems, with_processes
-from framework.preflight.rules import RULES, monitors_are_metrics
+from framework.preflight.rules import RULES, folder_holds_samples
 from framework.runs.directory import RunDirectory
+from framework.runs.provenance import Provenance
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 
@@ -33,30 +38,49 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     """
     draft = validate(composed)
     keys = [key.split(".") for key in composed.given]
-    imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, "logger") for parts in keys)
+    imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, *SEVERAL) for parts in keys)
     imports &= not draft.call(_is_finished, otherwise=False)
     if imports:
-        found = _check_data(draft, known=composed.known)
+        reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
+        found = _check_data(draft, known=composed.known, needs_splits=not reads_folder)
         others = _check_components(draft, known=composed.known)
         if found:  # without the data, a model lacks what they give
             others = [problem for problem in others if problem.what != "is missing" or not problem.key.startswith("model.")]
         draft.add(found + others)
     else:
-        draft.check(lambda dataset: _build_dataset(dataset)[1], partial(_logger_problems, known=composed.known))
+        draft.check(lambda dataset: _build_dataset(dataset)[1])
+        draft.add(_problems_of_several(draft, ("logger",), known=composed.known))
     draft.add(draft.change("launch", partial(with_processes, world_size=world_size)))
     draft.check(backend_problems)
     if draft.call(lambda mode: MODES[mode].about == "existing run"):
-        draft.check(writing_problems)
+        draft.check(writing_problems, folder_holds_samples)
     else:
-        draft.check(*RULES, *([monitors_are_metrics] if imports else []))
+        draft.check(*RULES)
+        if imports:
+            draft.check(monitors_are_metrics)
+            draft.add(draft.change("checkpoint", _directed_checkpoint) + draft.change("trainer", _directed_trainer))
         draft.check(lambda name, mode, run: place_problems(run))
     first: dict[str, Problem] = {}
     for problem in _with_secrets(composed.config, draft.problems):
         if not any(other.startswith(f"{problem.key}[") for other in first):  # the problem of an item causes the list's
             first.setdefault(problem.key, problem)
     draft.problems = list(first.values())
-    draft.change("model", components.with_init_digest)
+    if not draft.problems:
+        draft.change("model", components.with_init_digest)
     return draft
+
+
+def _directed_checkpoint(
+    checkpoint: CheckpointSection, task: Node, metric: Mapping[str, Node]
+) -> tuple[CheckpointSection, list[Problem]]:
+    update, problems = directed(checkpoint, "checkpoint", task=task, metric=metric)
+    return checkpoint.model_copy(update=update), problems
+
+
+def _directed_trainer(trainer: TrainerSection, task: Node, metric: Mapping[str, Node]) -> tuple[TrainerSection, list[Problem]]:
+    update, problems = directed(trainer.early_stopping, "trainer.early_stopping", task=task, metric=metric)
+    stopping = trainer.early_stopping.model_copy(update=update)
+    return trainer.model_copy(update={"early_stopping": stopping}), problems
 
 
 def _is_finished(mode: str, run: RunSection) -> bool:
@@ -88,14 +112,15 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
     return built, [Problem.of_line(line) for line in built.problems()]
 
 
-def _check_data(draft: Draft, *, known: list[str]) -> list[Problem]:
-    if problems := draft.call(lambda dataset: component_problems("dataset", dataset, known=known)):
+def _check_data(draft: Draft, *, known: list[str], needs_splits: bool) -> list[Problem]:
+    if problems := draft.call(lambda dataset: component_problems("dataset", dataset, known=known, own=OF_DATA)):
         return problems
     dataset, problems = draft.call(_build_dataset, otherwise=(None, []))
     if dataset is None:
         return problems
+    problems = problems if needs_splits else []
     info = dict(dataset.info)
-    for group in draft.fields.keys() & {*COMPONENTS} - {"dataset"}:
+    for group in draft.fields.keys() & {*COMPONENTS, *SEVERAL} - {"dataset"}:
         draft.fields[group], unknown = components.with_facts(draft.fields[group], info, key=group)
         problems += unknown
     unfilled: list[Problem] = []
@@ -118,21 +143,43 @@ def _check_task(node: Node, made_for: str | None) -> list[Problem]:
 
 
 def _check_components(draft: Draft, *, known: list[str]) -> list[Problem]:
-    own = {"model": ("init_from",), "optimizer": ("groups",)}
-    problems: list[Problem] = []
-    for group in (group for group in COMPONENTS if group in draft.fields and group != "dataset"):
-        problems += component_problems(group, draft.fields[group], known=known, own=own.get(group, ()))
-    return problems + draft.call(partial(_logger_problems, known=known), otherwise=[])
+    problems = parts_problems(draft.fields.get("model", {}).get("parts"))
+    for group in (group for group in COMPONENTS if draft.fields.get(group) and group != "dataset"):
+        problems += component_problems(group, draft.fields[group], known=known, own=OWN.get(group, ()))
+    problems += draft.call(lambda optimizer: _problems_of_turns(optimizer, known=known), otherwise=[])
+    return problems + _problems_of_several(draft, SEVERAL, known=known)
 
 
-def _logger_problems(logger: dict[str, Any], *, known: list[str]) -> list[Problem]:
+def _problems_of_turns(optimizer: Node, *, known: list[str]) -> list[Problem]:
+    """Check the optimizer and the schedule of each turn as the run's own are checked."""
+    if not optimizer.get("turns"):
+        return []
+    from framework.optim.turns import turns_of  # which imports torch
+
+    try:
+        turns = turns_of(optimizer)
+    except ValueError as error:
+        return [Problem.of_line(f"optimizer.{error}")]
     problems: list[Problem] = []
-    for name, node in logger.items():
-        key = f"logger.{name}"
+    for turn in turns:
+        key = f"optimizer.turns.{turn.name}"
+        found = component_problems("optimizer", turn.optimizer, known=known, own=("groups",))
+        problems += [dataclasses.replace(problem, key=problem.key.replace("optimizer", key, 1)) for problem in found]
+        if turn.scheduler is not None:
+            found = component_problems("scheduler", turn.scheduler, known=known)
+            problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in found]
+    return problems
+
+
+def _problems_of_several(draft: Draft, groups: Iterable[str], *, known: list[str]) -> list[Problem]:
+    problems: list[Problem] = []
+    named = [(group, name, node) for group in groups for name, node in draft.fields.get(group, {}).items()]
+    for group, name, node in named:
+        key = f"{group}.{name}"
         if not isinstance(node, dict):
-            problems.append(Problem(key, f"{shown(node)} is not valid", f"keys, as logger={name} has them"))
+            problems.append(Problem(key, f"{shown(node)} is not valid", f"keys, as {group}={name} has them"))
         elif "_target_" not in node:
-            problems += [Problem(f"{key}.{other}", "unknown key", f"only with logger={name}") for other in node]
+            problems += [Problem(f"{key}.{other}", "unknown key", f"only with {group}={name}") for other in node]
         elif found := component_problems(key, node, known=known):
             problems += found
         elif extra := getattr(locate(node["_target_"]), "extra", None):
@@ -153,6 +200,22 @@ def place_problems(run: RunSection) -> list[Problem]:
         what = f"{directory.path} holds another run ({there}, this is {run.id})"
         problems = [Problem("run.dir", what, "another directory, or that run's own command")]
     return problems + _check_resume(run.resume, directory)
+
+
+WAYS = "run.resume=never starts over, run.code=accept goes on and records it; or put the code back"
+
+
+def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
+    """Refuse to go on with other code than the run began with, unless the user accepts it, or starts over."""
+    lines = changed_code(run, targets)
+    what = f"the code of {run.dir} has changed since its last start: {'; '.join(lines)}"
+    return [Problem("run.code", what, WAYS)] if lines else []
+
+
+def changed_code(run: RunSection, targets: list[str]) -> list[str]:
+    """Return what has changed in the code since the run's last start, a line for each file; nothing if that is accepted."""
+    is_free = run.resume == "never" or run.code == "accept"
+    return [] if is_free else Provenance(Path(run.dir)).changes(targets)
 
 
 def writing_problems(run: RunSection) -> list[Problem]:

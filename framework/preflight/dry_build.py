@@ -1,110 +1,184 @@
 """Building the model and the optimizer without storage: problems that only they can find, before the run starts."""
 
-import copy
 import dataclasses
 import inspect
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from framework.build import components
-from framework.checkpoint.tensors import read_header
+from framework.checkpoint.stored import stored_tensors
 from framework.checkpoint.weights import Fit
+from framework.config.init_from import entries_of
 from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection, Node, RunConfig, TrainerSection
 from framework.config.targets import locate
 from framework.distributed.mesh import resolve_axes
+from framework.engine.forward import measures
 from framework.engine.seam import Demands
+from framework.modules.parts import blocks_of
+from framework.modules.pretrained import pretrained_part
 from framework.modules.structure import freeze_parameters, switch_off_dropout
-from framework.optim.optimizers import check_groups, hidden_matrices, stand_in, trainable
+from framework.modules.trace import give_example
+from framework.optim.optimizers import hidden_matrices, trainable
+from framework.optim.update import averages_itself
+from framework.preflight.optimizer import optimizer_problems, turns_problems
 from framework.preflight.processes import axes_of
+from framework.runtime.exits import headline
+from framework.runtime.log import LOGGER
 from framework.runtime.problem import Problem
+from framework.training.metrics import averaged_state
+from framework.training.parts import ANSWERS, MOMENTS
 
 
 def dry_build(config: RunConfig) -> list[Problem]:
-    """Build the model without storage and the optimizer, run a batch's shape through, and return the problems."""
-    try:
-        with torch.device("meta"):
-            model = components.model(config.model, seed=config.seed)
-    except (Exception, SystemExit) as error:  # a model of the user's may raise anything
-        return [Problem.of_error("model", error)]
-    if not isinstance(model, nn.Module):
-        return [Problem("model", f"{config.model['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
-    if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
-        return [Problem("model", f"{lazy[0]} has no shape before the first batch", "a layer with its sizes, not a lazy one")]
+    """Build the model, without storage if it can be, and the optimizer; run a batch's shape through; return the problems.
+
+    To be called in a process of its own: the user's code may keep what it has computed.
+    """
+    model, problems = _shapes_of(config.model, seed=config.seed)
+    if model is None:
+        return problems
     if MODES[config.mode].about == "existing run":
         switch_off_dropout(model)
-    if (path := config.model.get("init_from")) and not (fit := Fit.of(read_header(Path(path)), model)).fitting:
-        return [Problem("model.init_from", f"nothing in {path} fits this model", "; ".join(fit.faults))]
+    if config.mode == "export" and (problems := _check_export(model, config.export.formats)):
+        return problems
+    if problems := _check_init(model, config.model.get("init_from")):
+        return problems
+    example = components.example(components.dataset(config.dataset).info)
+    give_example(model, example)
     try:
         freeze_parameters(model, config.trainer.freeze)
     except ValueError as error:
         return [Problem("trainer.freeze", str(error))]
+    if config.trainer.activation_checkpointing and not blocks_of(model):
+        what = f"true, but no blocks were found in {type(model).__name__} whose activations could be recomputed"
+        return [Problem("trainer.activation_checkpointing", what, "false, or model.parts.blocks=PATH names them")]
     try:
-        task = components.task(config.task)
+        task = components.task(config.task, seed=config.seed)
     except Exception as error:
         return [Problem.of_error("task", error)]
-    if not callable(getattr(task, "loss", None)) or not callable(getattr(task, "metrics", None)):
-        what = f"{config.task['_target_']} gives a {type(task).__name__} without loss() and metrics()"
-        return [Problem("task", what, "a task, as in framework/tasks/")]
+    has_step = callable(getattr(task, "step", None))
+    problems = _check_task(task, config.task, config.metric)
+    if problems := problems or _check_metrics(config.metric, num_processes=config.launch.most_processes):
+        return problems
+    parts, problems = _parts(config.part)
+    averaging = _averaging(parts, ema_decay=config.trainer.ema_decay)
+    if len(averaging) > 1:
+        (key, value), (other, _) = averaging[:2]
+        problems.append(Problem(key, f"{value}, but {other} averages the weights too", "one of them"))
+    if problems:
+        return problems
     demands = _demands(config.trainer, config.checkpoint, precision=config.precision.name, invariance=config.invariance)
+    demands = dataclasses.replace(demands, averages=averaging[0] if averaging else None, parts=tuple(parts))
+    if problems := turns_problems(model, config.optimizer, demands):
+        return problems
+    demands = dataclasses.replace(demands, turns=bool(config.optimizer.get("turns")))
+    demands = dataclasses.replace(demands, own_step=has_step, observes=_observer(config.mode, config.metric))
     if MODES[config.mode].about == "existing run":  # such a mode takes no step
-        demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, ema_decay=None, grad_noise=None)
-        demands = dataclasses.replace(demands, scales_loss=False, recovers=None)
-    return (
-        _check_optimizer(model, config.optimizer, config.scheduler)
-        or _check_strategy(model, config.parallel, demands, num_processes=config.launch.most_processes)
-        or _check_forward(model, components.example(components.dataset(config.dataset).info))
-    )
+        demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, averages=None, grad_noise=None, parts=())
+        demands = dataclasses.replace(demands, scales_loss=False, recovers=None, turns=False)
+    if problems := optimizer_problems(model, config.optimizer, config.scheduler):
+        return problems
+    built = components.optimizer_builder(config.optimizer)(trainable(model, hidden=hidden_matrices(model)))
+    if MODES[config.mode].about == "run" and averages_itself(built):
+        if demands.averages is not None:
+            key, value = demands.averages
+            return [Problem(key, f"{value}, but {type(built).__name__} averages the weights itself", "one of them")]
+        demands = dataclasses.replace(demands, averages_itself=True)
+    if not config.rehearse and not has_step and MODES[config.mode].about == "run":
+        _warn_of_forward(model, example)
+    return _check_strategy(model, config.parallel, demands, num_processes=config.launch.most_processes)
 
 
-def _check_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> list[Problem]:
-    """Refuse an optimizer that cannot be built or stepped, or whose state a checkpoint cannot hold."""
-    trained = trainable(model, hidden=hidden_matrices(model))
+def _shapes_of(node: Node, *, seed: int) -> tuple[nn.Module | None, list[Problem]]:
     try:
-        if groups := optimizer.get("groups"):
-            rest = components.optimizer_builder({name: value for name, value in optimizer.items() if name != "groups"})
-            options = {name: value for group in rest(trained).param_groups for name, value in group.items() if name != "params"}
-            check_groups(groups, names=[item.name for item in trained], options=options)
-            for entry in groups:  # a value that torch refuses only in a step
-                everywhere = {**optimizer, "groups": [{**entry, "match": "*"}]}
-                _step_fault(components.optimizer_builder(everywhere)(stand_in(torch.device("cpu"))))
-        build = components.optimizer_builder(optimizer)
-        built = build(trained)
-        if fault := _step_fault(build(stand_in(torch.device("cpu")))):
-            expected = "an optimizer that keeps tensors for each parameter, as those of torch.optim do"
-            return [Problem("optimizer", f"{type(built).__name__} {fault}", expected)]
-    except (Exception, SystemExit) as error:  # an optimizer of the user's may raise anything
-        return [Problem.of_error("optimizer", error)]
+        model = components.shapes_of(node, seed=seed)
+    except (Exception, SystemExit) as error:  # a model of the user's may raise anything
+        return None, [Problem.of_error("model", error)]
+    if not isinstance(model, nn.Module):
+        return None, [Problem("model", f"{node['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
+    if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
+        what = f"{lazy[0]} has no shape before the first batch"
+        return None, [Problem("model", what, "a layer with its sizes, not a lazy one")]
+    return model, []
+
+
+def _check_export(model: nn.Module, formats: Sequence[str] | None) -> list[Problem]:
     try:
-        lr = optimizer.get("lr", built.param_groups[0]["lr"])
-        components.share_of_peak(scheduler, total_steps=100, lr=lr)(1)
-    except Exception as error:
-        return [Problem.of_error("scheduler", error)]
+        if "huggingface" in (formats or []):
+            pretrained_part(model)
+    except ValueError as error:
+        return [Problem("export.formats", f"huggingface: {error}", "safetensors, pt2 or onnx")]
     return []
 
 
-def _step_fault(optimizer: torch.optim.Optimizer) -> str:
-    """Take a step with one number. Returns what a checkpoint would lose of the optimizer's state, or an empty text."""
-    parameters = inspect.signature(type(optimizer).step).parameters
-    if "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty:
-        return "takes steps by a closure, but a step here has one backward pass"
-    before = [{key: copy.copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    for group, values in zip(optimizer.param_groups, before):
-        for key, value in values.items():
-            if not isinstance(value, Tensor) and group[key] != value:
-                return f"counts in its parameter groups ({key}), which no checkpoint holds"
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if value is not None and not isinstance(value, Tensor):
-                return f"keeps {key} as a {type(value).__name__}, which no checkpoint holds"
-    return ""
+def _check_task(task: Any, node: Node, metric: dict[str, Node]) -> list[Problem]:
+    """Refuse what is no task, and metrics beside a task that gives them no outputs."""
+    if measures(task):
+        return []
+    if not callable(getattr(task, "step", None)):
+        what = f"{node['_target_']} gives a {type(task).__name__} without loss() and metrics(), and without step()"
+        return [Problem("task", what, "a task, as in framework/tasks/")]
+    what = "takes outputs and targets, but the task measures by its step()"
+    return [Problem("metric", what, "metric=none")] if metric else []
+
+
+def _observer(mode: str, metric: dict[str, Node]) -> Literal["metric", "mode"] | None:
+    return "mode" if mode == "predict" else "metric" if metric else None
+
+
+def _check_init(model: nn.Module, init_from: Any) -> list[Problem]:
+    """Refuse files of which nothing fits the model, or not all that has to."""
+    if not init_from:
+        return []
+    entries = entries_of(init_from)
+    fit = Fit.of(stored_tensors(entries), model)
+    what = f"not all of it fits this model, as strict asks: {'; '.join(fit.misplaced)}" if fit.misplaced else ""
+    if not fit.fitting:
+        what = f"nothing in {', '.join(entry.file for entry in entries)} fits this model"
+    return [Problem("model.init_from", what, "; ".join([*filter(None, [fit.remedy]), *fit.faults]))] if what else []
+
+
+def _check_metrics(nodes: dict[str, Node], *, num_processes: int) -> list[Problem]:
+    """Refuse metrics that cannot be built, or whose value would depend on the number of processes."""
+    try:
+        metrics = components.metrics(nodes)
+    except ValueError as error:
+        return [Problem.of_line(str(error))]
+    for name, metric in metrics.items():
+        if num_processes > 1 and (state := averaged_state(metric)):
+            what = f"{type(metric).__name__} averages its state {state} over processes, whatever their numbers of samples"
+            return [Problem(f"metric.{name}", what, "one process, or a metric that keeps sums")]
+    return []
+
+
+def _parts(nodes: dict[str, Node]) -> tuple[dict[str, Any], list[Problem]]:
+    """Build the parts; refuse those that cannot be built, and those that would never be called."""
+    try:
+        parts = components.loop_parts(nodes)
+    except ValueError as error:
+        return {}, [Problem.of_line(str(error))]
+    known = (*MOMENTS, *ANSWERS)
+    for name, part in parts.items():
+        if not any(callable(getattr(part, method, None)) for method in known):
+            what = f"a {type(part).__name__} has no method that the loop calls"
+            return parts, [Problem(f"part.{name}", what, f"one of {', '.join(known)}")]
+        if hasattr(part, "state_dict") != hasattr(part, "load_state_dict"):
+            what = f"a {type(part).__name__} has one of state_dict and load_state_dict: it would not get its state back"
+            return parts, [Problem(f"part.{name}", what, "both")]
+    growing = [name for name, part in parts.items() if hasattr(part, "batch_size")]
+    if len(growing) > 1:
+        return parts, [Problem(f"part.{growing[1]}", f"sets the size of a batch, and so does part.{growing[0]}", "one of them")]
+    return parts, []
+
+
+def _averaging(parts: dict[str, Any], *, ema_decay: float | None) -> list[tuple[str, object]]:
+    """Return the keys of what averages the weights, with their values."""
+    own = [("trainer.ema_decay", ema_decay)] if ema_decay is not None else []
+    return [*own, *((f"part.{name}", type(part).__name__) for name, part in parts.items() if hasattr(part, "average_share"))]
 
 
 def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precision: str, invariance: str) -> Demands:
@@ -113,7 +187,7 @@ def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precisio
         eval_every=trainer.eval_every,
         checkpoint_every=checkpoint.every,
         sync_batchnorm=trainer.sync_batchnorm,
-        ema_decay=trainer.ema_decay,
+        averages=None,
         grad_noise=trainer.grad_noise.eta,
         scales_loss=precision == "fp16",
         recovers=None if action == "raise" else action,
@@ -145,17 +219,12 @@ def _of_strategy(line: str) -> Problem:
     return Problem.of_line(line) if names_key else Problem.of_error("parallel", ValueError(line))
 
 
-def _check_forward(model: nn.Module, batch: Tensor | None) -> list[Problem]:
-    """Refuse a model that cannot take a batch of this data. Only shapes are computed."""
+def _warn_of_forward(model: nn.Module, batch: Tensor | None) -> None:
+    """Warn of a model that seems not to take a batch of this data. Only shapes are computed: a rehearsal knows better."""
     if batch is None:
-        return []
+        return
     try:
         with torch.no_grad(), torch.device("meta"):
             model.eval()(batch)
     except Exception as error:
-        text = " ".join(str(error).split())
-        if isinstance(error, NotImplementedError) or "meta" in text:  # the model needs numbers, not only shapes
-            return []
-        what = f"does not take a batch of shape {list(batch.shape)} of this dataset"
-        return [Problem("model", what, f"{text[:200]}; choose another model or dataset")]
-    return []
+        LOGGER.warning("model: seems not to take a batch of shape %s of this dataset (%s)", list(batch.shape), headline(error))

@@ -1,18 +1,14 @@
-"""Rules between sections (a rule's parameters name them), and the metrics that can be monitored."""
+"""Rules between sections; a rule's parameters name them."""
 
-import ast
-import inspect
-import re
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from framework.checkpoint.plain import Invalid
-from framework.checkpoint.tensors import read_header
-from framework.config.schema import BackendSection, CheckpointSection, Node, RunSection, TrainerSection
-from framework.config.spelling import did_you_mean
-from framework.config.targets import locate
+from framework.build import components
+from framework.checkpoint.stored import stored_tensors
+from framework.config.init_from import entries_of
+from framework.config.model_keys import init_problems
+from framework.config.schema import BackendSection, CheckpointSection, Node, PredictSection, RunSection, TrainerSection
+from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown
 
 
@@ -61,19 +57,36 @@ def rollback_has_checkpoints(trainer: TrainerSection, checkpoint: CheckpointSect
 
 
 def weights_come_from_one_place(model: Node, run: RunSection) -> Iterator[Problem]:
-    path = model.get("init_from")
-    if path is None:
+    init_from = model.get("init_from")
+    if init_from is None:
         return
-    if not isinstance(path, str):
-        yield Problem("model.init_from", f"{shown(path)} is not valid", "text, or null")
+    if problems := init_problems(init_from):
+        yield from problems
     elif run.resume not in ("auto", "never", "must"):
         what = "is given, and so is run.resume: each says where the weights are from"
         yield Problem("model.init_from", what, "one of them")
     else:
         try:
-            read_header(Path(path))
-        except (Invalid, ValueError) as error:
-            yield Problem("model.init_from", f"{shown(path)} {error}", "the path of a safetensors file")
+            stored_tensors(entries_of(init_from))
+        except (Invalid, ValueError, OSError) as error:
+            yield Problem("model.init_from", str(error), "a safetensors file, an index of several, or a folder with either")
+
+
+def folder_holds_samples(mode: str, predict: PredictSection, dataset: Node) -> Iterator[Problem]:
+    """Refuse a folder of which the dataset cannot make samples. This builds the dataset, which reads no file."""
+    if mode != "predict" or predict.files is None:
+        return
+    folder, built = Path(predict.files), components.dataset(dataset)
+    if not hasattr(built, "read_folder"):
+        what = f"{dataset['_target_']} has no read_folder(folder)"
+        yield Problem("predict.files", what, "predict.split, or a dataset of images")
+    elif not folder.is_dir():
+        yield Problem("predict.files", f"{shown(predict.files)} is not a directory", "a folder of images")
+    else:
+        try:
+            built.read_folder(folder)
+        except (ValueError, OSError) as error:
+            yield Problem("predict.files", str(error), "a folder of images")
 
 
 RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
@@ -86,46 +99,3 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     rollback_has_checkpoints,
     weights_come_from_one_place,
 )
-
-
-def monitors_are_metrics(task: Node, trainer: TrainerSection, checkpoint: CheckpointSection) -> Iterator[Problem]:
-    """Refuse to monitor a metric that the task does not have. This imports the task."""
-    metrics = metric_names(task)
-    choices = [f"{split}/{metric}" for split in ("val", "train") for metric in ["loss", *(metrics or ["METRIC"])]]
-    stopping = trainer.early_stopping
-    monitors = {"checkpoint.monitor": checkpoint.monitor, "trainer.early_stopping.monitor": stopping.monitor}
-    for key, monitor in monitors.items():
-        if monitor in choices or (metrics is None and re.fullmatch("(val|train)/.+", monitor)):
-            continue
-        close = did_you_mean(monitor, choices)
-        expected = "one of " + ", ".join(choices) + (f"; {close}" if close else "")
-        yield Problem(key, f"{monitor!r} is not valid", expected)
-
-
-def metric_names(task: Node) -> list[str] | None:
-    """Return the names that a task's `metrics` and `derived` return; None if the source does not list them plainly."""
-    try:
-        found = locate(str(task.get("_target_")))
-    except ValueError:
-        return None
-    if not hasattr(found, "metrics"):
-        return None
-    names: list[str] = []
-    for method in (getattr(found, name) for name in ("metrics", "derived") if hasattr(found, name)):
-        if (returned := _returned(method)) is None:
-            return None
-        names += returned
-    return list(dict.fromkeys(names)) or None
-
-
-def _returned(method: Callable[..., Any]) -> list[str] | None:
-    """Return the keys of the dictionaries that a method returns, if they are literals."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    keys = [key for value in values if isinstance(value, ast.Dict) for key in value.keys]
-    names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-    is_plain = all(isinstance(value, ast.Dict) for value in values) and len(names) == len(keys)
-    return names if is_plain else None

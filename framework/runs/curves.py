@@ -3,10 +3,9 @@
 import math
 from pathlib import Path
 
-from framework.runs.metrics_file import MACHINE, is_maximised, read_rows
+from framework.runs.metrics_file import is_curve, is_maximised, read_rows
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
-NOT_CURVES = ("step", "split", "epoch", "lr", "grad_norm", *MACHINE)
 _ACROSS = 3  # panels in a row
 
 
@@ -19,7 +18,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
     from matplotlib.figure import Figure  # half a second: only at the end of a run
 
     rows = read_rows(metrics)
-    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in NOT_CURVES]
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if is_curve(name)]
     if not names:
         return
     across, down = min(_ACROSS, len(names)), math.ceil(len(names) / _ACROSS)

@@ -20,8 +20,8 @@ from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
 
 RECORD_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
-_FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl")
-_FOLDERS = ("checkpoints", "export", "tensorboard", "wandb", "slurm", "profile")
+_FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json")
+_FOLDERS = ("checkpoints", "export", "predictions", "tensorboard", "wandb", "slurm", "profile", "compiled")
 
 
 class RunDirectory:
@@ -37,7 +37,9 @@ class RunDirectory:
         self.curves = path / "curves.png"
         self.evaluations = path / "evaluations.jsonl"
         self.export = path / "export"
+        self.predictions = path / "predictions"
         self.profile = path / "profile"
+        self.compiled = path / "compiled"
 
     def strangers(self) -> list[str]:
         """Return the names in the directory that are not a run's files, if it has no frozen configuration."""

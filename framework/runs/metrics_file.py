@@ -10,13 +10,14 @@ from typing import Any
 from framework.runtime.files import flush_directory, write_atomically
 from framework.runtime.log import LOGGER
 
-Row = dict[str, Any]
+Row = dict[str, Any]  # numbers by name; the rows of a file may have lists of numbers too
 
 # Values that a clock or the machine has measured: they differ each time, and between ways to execute a run.
 MACHINE = (
     "samples_per_s", "tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "checkpoint_s",
     "mfu", "memory_gib", "goodput",
 )  # fmt: skip
+NOT_CURVES = ("step", "split", "epoch", "lr", "grad_norm", *MACHINE)
 MAXIMISED = ("accuracy", "top5")  # known metrics of which more is better
 
 
@@ -25,13 +26,18 @@ def is_maximised(name: str, *, monitor: str, mode: str) -> bool:
     return mode == "max" if name == monitor else name.partition("/")[2] in MAXIMISED
 
 
+def is_curve(name: str) -> bool:
+    """Return whether a column is drawn, shown on a terminal and listed; not what a run is at, nor a detail: NAME:MODULE."""
+    return name not in NOT_CURVES and ":" not in name
+
+
 class MetricsFile:
     """`metrics.jsonl`: one row a line, each step once. Rank 0 only."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         """Open for appending; rows after `step`, where the run continues, are removed first."""
         if path.exists():
-            write_rows(path, read_rows(path, until=step))
+            write_rows(path, [row for row in _whole_rows(path.read_bytes()) if row["step"] <= step])
         elif step:
             LOGGER.warning("%s is gone: the rows before step %d are lost", path, step)
         self._file = open(path, "ab", buffering=0)
@@ -68,8 +74,17 @@ def scalars(row: Row) -> dict[str, float]:
     return {f"{row['split']}/{name}": value for name, value in known.items()}
 
 
+def numbers_of(row: Row) -> Row:
+    """Return a row without its lists of numbers, which only the file has."""
+    return {name: value for name, value in row.items() if not isinstance(value, list)}
+
+
 def rows_in(content: bytes) -> list[Row]:
-    """Return the rows among the lines of `content`."""
+    """Return the rows among the lines of `content`, their numbers only."""
+    return [numbers_of(row) for row in _whole_rows(content)]
+
+
+def _whole_rows(content: bytes) -> list[Row]:
     rows = []
     for line in content.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
@@ -81,7 +96,7 @@ def rows_in(content: bytes) -> list[Row]:
 def _is_row(row: Any) -> bool:
     if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)):
         return False
-    return all(value is None or isinstance(value, (int, float)) for name, value in row.items() if name != "split")
+    return all(value is None or isinstance(value, (int, float, list)) for name, value in row.items() if name != "split")
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from framework.runs.curves import NOT_CURVES
 from framework.runs.directory import RECORD_FILES, RunDirectory
-from framework.runs.metrics_file import Row, is_maximised, rows_in
+from framework.runs.metrics_file import Row, is_curve, is_maximised, rows_in
 from framework.runtime.problem import shown
 
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
@@ -23,7 +22,6 @@ _MOST_KEYS = 2000  # of a configuration
 _TRAIN = b'"split": "train"'
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
 _NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # of a configuration: the place of a run, which its label says
-_NOT_READ = {*NOT_CURVES} - {"samples_per_s"}  # of a row
 
 Curve = tuple[list[float], list[float]]  # steps, values
 
@@ -139,7 +137,7 @@ def _metrics(rows: list[Row], *, monitor: str, mode: str) -> tuple[dict[str, flo
     found: dict[tuple[str, str], Curve] = {}
     for row in rows:
         step, split = number(row["step"]), row["split"]
-        for name in row.keys() - _NOT_READ:
+        for name in (name for name in row if is_curve(name) or name == "samples_per_s"):
             if math.isfinite(value := number(row[name])):
                 steps, values = found.setdefault((split, name), ([], []))
                 steps.append(step)

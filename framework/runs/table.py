@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.schema import RunSection
-from framework.runs.curves import NOT_CURVES
 from framework.runs.directory import RunDirectory
+from framework.runs.metrics_file import is_curve
 from framework.runtime.exits import Exit
 from framework.runtime.files import write_atomically
 
@@ -58,7 +58,7 @@ def write_csv(rows: list[TableRow], target: Path) -> None:
     for row in rows:
         summary = row.directory.read_summary()
         last = {f"{split}/{name}": value for split, metrics in summary.get("metrics", {}).items()
-                for name, value in metrics.get("last", {}).items() if name not in NOT_CURVES}  # fmt: skip
+                for name, value in metrics.get("last", {}).items() if is_curve(name)}  # fmt: skip
         dicts.append({"id": row.run_id, "directory": row.directory.path, "state": row.state, **row.values,
                       "objective": row.objective, **last, "step": summary.get("step"), "seconds": summary.get("wall_s"),
                       "error": " ".join(row.error.split())})  # fmt: skip

@@ -44,6 +44,11 @@ class Environment:
             master_port=int(env.get("MASTER_PORT", "0")),
         )
 
+    def export(self) -> None:
+        """Set the variables as torchrun would: code of the user's may read them."""
+        for name, value in zip(_TORCHRUN, (self.rank, self.local_rank, self.world_size, self.local_world_size)):
+            os.environ[name] = str(value)
+
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _MPIRUNS = [

@@ -24,6 +24,25 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def replacing_directory(path: Path) -> Iterator[Path]:
+    """Yield a new directory beside `path`; flushed, it takes the place of `path` at the end; it is removed on an error."""
+    beside, before = (path.with_name(f".{path.name}.{what}{os.getpid()}") for what in ("", "before."))
+    try:
+        beside.mkdir()
+        yield beside
+        for file in beside.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+        if path.exists():
+            os.replace(path, before)
+        os.replace(beside, path)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(before, ignore_errors=True)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
     with replacing(path) as beside:

@@ -62,12 +62,19 @@ _MODULES = {
     "report": ["bokeh"],
     "mpi": ["mpi4py"],
     "export": ["onnx", "onnxscript", "onnxruntime"],
+    "metrics": ["torchmetrics"],
+    "data": ["datasets", "pyarrow"],
 }
 
 
 def missing(extra: str) -> list[str]:
     """Return which packages of an extra are not installed."""
     return [name for name in _MODULES[extra] if importlib.util.find_spec(name) is None]
+
+
+def extra_with(module: str) -> str | None:
+    """Return the extra that brings a package, if one does."""
+    return next((extra for extra, modules in _MODULES.items() if module in modules), None)
 
 
 def install_command(extra: str) -> str:

@@ -6,9 +6,11 @@
 import inspect
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +21,18 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import signal_handling
+
+from framework.runtime.environment import variables
 
 # --- modules
 
 DROPOUTS = nn.modules.dropout._DropoutNd
 BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+# forwards that, in training, move their buffers and do not read them
+UNREAD_STATISTICS = {BATCH_NORMS.forward, nn.SyncBatchNorm.forward, nn.modules.instancenorm._InstanceNorm.forward}
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -34,6 +42,12 @@ REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replace a module's own parameters and buffers, but not its children's. (`to` replaces these too.)"""
     module._apply(change, recurse=False)
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give parameters and buffers of the default type, real or complex, this one. Others are as their author wants them."""
+    kinds = {torch.get_default_dtype(): dtype, torch.get_default_dtype().to_complex(): dtype.to_complex()}
+    return module._apply(lambda tensor: tensor.to(kinds.get(tensor.dtype, tensor.dtype)))
 
 
 # --- tensors
@@ -50,9 +64,24 @@ def move_all_towards(targets: Sequence[Tensor], sources: Sequence[Tensor], *, sh
     torch._foreach_lerp_(list(targets), list(sources), share)
 
 
-def multiply_all(tensors: Sequence[Tensor], factor: float) -> None:
+def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply many tensors by a number, in place."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows with each change in place."""
+    return tensor._version
+
+
+def same_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Return a context whose changes of these tensors autograd does not see: they must be what they were at its end."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def without_modes() -> AbstractContextManager[None]:
+    """Return a context whose operations are not passed to the modes that are on, such as one that notes writes."""
+    return _disable_current_modes()
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -78,16 +107,26 @@ def has_compiler() -> bool:
         return False
 
 
-def compile_without_caches() -> None:
-    """Make torch.compile ignore the caches of earlier processes: pickles, in a folder of a guessable name in /tmp."""
+def compile_into(folder: Path, *, num_versions: int) -> None:
+    """Let torch.compile keep what it compiles in this folder alone, and compile so many versions of a function.
+
+    Its caches are pickles: by default in a folder in /tmp whose name anybody can guess. A folder that others can write is not
+    used. Beyond its limit of versions (8) it silently stops compiling, which a network with more shapes would reach.
+    """
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
 
-    # not torch.compiler.config.force_disable_caches, which warns in every process
-    torch._inductor.config.fx_graph_cache = False
-    torch._functorch.config.enable_autograd_cache = False
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # another could put a pickle there
+        folder = Path(tempfile.mkdtemp(prefix="compiled_"))
+    variables()["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
+    torch._inductor.config.fx_graph_cache = True
+    torch._functorch.config.enable_autograd_cache = True
     torch._dynamo.config.automatic_dynamic_local_pgo = False
+    torch._dynamo.config.recompile_limit = num_versions
+    torch._dynamo.config.accumulated_recompile_limit = max(256, num_versions)
 
 
 # --- process groups

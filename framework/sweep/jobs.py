@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,7 +16,9 @@ from pathlib import Path
 from framework.cli.run import start
 from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
+from framework.launch.claim import accept_code
 from framework.launch.slurm import submit
+from framework.preflight.check import WAYS, changed_code
 from framework.preflight.slurm import job_options, job_problems, slurm_section
 from framework.runs.directory import RunDirectory
 from framework.runs.status import queued_jobs
@@ -46,8 +49,20 @@ class Job:
     def is_done(self) -> bool:
         return self.directory.is_finished and self.config.run.resume != "never"
 
+    @property
+    def stale_code(self) -> str:
+        """What has changed in the code since the job's last start, unless that is accepted; empty if nothing has."""
+        return "; ".join(changed_code(self.config.run, self.config.targets()))
+
+    def skip(self) -> None:
+        """Take a job that is done as finished."""
+        self.code = Exit.FINISHED
+        accept_code(self.config.run, self.config.targets())
+        LOGGER.info("finished already: %s, in %s", self, self.directory.path)
+
     def row(self, *, state: str | None = None) -> TableRow:
-        """Return the job's state."""
+        """Return the job's state; `stale` if it began with other code."""
+        state = "stale" if self.code is None and self.stale_code else state
         return TableRow.read(self.config.run, self.config.checkpoint.monitor, self.values, state=state, code=self.code)
 
     def __str__(self) -> str:
@@ -144,13 +159,17 @@ _LARGEST_ARRAY = 500  # Slurm's own limit is 1001 unless the site has changed it
 
 
 def problems_of(jobs: list[Job]) -> list[Problem]:
-    """Return what keeps any of the unfinished jobs from running, according to torch or to Slurm."""
+    """Return what keeps any of the unfinished jobs from running, according to torch or to Slurm; or that some are stale."""
+    if stale := [job for job in jobs if job.stale_code]:
+        what = f"{len(stale)} of {len(jobs)} runs of this sweep began with other code: {stale[0].stale_code}"
+        return [Problem("run.code", what, WAYS)]
     left = [job for job in jobs if not job.is_done]
     if not left:
         return []
+    from framework.preflight.child import problems_in_child
     from framework.preflight.dry_build import dry_build  # torch, which a finished sweep does not need
 
-    found = [problem for job in left for problem in dry_build(job.config)]
+    found = [problem for job in left for problem in problems_in_child(partial(dry_build, job.config))]
     is_submitted = not found and left[0].config.launch.kind == "slurm"
     for config in [alike[0].config for alike in _alike(left)] if is_submitted else []:
         found += job_problems(config.name, config.run, config.launch)
@@ -164,8 +183,7 @@ def submit_all(jobs: list[Job], *, directory: Path, group: str) -> None:
     """
     for job in jobs:
         if job.is_done:
-            job.code = Exit.FINISHED
-            LOGGER.info("finished already: %s, in %s", job, job.directory.path)
+            job.skip()
     for alike in _alike([job for job in jobs if not job.is_done]):
         for first in range(0, len(alike), _LARGEST_ARRAY):
             part = alike[first : first + _LARGEST_ARRAY]

@@ -109,7 +109,7 @@ class Sweep:
         from framework.sweep.search import Search  # Optuna takes a second
 
         saving = self.jobs[0].config.checkpoint
-        return Search(self.multirun, monitor=saving.monitor, mode=saving.mode, directory=self.directory)
+        return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory)
 
     def rows(self) -> list[TableRow]:
         """Return the states of the jobs; of a search, of the trials that have been drawn."""
@@ -212,9 +212,8 @@ def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, d
     while not PREEMPTION.requested or pool.running:
         while pool.has_room and not PREEMPTION.requested and (job := source.next()) is not None:
             if job.is_done:
-                job.code = Exit.FINISHED
+                job.skip()
                 source.note(job)
-                LOGGER.info("finished already: %s, in %s", job, job.directory.path)
             else:
                 LOGGER.info("running %s, in %s", job, job.directory.path)
                 pool.start(job)
@@ -242,11 +241,11 @@ def _end(source: JobSource, saving: CheckpointSection, directory: Path) -> int:
     """Draw the picture, log the best job and the failed jobs. Returns the exit code."""
     rows = source.rows()
     _write(rows, directory / "sweep.csv", write_csv)
-    _write(rows, directory / "sweep.png", partial(draw, monitor=saving.monitor, mode=saving.mode))
+    _write(rows, directory / "sweep.png", partial(draw, monitor=saving.monitor, mode=saving.direction))
     states = Counter(row.state for row in rows)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     LOGGER.info("%s", f"{len(rows)} job{'s' * (len(rows) != 1)}: {counts}; see {directory}")
-    if (best := best_of(rows, mode=saving.mode)) is not None:
+    if (best := best_of(rows, mode=saving.direction)) is not None:
         of = f": {best.assignment}" if best.assignment else ""
         LOGGER.info("%s", f"best {saving.monitor} {best.objective:.4g}{of}, in {best.directory.path}")
     if PREEMPTION.requested and source.num_left:

@@ -1,4 +1,4 @@
-"""Language modeling: one sequence is one sample; its loss is the mean over its tokens."""
+"""Language modeling: the next token. What is measured are means over the tokens that count."""
 
 import math
 
@@ -7,29 +7,38 @@ from torch import Tensor
 
 from framework.tasks.outputs import main_output
 
+IGNORED = -100  # the target of a token that does not count: as in torch, and in Hugging Face's libraries
+
 
 class LanguageModeling:
-    """Cross-entropy of the next token, in nats. outputs (B, T, V) logits, targets_BT int64.
+    """Cross-entropy of the next token, in nats. outputs (B, T, V) logits, targets_BT int64; a target of -100 does not count.
 
     `bytes_per_token`: how many bytes of text a token has on average; None if not known.
     """
 
+    higher_is_better = {"accuracy": True, "bits_per_token": False, "perplexity": False, "bits_per_byte": False}
+
     def __init__(self, *, bytes_per_token: float | None) -> None:
         self.bytes_per_token = bytes_per_token
 
-    def loss(self, outputs: Tensor, targets_BT: Tensor) -> Tensor:
+    def loss(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         logits_BTV = main_output(outputs)
-        total = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
-        return total / targets_BT.shape[1]
+        total = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum", ignore_index=IGNORED)
+        return total, (targets_BT != IGNORED).sum()
 
-    def metrics(self, outputs: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
-        correct = (main_output(outputs).argmax(dim=-1) == targets_BT).sum().double() / targets_BT.shape[1]
-        return {"accuracy": correct, "bits_per_token": self.loss(outputs, targets_BT) / math.log(2)}
+    def predictions(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits (B, V, T), as torchmetrics takes them, and targets (B, T); it has `ignore_index` for -100."""
+        return main_output(outputs).movedim(-1, 1), targets_BT
+
+    def metrics(self, outputs: Tensor, targets_BT: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        correct = (main_output(outputs).argmax(dim=-1) == targets_BT).sum()
+        return {"accuracy": (correct, (targets_BT != IGNORED).sum())}
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
-        """Return what follows from the means over all samples."""
+        """Return what follows from the means over all tokens."""
+        bits_per_token = means["loss"] / math.log(2)
         # the exponential of 700 nats is still a number
-        derived = {"perplexity": math.exp(min(means["loss"], 700.0))}
+        derived = {"bits_per_token": bits_per_token, "perplexity": math.exp(min(means["loss"], 700.0))}
         if self.bytes_per_token is not None:
-            derived["bits_per_byte"] = means["bits_per_token"] / self.bytes_per_token
+            derived["bits_per_byte"] = bits_per_token / self.bytes_per_token
         return derived

@@ -9,9 +9,14 @@ from framework.tasks.outputs import main_output
 class Regression:
     """outputs (B, N) and targets_BN, floating point."""
 
+    higher_is_better = {"mae": False}
+
     def loss(self, outputs: Tensor, targets_BN: Tensor) -> Tensor:
         outputs_BN = main_output(outputs)
         return F.mse_loss(outputs_BN, targets_BN.reshape(outputs_BN.shape), reduction="sum") / outputs_BN[0].numel()
+
+    def predictions(self, outputs: Tensor, targets_BN: Tensor) -> tuple[Tensor, Tensor]:
+        return main_output(outputs), targets_BN.reshape(main_output(outputs).shape)
 
     def metrics(self, outputs: Tensor, targets_BN: Tensor) -> dict[str, Tensor]:
         outputs_BN = main_output(outputs)

@@ -11,7 +11,7 @@ from framework.distributed.world import World
 from framework.loggers.background import Background
 from framework.loggers.sink import RunInfo, Sink
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import MetricsFile, Row
+from framework.runs.metrics_file import MetricsFile, Row, numbers_of
 from framework.runtime.log import LOGGER
 
 
@@ -58,7 +58,8 @@ class Recorder:
     def log(self, row: Row) -> None:
         if self._metrics is not None:
             self._metrics.log(row)
-        self._each(lambda sink: sink.log(row))
+        numbers = numbers_of(row)
+        self._each(lambda sink: sink.log(numbers))
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         """Call every sink that works: a logger's failure is a warning, not the end of a run."""

@@ -6,16 +6,15 @@ from typing import Any
 from torch import Tensor
 
 from framework.checkpoint.canonical import restore
+from framework.checkpoint.held import Held
 from framework.checkpoint.saver import Saver
-from framework.checkpoint.state import Progress
+from framework.checkpoint.state import Progress, kept_of
 from framework.config.schema import Divergence
 from framework.distributed.world import World
-from framework.engine.data_parallel import persistent_buffers
-from framework.engine.seam import Engine, Step
-from framework.optim.update import Update
+from framework.engine.buffers import Buffers
+from framework.engine.seam import Step
 from framework.runtime.exits import Diverged
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import copy_all
 from framework.training.recorder import Recorder
 
 
@@ -25,15 +24,14 @@ class Recovery:
 
     policy: Divergence
     world: World
-    engine: Engine
-    update: Update
+    held: Held
     saver: Saver
     recorder: Recorder
 
     def __post_init__(self) -> None:
         self.is_watching = self.policy.action != "raise"  # then every step is checked to be finite before it is taken
         self.rolls_back = self.policy.action == "rollback"
-        self._buffers = persistent_buffers(self.engine.module) if self.is_watching else []
+        self._buffers = Buffers(*(module for module in (self.held.module, self.held.task) if module is not None))
         self._before: list[Tensor] = []  # the buffers before the step
 
     @property
@@ -43,7 +41,7 @@ class Recovery:
 
     def begin_step(self) -> None:
         """Keep what a step changes before it is checked to be finite."""
-        self._before = [buffer.clone() for buffer in self._buffers]
+        self._before = self._buffers.values() if self.is_watching else []
 
     def recover(self, error: Diverged, *, step: Step, progress: Progress) -> dict[str, Any] | None:
         """Return the state of the checkpoint that the run continues from; None if `step` was left out instead.
@@ -58,7 +56,7 @@ class Recovery:
         progress.num_divergences = count
         state = self._roll_back(past=step, progress=progress) if self.rolls_back else None
         if state is None:  # the step counts as taken; its forward pass has changed nothing but the buffers
-            copy_all(self._buffers, self._before)
+            self._buffers.set(self._before)
             progress.step += 1
             progress.samples_seen += step.num_samples
         if self.world.rank == 0:
@@ -73,7 +71,7 @@ class Recovery:
         if found is None:  # the disk has refused even the checkpoint of step 0
             raise Diverged(f"step {progress.step + 1} is not finite, and there is no checkpoint to go back to")
         path, state = found
-        restore(path, module=self.engine.module, optimizer=self.update.optimizer, average=self.update.average, world=self.world)
+        restore(path, kept_of(state), self.held, world=self.world)
         kept = {"wall_s": progress.wall_s, "num_divergences": progress.num_divergences}
         state["progress"] |= kept | {"samples_seen": progress.samples_seen + past.num_samples}
         step = state["progress"]["step"]

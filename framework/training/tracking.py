@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from framework.config.schema import EarlyStopping
-from framework.runs.curves import NOT_CURVES
-from framework.runs.metrics_file import Row
+from framework.runs.metrics_file import Row, is_curve
 from framework.runtime.exits import Unfit
+from framework.training.metrics import Metrics
 
 Derive = Callable[[dict[str, float]], dict[str, float]]
 
 
 def require_metric(name: str, row: Row, *, key: str) -> None:
     """Raise Unfit if a row lacks the metric that `key` names: whether a task measures it may depend on the data."""
-    if name not in row:
-        measured = ", ".join(other for other in row if other not in NOT_CURVES)
+    if row.get(name) is None:
+        measured = ", ".join(other for other, value in row.items() if is_curve(other) and value is not None)
         raise Unfit(f"{key}: {row['split']}/{name} is not measured here (there are {measured})")
 
 
@@ -54,13 +54,14 @@ class Patience:
 class Tracker:
     """The last and the best row of each split. `monitor` is SPLIT/METRIC; other splits are compared by their loss.
 
-    `derive` is the task's: from the means over samples to the metrics that follow from them.
+    `derive` is the task's: from the means over samples to the metrics that follow from them; `metrics` are the run's others.
     """
 
     monitor: str
     mode: str
     patience: Patience
     derive: Derive
+    metrics: Metrics
 
     def __post_init__(self) -> None:
         self.monitor_split, _, self.monitor_metric = self.monitor.partition("/")

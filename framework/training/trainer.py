@@ -2,40 +2,36 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.checkpoint.canonical import state_tensors
+from framework.checkpoint.held import Held
+from framework.checkpoint.kept import kept_here, merged
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
-from framework.config.schema import TrainerSection
 from framework.data.loader import Splits
 from framework.data.source import Split
 from framework.distributed.world import World
-from framework.engine.data_parallel import add
-from framework.engine.seam import Engine, MicroBatch, Step, Sums
+from framework.engine.seam import Engine, Step
+from framework.engine.sums import Sums, means, weight_of
+from framework.optim.turns import Turn
 from framework.optim.update import Update
-from framework.runs.metrics_file import Row
-from framework.runtime.exits import Diverged
+from framework.runs.metrics_file import Row, numbers_of
+from framework.runtime.exits import Diverged, Unfit
 from framework.runtime.preemption import PREEMPTION
+from framework.training.evaluation import measure, totals
+from framework.training.metrics import finite
+from framework.training.parts import LoopParts
+from framework.training.plan import Plan
 from framework.training.recorder import Recorder
 from framework.training.recovery import Recovery
 from framework.training.speed import Speed, peak_memory_gib
 from framework.training.tracking import Tracker
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When things are due, in optimizer steps; None is "only at the end"."""
-
-    total_steps: int
-    settings: TrainerSection
-    checkpoint_every: int | None
-    grace_s: float | None  # between the signal that asks a run to stop and the signal that kills it; None if not known
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,12 +46,16 @@ class Trainer:
     recorder: Recorder
     plan: Plan
     tracker: Tracker
-    recovery: Recovery
     speed: Speed
+    parts: LoopParts
 
     def __post_init__(self) -> None:
-        self.progress = Progress(step=0, samples_seen=0, wall_s=0.0)
+        self.progress = self.parts.loop.progress
+        self.held = Held(self.engine.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
+        divergence = self.plan.settings.divergence
+        self.recovery = Recovery(divergence, world=self.world, held=self.held, saver=self.saver, recorder=self.recorder)
         self.parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        self.trained = names_of_trained(self.engine.module)
         self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: once a loss is not finite, it stays so
         self.memory_gib: list[float] = []  # the peak of each rank
 
@@ -77,6 +77,7 @@ class Trainer:
                     self.loss_watch.zero_()
                     step, steps = self.begin()
                     continue
+            self.parts.agree_on_end()
             if self.is_over or self.is_due(self.plan.settings.eval_every):
                 self.evaluate("val")
             can_pause = self.engine.can_pause(self.progress.step)
@@ -110,7 +111,8 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        return self.progress.step >= self.plan.total_steps or self.tracker.patience.is_exhausted
+        is_stopped = self.tracker.patience.is_exhausted or bool(self.parts.loop.stopped)
+        return self.progress.step >= self.plan.total_steps or is_stopped
 
     def is_due(self, every: int | None, *, at: int | None = None) -> bool:
         at = self.progress.step if at is None else at
@@ -127,27 +129,51 @@ class Trainer:
 
     def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
         """Take one optimizer step. Returns this rank's sums and, if measured, the global gradient norm."""
-        progress, plan, scale, is_watching = self.progress, self.plan, self.update.loss_scale, self.recovery.is_watching
+        progress, turns = self.progress, self.update.due(self.progress.step)
         self.world.at("training", step=progress.step + 1)
         self.speed.enter("forward_backward")
+        self.recovery.begin_step()
+        step = self.parts.begin_step(step, has_row=measure)
+        sums, norms = Sums(), list[Tensor]()
+        for turn in turns:
+            more, norm = self.take_turn(turn, step, measure=measure, is_last=turn is turns[-1])
+            sums = (
+                sums
+                | more
+                | {name: sums[name] + more[name] for name in ("loss", weight_of("loss")) if name in sums and name in more}
+            )
+            norms += [norm] if norm is not None else []
+        self.speed.enter("loop")
+        self.loss_watch += sums["loss"]
+        progress.step += 1
+        progress.samples_seen += step.num_samples
+        self.parts.step_taken()
+        return sums, torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else None
+
+    def take_turn(self, turn: Turn | None, step: Step, *, measure: bool, is_last: bool) -> tuple[Sums, Tensor | None]:
+        """Do what `train_step` does for the parameters of one turn, or for all."""
+        progress, plan, scale, is_watching = self.progress, self.plan, self.update.loss_scale, self.recovery.is_watching
         for parameter in self.parameters:
             parameter.grad = None
-        self.recovery.begin_step()
+        step = step._replace(turn=turn.name) if turn is not None else step
+        self.speed.enter("forward_backward")
         sums = self.engine.forward_backward(step, index=progress.step, loss_scale=scale.value, measure=measure)
         self.speed.enter("optimizer")
+        self.engine.weigh(sums, num_samples=step.num_samples)
         scale.unscale(self.parameters)
-        max_norm = plan.settings.clip_grad_norm
+        self.update.keep(turn)
+        self.parts.gradients_ready(sums, step)
+        max_norm = turn and turn.clip_grad_norm or plan.settings.clip_grad_norm
         needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching
         grad_norm = self.engine.clip_grad_norm(max_norm) if needs_norm else None
         if is_watching and self.world.agreement.sum((~torch.isfinite(sums["loss"])).double().cpu()):
             raise Diverged(f"the loss of step {progress.step + 1} is not finite")
         if (measure or is_watching) and grad_norm is not None:
             self.require_finite(grad_norm, step=progress.step + 1)
-        self.update.take(progress.step, grad_norm=grad_norm)
-        self.speed.enter("loop")
-        self.loss_watch += sums["loss"]
-        progress.step += 1
-        progress.samples_seen += step.num_samples
+        self.update.take(progress.step, grad_norm=grad_norm, is_last=is_last)
+        if turn is not None and measure:
+            own = {"loss": f"{turn.name}_loss", weight_of("loss"): weight_of(f"{turn.name}_loss")}
+            sums |= {name: sums[of] for of, name in own.items() if of in sums}
         return sums, grad_norm
 
     def require_finite(self, grad_norm: Tensor, *, step: int) -> None:
@@ -158,8 +184,9 @@ class Trainer:
     def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
         assert grad_norm is not None
         self.world.at("logging", step=self.progress.step)
-        norm = grad_norm.item()
         means = self.means(sums, num_samples=step.num_samples)
+        if turns := [turn for turn in self.update.due(self.progress.step - 1) if turn is not None]:
+            means["loss"] = math.fsum(means[f"{turn.name}_loss"] for turn in turns)
         self.tick()
         self.record({
             "step": self.progress.step,
@@ -167,11 +194,12 @@ class Trainer:
             **means,
             **self.tracker.derive(means),
             "lr": self.update.lr(self.progress.step - 1),
-            "grad_norm": norm if math.isfinite(norm) else None,  # fp16 has skipped the step; JSON has no infinity
+            "grad_norm": grad_norm.item(),  # not finite if fp16 has skipped the step
             "epoch": step.epoch,
             **self.speed.row(step=self.progress.step, samples_seen=self.progress.samples_seen),
             "memory_gib": max(self.memory_gib),
             "goodput": self.progress.goodput,
+            **self.parts.columns(),
         })  # fmt: skip
 
     def means(self, sums: Sums, *, num_samples: int) -> dict[str, float]:
@@ -183,12 +211,13 @@ class Trainer:
         if not torch.isfinite(found.pop("watch")):
             raise Diverged(f"the loss is not finite by step {self.progress.step} (it was still finite at the last "
                            "checkpoint or row)")  # fmt: skip
-        return {name: total.item() / num_samples for name, total in found.items()}
+        return means(found, num_samples=num_samples)
 
     def record(self, row: Row) -> None:
         """Note a row, and write it. Unfit if it lacks what is monitored."""
-        self.tracker.patience.note(row)
-        self.tracker.note(row)
+        row = {name: finite(value) for name, value in row.items()}
+        self.tracker.patience.note(numbers_of(row))
+        self.tracker.note(numbers_of(row))
         self.recorder.log(row)
 
     def evaluate(self, split: Split) -> None:
@@ -198,17 +227,19 @@ class Trainer:
         """
         self.world.at("evaluation", step=self.progress.step)
         self.speed.enter("evaluation")
-        loader, average = self.splits.loader(split), self.update.average
-        if average is not None:
-            average.swap()
-        sums = measure(self.engine, loader.evaluate())
-        if average is not None:
-            average.swap()
-        means = self.means(sums, num_samples=len(loader.source))
+        self.parts.evaluating()
+        loader = self.splits.loader(split)
+        with self.update.averaged():
+            sums = measure(self.engine, loader.evaluate())
+            means = self.means(sums, num_samples=len(loader.source))
+            observed = self.tracker.metrics.compute(world=self.world)
+            if not math.isfinite(means["loss"]):
+                remark = ", or none of its targets has a weight" if weight_of("loss") in sums else ""
+                raise Diverged(f"the {split} loss of step {self.progress.step} is not finite{remark}")
+            row = {"step": self.progress.step, "split": split, **means, **self.tracker.derive(means), **observed}
+            self.parts.evaluated(split, row)
         self.speed.enter("loop")
-        if not math.isfinite(means["loss"]):
-            raise Diverged(f"the {split} loss of step {self.progress.step} is not finite")
-        self.record({"step": self.progress.step, "split": split, **means, **self.tracker.derive(means)})
+        self.record(row)
 
     def save(self) -> None:
         """Save a checkpoint. Diverged instead, if its content would not be finite."""
@@ -222,11 +253,16 @@ class Trainer:
         self.speed.enter("loop")
 
     def commit(self) -> None:
+        if names_of_trained(self.engine.module) != self.trained:
+            what = "other parameters are trained than at the start (requires_grad), and no checkpoint holds which"
+            raise Unfit(f"model: {what} (let a weight of 0 or detach() switch a part off)")
         self.engine.sync_buffers()
+        self.parts.saving()
         self.tick()
-        tensors = state_tensors(self.engine.module, self.update.optimizer, self.update.average)
+        kept = merged(self.world.agreement.gather(kept_here(self.held, initial=self.update.initial)))
         flush = functools.partial(self.recorder.flush, **self.summary())
-        self.saver.save(self.progress.step, tensors, self.state_dict(), flush=flush)
+        state = self.state_dict() | {"kept": kept.model_dump()}
+        self.saver.save(self.progress.step, state_tensors(self.held), state, flush=flush)
 
     def tick(self) -> None:
         wall_s, train_s = self.speed.tick()
@@ -247,33 +283,18 @@ class Trainer:
             "loss_scale": self.update.loss_scale.state_dict(),
             "facts": self.saver.facts,
             "record_id": self.recorder.record_id,
+            "stopped": self.parts.loop.stopped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's plain part. `checkpoint.canonical.restore` loads the tensors."""
-        self.progress = Progress(**state["progress"])
+        self.progress = self.parts.loop.progress = Progress(**state["progress"])
+        self.parts.loop.stopped = state.get("stopped", "")
         self.tracker.splits = state["metrics"]
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.record_id = state.get("record_id") or self.recorder.record_id
 
 
-def measure(engine: Engine, micro_batches: Iterable[MicroBatch]) -> Sums:
-    """Return this rank's sums over a whole split, in float64: the loss and the task's metrics. Collective.
-
-    Added over the ranks (by `totals`), they count each sample once.
-    """
-    engine.sync_buffers()
-    engine.module.eval()
-    sums: Sums = {}
-    for micro_batch in micro_batches:
-        add(sums, {name: value.double() for name, value in engine.forward(micro_batch).items()})
-    engine.module.train()
-    return sums
-
-
-def totals(sums: Sums, *, world: World) -> Sums:
-    """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message."""
-    flat = world.agreement.sum(torch.cat([value.double().reshape(-1) for value in sums.values()]).cpu())
-    parts = flat.split([value.numel() for value in sums.values()])
-    return {name: part.reshape(value.shape) for (name, value), part in zip(sums.items(), parts)}
+def names_of_trained(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

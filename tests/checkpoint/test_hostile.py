@@ -274,7 +274,7 @@ def a_header_nested_deeply(path: Path, outside: Path) -> None:
 
 for label, tensor in {"of_another_kind": "../../canary", "whose_name_clears_the_screen": "model/\x1b[2J"}.items():
 
-    @attack("is neither the model's nor the optimizer's", name=f"a_tensor_{label}")
+    @attack("belongs to none of the model", name=f"a_tensor_{label}")
     def a_tensor_of_another_name(path: Path, outside: Path, tensor: str = tensor) -> None:
         def rename(header: Header) -> None:
             name = next(name for name in header if name.startswith("model/"))

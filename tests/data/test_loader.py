@@ -112,7 +112,7 @@ def test_augmentation_of_a_sample_differs_between_epochs() -> None:
 @pytest.mark.parametrize("dp_size", [1, 3])
 def test_evaluation_visits_each_sample_once(num_workers: int, dp_size: int) -> None:
     made = [loader(split="val", num_workers=num_workers, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
-    ranks = [list(one.evaluate()) for one in made]
+    ranks = [[m for step in one.evaluate() for m in step.micro_batches] for one in made]
     assert len({len(micro_batches) for micro_batches in ranks}) == 1  # the same collectives on every rank
     stored, _ = Digits().transform(*map(torch.from_numpy, Digits().load("val").gather(np.arange(180))), keys=None)
     inputs = torch.cat([m.inputs for micro_batches in ranks for m in micro_batches if not m.is_padding])

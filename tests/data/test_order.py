@@ -31,14 +31,14 @@ def test_each_epoch_visits_each_sample_once_and_only_its_last_batch_is_short(num
     made = order(num_samples, batch=batch)
     for batches in epochs(made, 3):
         assert sorted(np.concatenate(batches)) == list(range(num_samples))
-        assert [len(b) for b in batches[:-1]] == [batch] * (made.steps_per_epoch - 1)
+        assert [len(b) for b in batches[:-1]] == [batch] * (made.steps_in(1) - 1)
         assert len(batches[-1]) == (num_samples - 1) % batch + 1
 
 
 def test_drop_last_leaves_out_the_short_batch_and_other_samples_in_each_epoch() -> None:
     made = order(50, batch=16, drop_last=True)
     seen = [np.concatenate(batches) for batches in epochs(made, 6)]
-    assert made.steps_per_epoch == 3
+    assert made.steps_in(1) == 3
     assert all(len(samples) == len(set(samples)) == 48 for samples in seen)
     assert len({tuple(sorted(set(range(50)) - set(samples))) for samples in seen}) > 1
 

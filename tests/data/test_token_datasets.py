@@ -1,5 +1,7 @@
 """Datasets of tokens: text and token files."""
 
+import fractions
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from framework.data.shards import JsonLines
 from framework.data.source import Source
-from framework.data.text import Text
+from framework.data.text import Text, TokenizedRecord
 from framework.data.tokens import Tokens
+from tests.harness import assert_close, finished
 
 SPLITS = ("train", "val", "test")
 
@@ -90,6 +94,7 @@ import pickle, resource
 import numpy as np
 from framework.data.loader import arrays_of
 from framework.data.tokens import Tokens
+from tests.harness import assert_close, finished
 source = Tokens(root={str(tmp_path / "all.bin")!r}, vocab_size=10).load("train")
 source = pickle.loads(pickle.dumps(source))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -120,3 +125,63 @@ def test_token_ids_that_the_preflight_does_not_see_are_refused_when_read(tmp_pat
     source = Tokens(root=str(tmp_path / "all.bin"), vocab_size=99).load("train")
     with pytest.raises(ValueError, match=r"token id 99: dataset\.vocab_size=99"):
         source.gather(np.array([3 * 2**19 // 128]))
+
+
+# --- a tokenizer of Hugging Face
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of a tokenizer of bytes and their pairs, of 400 ids, learnt from Python's sources."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    learnt = Tokenizer(models.BPE())
+    learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learnt.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<end>"], show_progress=False
+    )
+    learnt.train([json.__file__, fractions.__file__], trainer)
+    learnt.enable_truncation(5)  # as files of a hub may have it: a text is not cut for that
+    learnt.save(str(path := tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"))
+    return path
+
+
+def test_text_is_the_tokens_of_a_tokenizer(tokenizer: Path, tmp_path: Path):
+    text = Path(fractions.__file__).read_text() + "ü 東\n"
+    (tmp_path / "a.py").write_text(text)
+    dataset = Text(root=str(tmp_path), seq_len=7, tokenizer=str(tokenizer.parent))
+    assert dataset.problems() == [] and dataset.info == {"vocab_size": 400, "seq_len": 7} and dataset.bytes_per_token is None
+    tokens = stream(dataset.load("train"))
+    assert tokens.dtype == np.uint16 and len(tokens) < 0.7 * 0.9 * len(text.encode())
+    assert text.startswith(dataset.decode(tokens)) and len(dataset.decode(tokens)) > 0.89 * len(text)
+    assert dataset.decode(dataset.encode("def ü(東):\n")) == "def ü(東):\n"
+    for path, why in ((tmp_path / "no.json", "is not there"), (tmp_path / "a.py", "is no tokenizer of Hugging Face")):
+        (problem,) = Text(root=str(tmp_path), tokenizer=str(path)).problems()
+        assert problem.startswith("dataset.tokenizer: ") and why in problem
+    (tmp_path / "short.py").write_text("import json\n" * 50)
+    count = len(dataset.encode(("import json\n" * 50)[-30:]))  # a sample has a target more
+    with pytest.raises(ValueError, match=f"the {count} tokens of test hold no sample of seq_len={count}"):
+        Text(root=str(tmp_path), pattern="short.py", seq_len=count, tokenizer=str(tokenizer)).load("test")
+
+
+def test_records_become_samples_whose_filler_does_not_count(tokenizer: Path, tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "def f():"}\n{"text": "' + "import json; " * 20 + '"}\n{"text": ""}\n')
+    decode = TokenizedRecord(tokenizer=str(tokenizer), length=12)
+    short, long, none = (JsonLines(str(tmp_path / "*.jsonl"), decode=decode)[number] for number in range(3))
+    known = int((short[1] != -100).sum())
+    assert 0 < known < 12 and (short[1][known:] == -100).all() and np.array_equal(short[0][1:known], short[1][: known - 1])
+    assert (long[1] != -100).all() and np.array_equal(long[0][1:], long[1][:-1]) and (none[1] == -100).all()
+
+
+def test_a_run_with_a_tokenizer_is_the_same_on_two_processes(tokenizer: Path, tmp_path: Path):
+    line = ["dataset=text", f"dataset.tokenizer={tokenizer}", f"dataset.root={Path(json.__file__).parent}", "dataset.seq_len=16",
+            "model=gpt", "model.dim=16", "model.num_layers=1", "model.num_heads=2", "trainer.max_epochs=null", "trainer.max_steps=3",
+            "global_batch_size=8", "precision=fp64", "part=text_samples", "part.text_samples.prompt=import", "part.text_samples.tokens=5"]  # fmt: skip
+    one, two = (
+        finished(*line, *more, root=tmp_path / str(n))
+        for n, more in enumerate([[], ["parallel=ddp", "launch.nproc_per_node=2"]])
+    )
+    assert_close(one, two)
+    assert (one.directory / "samples" / "3.txt").read_text().startswith("import")
+    assert (one.directory / "samples" / "3.txt").read_text() == (two.directory / "samples" / "3.txt").read_text()

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.engine.data_parallel import DataParallelEngine, persistent_buffers
+from framework.engine.buffers import Buffers
+from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import EngineAround, MicroBatch, Step
 from framework.tasks.regression import Regression
@@ -33,7 +34,8 @@ def engine(module: nn.Module, **options: Any) -> DataParallelEngine:
 
 def step(*bounds: int, first: int = 0, padding: Sequence[int] = (), num_samples: int = 7) -> Step:
     """Return a step whose micro-batches, numbered from `first`, lie between the bounds."""
-    parts = [MicroBatch(first + i, INPUTS[a:b], TARGETS[a:b], i in padding) for i, (a, b) in enumerate(zip(bounds, bounds[1:]))]
+    spans = enumerate(zip(bounds, bounds[1:]))
+    parts = [MicroBatch(first + i, INPUTS[a:b], TARGETS[a:b], b - a, a, i in padding) for i, (a, b) in spans]
     return Step(epoch=0, num_samples=num_samples, micro_batches=parts)
 
 
@@ -64,12 +66,13 @@ def test_however_a_step_is_cut_the_gradient_is_that_of_the_mean_over_all_samples
     assert sums["mae"] == pytest.approx((linear()(INPUTS) - TARGETS).abs().mean(dim=1).sum().item())
 
 
-def test_the_mean_over_ranks_that_a_wrapper_takes_is_undone() -> None:
+@pytest.mark.parametrize("averaged_over", [1, 2])
+def test_the_gradients_of_the_ranks_add_up_and_a_mean_over_them_is_undone(averaged_over: int) -> None:
     halves = [linear(), linear()]
     for rank, (module, bounds) in enumerate(zip(halves, [(0, 4), (4, 7)])):
-        run(engine(module, dp_rank=rank, dp_size=2), step(*bounds))
-    mean = [(one + other) / 2 for one, other in zip(*map(gradients, halves))]  # what DDP makes of them
-    torch.testing.assert_close(mean, expected_gradients(linear()))
+        run(engine(module, dp_rank=rank, dp_size=2, averaged_over=averaged_over), step(*bounds))
+    together = [(one + other) / averaged_over for one, other in zip(*map(gradients, halves))]
+    torch.testing.assert_close(together, expected_gradients(linear()))
 
 
 def test_metrics_are_measured_only_where_they_are_asked_for() -> None:
@@ -102,14 +105,14 @@ def test_micro_batch_0_alone_moves_the_buffers() -> None:
     module, first = model(), model()
     first(INPUTS[:3])
     run(engine(module), step(0, 3, 5, 7))
-    for mine, expected in zip(persistent_buffers(module), persistent_buffers(first)):
+    for mine, expected in zip(Buffers(module).tensors, Buffers(first).tensors):
         assert torch.equal(mine, expected)
 
 
 def test_a_rank_without_micro_batch_0_leaves_its_buffers_alone() -> None:
     module = model()
     run(engine(module), step(0, 3, 7, first=2))
-    for mine, before in zip(persistent_buffers(module), persistent_buffers(model())):
+    for mine, before in zip(Buffers(module).tensors, Buffers(model()).tensors):
         assert torch.equal(mine, before)
 
 
@@ -118,7 +121,7 @@ def test_buffers_are_broadcast_where_there_are_any() -> None:
     module = model()
     engine(module, broadcast=sent.append).sync_buffers()
     engine(linear(), broadcast=sent.append).sync_buffers()
-    assert [[id(b) for b in tensors] for tensors in sent] == [[id(b) for b in persistent_buffers(module)]]
+    assert [[id(b) for b in tensors] for tensors in sent] == [[id(b) for b in Buffers(module).tensors]]
 
 
 def test_the_norm_is_over_all_gradients_and_clipping_scales_to_the_limit() -> None:
@@ -133,14 +136,6 @@ def test_the_norm_is_over_all_gradients_and_clipping_scales_to_the_limit() -> No
     assert torch.cat([gradient.flatten() for gradient in gradients(module)]).norm().item() == pytest.approx(
         norm.item() / 2, rel=1e-5
     )
-
-
-def test_warming_up_leaves_no_gradient_and_no_statistics() -> None:
-    module = model()
-    engine(module, num_warm_ups=2).warm_up(step(0, 3, 7))
-    assert all(parameter.grad is None for parameter in module.parameters())
-    for mine, before in zip(persistent_buffers(module), persistent_buffers(model())):
-        assert torch.equal(mine, before)
 
 
 def test_an_evaluation_gives_the_same_sums_without_gradients() -> None:

@@ -1,13 +1,19 @@
 """Forward: what the model draws is keyed, what it computes is cast, what comes out are sums."""
 
-from typing import Any
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from framework.engine.forward import Forward
 from framework.engine.seam import MicroBatch
+from framework.modules.tensors import map_tensors
 from framework.tasks.regression import Regression
 
 CPU = torch.device("cpu")
@@ -18,10 +24,10 @@ def forward(*, seed: int = 3, autocast: torch.dtype | None = None) -> Forward:
 
 
 def batch(inputs: Any, *, number: int = 0, is_padding: bool = False) -> MicroBatch:
-    return MicroBatch(number, inputs, torch.zeros(2, 3), is_padding)
+    return MicroBatch(number, inputs, torch.zeros(2, 3), len(inputs), 0, is_padding)
 
 
-def drawn(made: Forward, *, step: int, micro_batch: int) -> float:
+def drawn(made: Forward, *, step: int | None, micro_batch: int) -> float:
     made.seed_draws(step=step, micro_batch=micro_batch)
     return torch.rand(()).item()
 
@@ -54,19 +60,85 @@ def test_a_units_draws_do_not_depend_on_the_units_before_it() -> None:
     assert units[1](torch.zeros(())).item() != both[1]
 
 
-def test_evaluating_a_keyed_unit_leaves_the_generator_alone() -> None:
-    made, unit = forward(), Drawing().eval()
+def test_what_follows_the_last_unit_does_not_depend_on_it() -> None:
+    made, unit = forward(), Drawing()
     made.key_draws([unit])
-    before = torch.get_rng_state()
+    made.seed_draws(step=1, micro_batch=2)
     unit(torch.zeros(()))
-    assert torch.equal(torch.get_rng_state(), before)
+    after = torch.rand(()).item()
+    made.seed_draws(step=1, micro_batch=2)
+    torch.rand(5)
+    unit(torch.zeros(()))
+    assert torch.rand(()).item() == after
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), random.random, lambda: float(np.random.rand())])
+def test_every_common_generator_is_keyed(draw: Callable[[], float]) -> None:
+    made, numbers = forward(), []
+    for step, micro_batch in [(0, 0), (0, 1), (1, 0), (0, 0)]:
+        made.seed_draws(step=step, micro_batch=micro_batch)
+        numbers.append(draw())
+        draw()
+    assert numbers[0] == numbers[3] and len(set(numbers)) == 3
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    count: int
+
+
+@dataclass
+class Record:
+    logits: Tensor
+    name: str = "a"
+
+
+class Output(OrderedDict[str, Tensor]):
+    """As the outputs of a model of Hugging Face: a dictionary whose entries are attributes too."""
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+TREES = [
+    Pair(torch.ones(2), 3),
+    Record(torch.ones(2)),
+    Output(logits=torch.ones(2)),
+    [torch.ones(2), 5],
+    (torch.ones(2),),
+    {"a": torch.ones(2)},
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
+def test_outputs_keep_their_types(tree: Any) -> None:
+    doubled = map_tensors(lambda tensor: tensor * 2, tree)
+    assert type(doubled) is type(tree)
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: (found.append(tensor), tensor)[1], doubled)  # type: ignore[func-returns-value]
+    assert [tensor.tolist() for tensor in found] == [[2.0, 2.0]]
+    if hasattr(tree, "logits"):
+        assert doubled.logits.tolist() == [2.0, 2.0] and tree.logits.tolist() == [1.0, 1.0]
+
+
+def test_an_evaluation_draws_by_micro_batch_and_not_what_training_does() -> None:
+    made, units = forward(), [Drawing(), Drawing()]
+    made.key_draws(units)
+    numbers = []
+    for step, micro_batch in [(None, 0), (None, 1), (0, 0), (None, 0)]:
+        made.seed_draws(step=step, micro_batch=micro_batch)
+        numbers.append(units[1](torch.zeros(())).item())
+    assert numbers[0] == numbers[3] and len(set(numbers)) == 3
 
 
 def test_autocast_computes_in_its_type_and_gives_out_float32() -> None:
     seen: list[torch.dtype] = []
     model = nn.Linear(3, 3)
     model.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
-    outputs, loss = forward(autocast=torch.bfloat16)(model, batch(torch.ones(2, 3)))
+    made = forward(autocast=torch.bfloat16)
+    outputs = made.outputs(model, batch(torch.ones(2, 3)))
+    loss, _ = made.measured(outputs, batch(torch.ones(2, 3)), measure=False)
     assert (seen, outputs.dtype, loss.dtype) == ([torch.bfloat16], torch.float32, torch.float32)
 
 
@@ -77,7 +149,9 @@ def test_a_model_is_called_with_a_tensor_a_tuple_or_names(inputs: Any) -> None:
     def model(x: Tensor, y: Tensor | None = None) -> Tensor:
         return x if y is None else x + y
 
-    outputs, loss = forward()(model, batch(inputs))
+    made = forward()
+    outputs = made.outputs(model, batch(inputs))
+    loss, _ = made.measured(outputs, batch(inputs), measure=False)
     value = 1.0 if isinstance(inputs, Tensor) else 2.0
     assert torch.equal(outputs, torch.full((2, 3), value))
     assert loss.item() == 2 * value**2  # a sum over the two samples, each the mean over its outputs
@@ -90,6 +164,6 @@ def test_layers_can_ask_whether_the_micro_batch_is_padding() -> None:
         seen.append(made.is_padding)
         return x
 
-    made(model, batch(torch.ones(2, 3), is_padding=True))
-    made(model, batch(torch.ones(2, 3)))
+    made.outputs(model, batch(torch.ones(2, 3), is_padding=True))
+    made.outputs(model, batch(torch.ones(2, 3)))
     assert seen == [True, False]

@@ -63,7 +63,16 @@ def test_our_own_workers_listen_on_loopback_only(more: list[str], folder: Path, 
 
 @pytest.mark.slow
 def test_workers_of_torchrun_listen_on_loopback_only(folder: Path, tmp_path: Path) -> None:
-    line = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(ROOT / "train.py"), *LINE, "parallel=ddp"]
+    line = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        str(ROOT / "train.py"),
+        *LINE,
+        "rehearse=false",
+        "parallel=ddp",
+    ]
     agent = subprocess.Popen([sys.executable, *line, f"run.root={tmp_path / 'runs'}"])
     assert agent.wait(timeout=120) == 0
     assert_loopback(folder, processes=2, besides=agent.pid)  # torchrun's own store listens everywhere (pytorch#173909)
@@ -72,7 +81,7 @@ def test_workers_of_torchrun_listen_on_loopback_only(folder: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_workers_of_any_launcher_listen_on_loopback_only(folder: Path, tmp_path: Path, free_port: int) -> None:
     """One that only sets torchrun's variables: the store is rank 0's."""
-    line = [sys.executable, str(ROOT / "train.py"), *LINE, "parallel=ddp", f"run.root={tmp_path / 'runs'}"]
+    line = [sys.executable, str(ROOT / "train.py"), *LINE, "rehearse=false", "parallel=ddp", f"run.root={tmp_path / 'runs'}"]
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
     ranks = [subprocess.Popen(line, env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

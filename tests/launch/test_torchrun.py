@@ -24,6 +24,7 @@ def torchrun(*overrides: str, root: Path) -> Ended:
     return Ended(done.returncode, done.stdout, root)
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_run_as_our_own_workers(tmp_path: Path) -> None:
     ours = finished(*DDP, "launch.nproc_per_node=2", root=tmp_path / "ours")
     theirs = torchrun(*DDP, root=tmp_path / "theirs")

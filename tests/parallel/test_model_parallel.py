@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from framework.cli.run import checked_line
-from framework.modules.structure import units_of
+from framework.modules.parts import units_of
 from framework.parallel import model_parallel
 from framework.parallel.model_parallel import sharing_weights
 from framework.preflight import processes

@@ -24,9 +24,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     [
         ("tensor 2", "adamw"),
         pytest.param("fsdp+tp 2x2", "adamw", marks=pytest.mark.slow),
-        pytest.param("tensor 2", "sgd", marks=pytest.mark.slow),
         pytest.param("fsdp+tp 2x2", "sgd", marks=pytest.mark.slow),
-        pytest.param("tensor 4", "adamw", marks=pytest.mark.slow),
     ],
 )
 def test_it_computes_what_one_process_does(mesh: str, optimizer: str, one: dict[str, Ended], tmp_path: Path) -> None:

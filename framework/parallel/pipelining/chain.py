@@ -1,17 +1,17 @@
 """A model as a chain of modules, cut into stages of about equal cost, and which stages are on which process."""
 
-import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from framework.modules.tensors import Tree, call, map_tensors
+from framework.modules.trace import on_meta
 
 
 def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:
@@ -20,58 +20,27 @@ def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:
     return [name for name, parameter in model.named_parameters() if id(parameter) not in linked]
 
 
-class Shapes:
-    """The shapes and types of each link's output, found without computing a number.
-
-    It keeps copies of the links, without storage: the links themselves may be cut, or dropped, later.
-    """
-
-    def __init__(self, links: Sequence[nn.Module]) -> None:
-        self._links = [on_meta(link)[0] for link in links]
-        self._found: dict[Any, list[Tensor]] = {}
-
-    def outputs(self, inputs: Tree) -> list[Tensor]:
-        """Return each link's output, as meta tensors, for a batch like `inputs`."""
-        value = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
-        key, outputs = repr(value), []
-        if key not in self._found:
-            for link in self._links:
-                with torch.no_grad():
-                    value = call(link, value)
-                outputs.append(value)
-            self._found[key] = outputs
-        return self._found[key]
-
-
-def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
-    """Return a copy for evaluation, without storage, and its modules by the ids of the model's."""
-    copies: dict[int, Any] = {id(t): t.detach().to("meta") for t in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, copies)
-    for module in copied.modules():
-        module.__dict__.pop("forward", None)  # a wrapper (recomputation, compilation) around the original's
-    return copied.eval(), copies
-
-
 def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | None) -> list[int]:
     """Return the cost of each of the model's units: floating-point operations for a batch, plus one for each weight.
 
-    Weights only if the kind of batch is not known, or if the model reads numbers, not only shapes.
+    Weights only if the kind of batch is not known, or if the model does not take it: it reads numbers, not only shapes, or a
+    task's own step gives it something else.
     """
     weights = [1 + sum(p.numel() for p in unit.parameters()) for unit in units]
     if example is None:
         return weights
     copied, copies = on_meta(model)
-    units = [copies[id(unit)] for unit in units]
+    units = [copies.get(id(unit), unit) for unit in units]  # a chain may have modules that the model has not: without weights
     paths: dict[nn.Module, list[str]] = {}  # of a module in several places, several: its operations count under one of them
     for path, module in copied.named_modules(prefix=type(copied).__name__, remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             call(copied, example)
-    except (NotImplementedError, RuntimeError):
+    except Exception:  # a user's model may raise anything
         return weights
     counts = counter.get_flop_counts()
-    flops = [sum(sum(counts.get(path, {}).values()) for path in paths[unit]) for unit in units]
+    flops = [sum(sum(counts.get(path, {}).values()) for path in paths.get(unit, ())) for unit in units]
     return [size + count // units.count(unit) for size, count, unit in zip(weights, flops, units)]
 
 
@@ -104,30 +73,63 @@ class Stage(nn.Module):
         self.links = nn.ModuleList(links)
 
 
-def spans_of(links: Sequence[nn.Module], costs: Sequence[int], *, num_stages: int) -> list[range]:
-    """Return the numbers of each stage's links."""
-    groups = weighty(links)
-    cuts = cut([sum(costs[i] for i in group) for group in groups], num_stages=num_stages)
-    return [range(groups[part[0]][0], groups[part[-1]][-1] + 1) for part in cuts]
+class Listed:
+    """The chain of a model that lists its modules: each is a link, and is called with what the one before returns."""
 
+    def __init__(self, model: nn.Module, links: Sequence[nn.Module]) -> None:
+        self._model = model
+        self._links = links
+        self._copies = [on_meta(link)[0] for link in links]  # the links themselves may be cut, or dropped, later
+        self._shapes: dict[str, list[Any]] = {}
 
-def keep_own(model: nn.Module, links: Sequence[nn.Module], spans: Sequence[range], *, rank: int, size: int) -> dict[int, Stage]:
-    """Return the stages of one of the pipeline's processes, by number; the processes get stages in turn.
+    def outputs(self, inputs: Tree) -> list[Any]:
+        """Return each link's outputs, as meta tensors, for a batch like `inputs`; of all but the last, a tensor."""
+        value = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
+        key, outputs = repr(value), []
+        if key not in self._shapes:
+            for link in self._copies:
+                with torch.no_grad():
+                    value = call(link, value)
+                outputs.append(value)
+            self._shapes[key] = outputs
+        return self._shapes[key]
 
-    The parameters and buffers of the other links are removed from the model, except weights that this process's links share:
-    a weight keeps all its names.
-    """
-    stages = {n: Stage([links[i] for i in span]) for n, span in enumerate(spans) if n % size == rank}
-    own_modules = {module for stage in stages.values() for module in stage.modules()}
-    own_weights = {id(parameter) for module in own_modules for parameter in module.parameters(recurse=False)}
-    others = {module for link in links for module in link.modules()} - own_modules
-    for module in others:
-        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-        for name, value in [*parameters, *buffers]:
-            if id(value) not in own_weights:
-                setattr(module, name, None)
-    return stages
+    def spans(self, *, num_stages: int, example: Tree | None) -> list[range]:
+        """Return the numbers of each stage's links."""
+        costs, groups = costs_of(self._model, self._links, example=example), weighty(self._links)
+        cuts = cut([sum(costs[i] for i in group) for group in groups], num_stages=num_stages)
+        return [range(groups[part[0]][0], groups[part[-1]][-1] + 1) for part in cuts]
+
+    def keep_own(self, spans: Sequence[range], *, rank: int, size: int) -> dict[int, Stage]:
+        """Return the stages of one of the pipeline's processes, by number; the processes get stages in turn.
+
+        The parameters and buffers of the other links are removed from the model, except weights that this process's links
+        share: a weight keeps all its names.
+        """
+        links = self._links
+        stages = {n: Stage([links[i] for i in span]) for n, span in enumerate(spans) if n % size == rank}
+        own_modules = {module for stage in stages.values() for module in stage.modules()}
+        own_weights = {id(parameter) for module in own_modules for parameter in module.parameters(recurse=False)}
+        others = {module for link in links for module in link.modules()} - own_modules
+        for module in others:
+            parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+            buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+            for name, value in [*parameters, *buffers]:
+                if id(value) not in own_weights:
+                    setattr(module, name, None)
+        return stages
+
+    def buffers(self, stage: Stage, span: range) -> set[int]:
+        """Return the ids of the buffers of a stage."""
+        return {id(buffer) for buffer in stage.buffers()}
+
+    def run(self, stage: Stage, span: range, arguments: tuple[Any, ...], inputs: Tree) -> Any:
+        """Run a stage's links, the first one with `arguments`: what the stage before has sent, nothing for the first stage."""
+        first, *rest = stage.links
+        value = call(first, inputs) if span.start == 0 else first(*arguments)
+        for link in rest:
+            value = link(value)
+        return value
 
 
 def shared_weights(model: nn.Module, *, mesh: DeviceMesh) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:

@@ -1,14 +1,11 @@
 """In which order the stages of a pipeline work: torch's schedules by name, and the share of time that is spent waiting."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.distributed import pipelining
 
 from framework.runtime.torch_internals import actions_of, gpipe, is_single_stage
 
-LossFunction = Callable[[Any, Tensor], Tensor]  # of the outputs and the targets
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 _KINDS: dict[str, Any] = {
     "gpipe": gpipe,
@@ -19,18 +16,20 @@ _KINDS: dict[str, Any] = {
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
-def make_schedule(name: str, stages: list[pipelining.PipelineStage], *, num_micro_batches: int, loss: LossFunction) -> Any:
-    """Return the schedule, or the plain schedule of its kind if it cannot run this number of micro-batches.
+def make_schedule(name: str, stages: list[pipelining.PipelineStage], *, num_micro_batches: int) -> Any:
+    """Return the schedule, for stages of which the last returns the loss.
 
-    It cannot run fewer micro-batches than stages, or no multiple of its rounds: an epoch's short micro-batch comes alone.
+    It is the plain schedule of its kind if the named one cannot run this number of micro-batches: fewer than stages, or no
+    multiple of its rounds. (An epoch's short micro-batch comes alone.)
     """
     is_single = STAGES_PER_RANK[name] == 1
     given: Any = stages[0] if is_single else stages
+    options: Any = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
     try:
-        return _KINDS[name](given, num_micro_batches, loss_fn=loss, scale_grads=False)
+        return _KINDS[name](given, num_micro_batches, **options)
     except ValueError:
         plain: Any = gpipe if is_single else pipelining.ScheduleLoopedBFS
-        return plain(given, num_micro_batches, loss_fn=loss, scale_grads=False)
+        return plain(given, num_micro_batches, **options)
 
 
 def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> float:

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
-from framework.engine.seam import EngineAround, Step, Sums
+from framework.engine.seam import EngineAround, Step, weigh_gradients
+from framework.engine.sums import Sums
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
+from framework.optim.update import group_values
 from framework.parallel.server.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 
 
@@ -36,9 +38,12 @@ class Hogwild(EngineAround):
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._pull()
         self._is_measured = measure
-        self._num_samples = sum(len(m.targets) for m in step.micro_batches if not m.is_padding)
-        step = step._replace(num_samples=max(1, self._num_samples) * self.dp_size)  # a mean over this rank's own
+        self._num_samples = step.num_own_samples
+        step = step._replace(num_samples=max(1, self._num_samples))  # a mean over this rank's own
         return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
+
+    def weigh(self, sums: Sums, *, num_samples: int) -> None:
+        weigh_gradients(self.module, sums, num_samples=self._num_samples, among_ranks=False)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this rank's own norm. In a measured step and before a checkpoint, return the root of its mean square over
@@ -54,7 +59,7 @@ class Hogwild(EngineAround):
     def warm_up(self, step: Step) -> None:
         """Start from the values of the module and the optimizer, which may come from a checkpoint."""
         if self._server is not None:
-            self._server.begin(self._parameters, self._optimizer.state)
+            self._server.begin(self._parameters, self._optimizer.state, group_values(self._optimizer))
         self._world.agreement.barrier()
 
     def sync_buffers(self) -> None:
@@ -64,6 +69,7 @@ class Hogwild(EngineAround):
         self._pull()
         if self._server is not None:
             self._optimizer.state.update(self._server.state_by(self._parameters))
+            take_over(self._optimizer, self._server.groups())
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         """Return an optimizer whose step pushes the gradients. On rank 0 it shows the server's state."""
@@ -102,6 +108,12 @@ class Hogwild(EngineAround):
             parameter.grad = gradient  # a checkpoint asks whether it is finite
 
 
+def take_over(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer's groups the values that another optimizer's have."""
+    for group, values in zip(optimizer.param_groups, groups):
+        group.update(values)
+
+
 class ParameterStore:
     """The parameters and their optimizer, in rank 0's process, separate from the replica that this process trains.
 
@@ -115,18 +127,23 @@ class ParameterStore:
         self._lock = threading.Lock()
 
     @torch.no_grad()
-    def begin(self, parameters: list[nn.Parameter], state: dict[Any, Any]) -> None:
-        """Take over values and optimizer state."""
+    def begin(self, parameters: list[nn.Parameter], state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+        """Take over values, optimizer state and what the optimizer keeps in its groups."""
         with self._lock:
             for mine, theirs in zip(self._parameters, parameters):
                 mine.copy_(theirs)
                 if theirs in state:
                     self._optimizer.state[mine] = state[theirs]
+            take_over(self._optimizer, groups)
 
     def state_by(self, parameters: list[nn.Parameter]) -> dict[Tensor, Any]:
         """Return the optimizer's state by the parameters of a replica."""
         state = self._optimizer.state
         return {theirs: state[mine] for mine, theirs in zip(self._parameters, parameters) if mine in state}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return what the optimizer keeps in its groups."""
+        return group_values(self._optimizer)
 
     def current(self) -> list[Tensor]:
         """Return the parameters as they are: all of them after the same number of updates."""

@@ -11,7 +11,8 @@ from torch.futures import Future
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
-from framework.engine.seam import EngineAround, Step, Sums
+from framework.engine.seam import EngineAround, Step
+from framework.engine.sums import Sums
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 from framework.parallel.server.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 
@@ -29,8 +30,6 @@ class Synchronous(EngineAround):
         self._side = Server(world) if world.rank == 0 else Client(world)
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        # the plain engine undoes a mean over the ranks; here their gradients are summed
-        step = step._replace(num_samples=step.num_samples * self.dp_size)
         sums = self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
         self._side.add_up(self._parameters)
         return sums

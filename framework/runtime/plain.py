@@ -15,7 +15,7 @@ _LARGEST_JSON = 16 << 20  # bytes; the manifest of a checkpoint in 50,000 files
 
 
 class Invalid(Exception):
-    """A directory that is not a valid checkpoint; the message, one line, says why."""
+    """A file, or a directory, that is not what it is read as; the message, one line, says why."""
 
 
 class Plain(BaseModel):

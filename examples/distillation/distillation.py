@@ -1,0 +1,34 @@
+"""Distillation: a small model learns what a large one says. Source: Hinton et al. 2015."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from framework.tasks.classification import Classification
+from models.cnn import CNN
+
+
+class Distillation(Classification):
+    """A classification whose targets are a teacher's outputs, softened, and the labels.
+
+    The teacher is a module of the task: frozen, on each process, and in no checkpoint.
+    """
+
+    def __init__(self, *, teacher: str, temperature: float, share: float) -> None:
+        super().__init__(label_smoothing=0.0)
+        self.temperature, self.share = temperature, share
+        self.teacher = CNN(num_classes=10, in_channels=1, image_size=8, channels=[16, 32])
+        self.teacher.load_state_dict(load_file(Path(__file__).with_name(teacher)))
+        self.teacher.requires_grad_(False).eval()
+
+    def step(self, call: Any, batch: Any, context: Any) -> Any:
+        outputs, wanted = call(batch.inputs), self.teacher(batch.inputs)
+        return self.share * self.apart(outputs, wanted) + (1 - self.share) * self.loss(outputs, batch.targets)
+
+    def apart(self, outputs: Tensor, wanted: Tensor) -> Tensor:
+        """Return the sum over the samples of the divergence of the softened outputs, (B, classes) both; shape ()."""
+        mine, theirs = ((logits / self.temperature).log_softmax(-1) for logits in (outputs, wanted))
+        return self.temperature**2 * F.kl_div(mine, theirs, reduction="sum", log_target=True)

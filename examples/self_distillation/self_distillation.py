@@ -1,0 +1,55 @@
+"""Self-distillation without labels: the averaged weights are the teacher. Source: Caron et al. 2021, "DINO"."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Head(nn.Module):
+    """Images (B, C, H, H) to scores of `out` prototypes (B, out)."""
+
+    def __init__(self, *, in_channels: int, image_size: int, width: int, out: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(in_channels * image_size**2, width),
+            nn.GELU(),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Linear(width, out),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class SelfDistillation(nn.Module):
+    """A student sees one view of an image, the teacher another, and both should say the same.
+
+    The teacher's scores are centred by a mean over all images so far, a buffer of the task: it is in the checkpoints.
+    """
+
+    centre: Tensor
+
+    def __init__(self, *, out: int, student_temperature: float, teacher_temperature: float, noise: float) -> None:
+        super().__init__()
+        self.student_temperature, self.teacher_temperature, self.noise = student_temperature, teacher_temperature, noise
+        self.register_buffer("centre", torch.zeros(out))
+
+    def step(self, call: Any, batch: Any, context: Any) -> Any:
+        images = batch.inputs
+        scores = context.averaged(self.view(images, context))
+        wanted = ((scores - self.centre) / self.teacher_temperature).softmax(-1)
+        said = (call(self.view(images, context)) / self.student_temperature).log_softmax(-1)
+        everything = context.gather(wanted)
+        if context.is_training:
+            self.centre = 0.9 * self.centre + 0.1 * context.gather(scores).mean(0)
+        mean = everything.mean(0)
+        spread = -(mean * mean.clamp(min=1e-12).log()).sum()  # 0 nats where all images get one prototype
+        return {"loss": -(wanted * said).sum(), "spread": spread * len(images)}
+
+    def view(self, images: Tensor, context: Any) -> Tensor:
+        """Return images (B, C, H, H) with noise."""
+        noise = torch.randn(images.shape, generator=context.generator, dtype=images.dtype, device=images.device)
+        return images + self.noise * noise

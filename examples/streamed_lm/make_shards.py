@@ -1,0 +1,56 @@
+"""Shards of text for a language model: written once, from the sources of Python's standard library, and then streamed.
+
+`python make_shards.py` writes them by hand; a run writes them itself if they are not there.
+"""
+
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from framework.data.shards import Record, write_tar
+
+SEQ_LEN = 128  # tokens (bytes) in a sample
+SAMPLES_PER_SHARD = 256
+NUM_SHARDS = {"train": 12, "val": 1, "test": 1}
+FOLDER = Path("shards")
+
+
+def shards(split: str) -> str:
+    """Return the pattern of a split's shards, which are written first if there are none."""
+    if not FOLDER.is_dir():
+        write_all(FOLDER)
+    return str(FOLDER / f"{split}-*.tar")
+
+
+def write_all(folder: Path) -> None:
+    """Write the shards of all splits. The folder appears complete or not at all, also if several processes write it."""
+    beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    samples = windows()
+    for split, num_shards in NUM_SHARDS.items():
+        for number in range(num_shards):
+            write_tar(beside / f"{split}-{number:03d}.tar", [{"npy": next(samples)} for _ in range(SAMPLES_PER_SHARD)])
+    try:
+        beside.rename(folder)
+    except OSError:  # another process was first, and has written the same
+        shutil.rmtree(beside)
+
+
+def windows() -> Iterator[np.ndarray]:
+    """Yield the text in windows uint8 (SEQ_LEN + 1,): the targets are the inputs shifted by one."""
+    num_bytes = sum(NUM_SHARDS.values()) * SAMPLES_PER_SHARD * (SEQ_LEN + 1)
+    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))[:num_bytes]
+    yield from np.frombuffer(text, dtype=np.uint8).reshape(-1, SEQ_LEN + 1)
+
+
+def pair(record: Record) -> tuple[np.ndarray, np.ndarray]:
+    """Return a record's inputs int64 (T,) and targets int64 (T,), the next tokens. T = SEQ_LEN."""
+    tokens = record["npy"].astype(np.int64)
+    return tokens[:-1], tokens[1:]
+
+
+if __name__ == "__main__":
+    write_all(FOLDER)

@@ -1,0 +1,41 @@
+"""What measures a run's speed."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from framework.build import components
+from framework.distributed.world import World
+from framework.modules import flops
+from framework.training.profile import Profile
+from framework.training.speed import Speed
+
+
+def stopwatch(
+    model: Callable[[], nn.Module],
+    info: Mapping[str, int],
+    *,
+    world: World,
+    precision: str,
+    profile: tuple[bool | Literal["all"], Path],
+) -> Speed:
+    """Return what measures a run's speed. The operations of `model()` are counted only if the device's peak is known.
+
+    `profile` says whether, and where, steps are traced.
+    """
+    batch, needed = components.example(info), None
+    peak = flops.peak_flops(world.device, precision=precision)
+    if peak is not None and batch is not None:
+        needed = flops.flops_per_sample(model(), batch)
+        peak *= world.world_size * len(world.devices)
+    setting, folder = profile
+    is_profiled = setting == "all" or (setting and world.rank == 0)
+    return Speed(
+        world.device,
+        tokens_per_sample=info.get("seq_len"),
+        flops_per_sample=needed,
+        peak_flops=peak,
+        profile=Profile(folder, world=world) if is_profiled else None,
+    )

@@ -1,0 +1,174 @@
+"""What an optimizer and a model keep besides tensors: numbers in parameter groups and states, a module's extra state.
+
+They are written as JSON that says each value's type, so that nothing needs to be unpickled.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from framework.checkpoint.held import Held
+from framework.checkpoint.state import Kept, SavedGroup
+from framework.optim.update import group_values
+from framework.runtime.exits import Unfit
+from framework.runtime.problem import shown
+
+_LARGEST = 4096  # elements of a tensor that is written as numbers
+_EXTRA = "_extra_state"  # how torch names the result of a module's get_extra_state()
+
+
+class Unkept(TypeError):
+    """A value that cannot be written as plain data; the message says of which type it is."""
+
+
+def encoded(value: Any) -> Any:
+    """Return a value as JSON. Unkept if it is neither a number, text, small tensor, nor a list or dictionary of such."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, np.generic):
+        return encoded(value.item())
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return {type(value).__name__: [encoded(item) for item in value]}
+    if isinstance(value, dict) and type(value) is dict:
+        return {"dict": [[encoded(key), encoded(item)] for key, item in value.items()]}
+    if type(value) is Tensor and value.numel() <= _LARGEST and not value.is_complex():
+        numbers = [encoded(number) for number in value.detach().flatten().tolist()]
+        return {"tensor": numbers, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    size = f" with {value.numel():,} numbers" if isinstance(value, Tensor) else ""
+    raise Unkept(f"a value of type {type(value).__name__}{size}")
+
+
+def decoded(data: Any, *, like: Any = None) -> Any:
+    """Return what `encoded` has been given; a tensor on the device of `like`. ValueError for anything else."""
+    if not isinstance(data, dict):
+        return data
+    match data:
+        case {"float": str(text)}:
+            return float(text)
+        case {"list": list(items)}:
+            return [decoded(item) for item in items]
+        case {"tuple": list(items)}:
+            return tuple(decoded(item) for item in items)
+        case {"dict": list(pairs)}:
+            return {decoded(key): decoded(item) for key, item in pairs}
+        case {"tensor": list(numbers), "shape": list(shape), "dtype": str(name)} if isinstance(
+            dtype := getattr(torch, name, None), torch.dtype
+        ):
+            device = like.device if isinstance(like, Tensor) else None
+            return torch.tensor([decoded(number) for number in numbers], dtype=dtype, device=device).reshape(shape)
+    raise ValueError(f"{str(data)[:60]} is no value that a run writes")
+
+
+# --- the optimizer's groups
+
+
+def changed_values(optimizer: Optimizer, initial: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return which of these values each group has changed, or added."""
+    return [
+        {key: value for key, value in now.items() if key not in before or not _equal(value, before[key])}
+        for now, before in zip(group_values(optimizer), initial)
+    ]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    return bool(one == other)
+
+
+# --- all of it
+
+
+def kept_here(held: Held, *, initial: Sequence[Mapping[str, Any]]) -> Kept:
+    """Return what this rank keeps; `initial` are the groups' values when the optimizer was made."""
+    module, optimizer = held.module, held.optimizer
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    kept = Kept()
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor):
+            raise Unkept(f"{shown(parameter)}, an entry of no parameter")
+        plain = {key: encoded(value) for key, value in state.items() if value is not None and not isinstance(value, Tensor)}
+        if plain and id(parameter) in names:
+            kept.numbers[names[id(parameter)]] = plain
+    for group, changed in zip(optimizer.param_groups, changed_values(optimizer, initial)):
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        if own and changed:
+            kept.groups.append(SavedGroup(names=own, values={key: encoded(value) for key, value in changed.items()}))
+    kept.extra = extra_state(module)
+    kept.parts = held.parts.plain() if held.parts is not None else {}
+    return kept
+
+
+def extra_state(module: nn.Module) -> dict[str, Any]:
+    """Return the results of the modules' get_extra_state(), by their names in the state dict."""
+    return {name: encoded(value) for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, Tensor)}
+
+
+def require_same_parts(states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise Unfit if ranks that keep a state of the same path, of the run's parts, keep different ones."""
+    for other in states:
+        if odd := [name for name, value in other.items() if states[0].get(name, value) != value]:
+            key = odd[0].replace("/", ".")
+            raise Unfit(f"part.{key}: differs between the processes (sum, gather and any of the loop let them agree)")
+
+
+def merged(parts: Sequence[Kept]) -> Kept:
+    """Return what all ranks keep. Unfit if they differ where they hold the same."""
+    require_same_parts([part.parts for part in parts])
+    whole, seen = Kept(parts=parts[0].parts), dict[str, SavedGroup]()
+    for part in parts:
+        for name, values in part.numbers.items():
+            if whole.numbers.setdefault(name, values) != values:
+                raise Unfit(f"optimizer: its state of {name} differs between the processes: {values}, {whole.numbers[name]}")
+        for group in part.groups:
+            first = seen.setdefault(group.names[0], group)
+            if first is group:
+                whole.groups.append(group)
+            elif first != group:
+                raise Unfit(f"optimizer: its groups differ between the processes: {group.values}, {first.values}")
+        whole.extra = part.extra | whole.extra
+    return whole
+
+
+def give_back(kept: Kept, held: Held, *, late: Mapping[str, Tensor]) -> None:
+    """Restore on this rank what it kept, and the tensors of parts that are not loaded in place.
+
+    ValueError if parameters that share a group had different values.
+    """
+    module, optimizer = held.module, held.optimizer
+    by_name = {name: group.values for group in kept.groups for name in group.names}
+    parameters = dict(module.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for group in optimizer.param_groups:
+        values = [by_name.get(names[id(parameter)], {}) for parameter in group["params"] if id(parameter) in names]
+        if any(other != values[0] for other in values):
+            raise ValueError(f"parameters that share a group of this optimizer had different values of {', '.join(values[0])}")
+        for key, value in values[0].items() if values else ():
+            group[key] = decoded(value, like=group.get(key))
+        for parameter in group["params"]:
+            for key, value in kept.numbers.get(names.get(id(parameter), ""), {}).items():
+                optimizer.state[parameter][key] = decoded(value)
+    set_extra_state(module, kept.extra)
+    if held.parts is not None:
+        held.parts.give_back(kept.parts, late)
+
+
+def set_extra_state(module: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give the modules their extra state back, as `extra_state` returns it."""
+    for name, value in extra.items():
+        module.get_submodule(name.removesuffix(_EXTRA).rstrip(".")).set_extra_state(decoded(value))

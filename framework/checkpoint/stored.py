@@ -1,0 +1,81 @@
+"""The tensors of safetensors files by the names of a model: in which file, under which name. torch is not imported."""
+
+import fnmatch
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from framework.checkpoint.tensors import Entry, read_header
+from framework.config.init_from import InitFile, files_of, index_of
+from framework.runtime.plain import Invalid
+from framework.runtime.problem import shown
+
+NUM_LISTED = 8  # names in a message
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    name: str  # in the file
+    entry: Entry  # as the model gets it
+    is_transposed: bool = False
+    is_strict: bool = False  # it must fit
+
+
+def stored_tensors(entries: Sequence[InitFile]) -> dict[str, Stored]:
+    """Return the tensors of the entries by the model's names; only headers are read.
+
+    Raises Invalid if a file is not plain safetensors, a pattern matches nothing, or two tensors would get one name.
+    """
+    tensors: dict[str, Stored] = {}
+    for entry in entries:
+        try:
+            own = tensors_of(entry)
+            if twice := own.keys() & tensors.keys():
+                raise Invalid(f"has {min(twice)}, which is in {tensors[min(twice)].path} too")
+        except Invalid as error:
+            raise Invalid(f"{shown(entry.file)} {error}") from None
+        tensors |= own
+    return tensors
+
+
+def tensors_of(entry: InitFile) -> dict[str, Stored]:
+    """Return the tensors of one entry; the message of Invalid does not name it."""
+    held = _held(Path(entry.file))
+    tensors: dict[str, Stored] = {}
+    for old, name in entry.named(held).items():
+        if name in tensors:
+            raise Invalid(f"has {tensors[name].name} and {old}, which would both be {name}")
+        tensors[name] = held[old]._replace(is_strict=entry.strict)
+    for pattern in entry.transpose:
+        if not (matching := fnmatch.filter(tensors, pattern)):
+            raise Invalid(f"has no name that matches {pattern!r} of transpose; it has {listed(sorted(tensors))}")
+        for name in matching:
+            dtype, shape = tensors[name].entry
+            if len(shape) != 2:
+                raise Invalid(f"has {name} {shape}, which is no matrix, but matches {pattern!r} of transpose")
+            tensors[name] = tensors[name]._replace(entry=Entry(dtype, shape[::-1]), is_transposed=True)
+    return tensors
+
+
+def _held(path: Path) -> dict[str, Stored]:
+    first, *files = files_of(path)
+    if not files:
+        return {name: Stored(first, name, entry) for name, entry in read_header(first).items()}
+    headers = {}
+    for file in files:
+        try:
+            headers[file.name] = read_header(file)
+        except Invalid as error:
+            raise Invalid(f"names {file.name}, which {error}") from None
+    places = index_of(first)
+    if absent := [name for name, file in places.items() if name not in headers[file]]:
+        raise Invalid(f"says that {shown(absent[0])} is in {places[absent[0]]}, where it is not")
+    return {name: Stored(first.with_name(file), name, headers[file][name]) for name, file in places.items()}
+
+
+def listed(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - NUM_LISTED} more" if len(names) > NUM_LISTED else ""
+    return ", ".join(names[:NUM_LISTED]) + more

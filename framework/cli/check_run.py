@@ -1,0 +1,84 @@
+"""mode=check: what a run will be, tried out in seconds; nothing is written."""
+
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
+
+from framework.config.modes import Command
+from framework.launch.claim import print_problems
+from framework.preflight.slurm import job_problems
+from framework.runtime.exits import Exit
+from framework.runtime.log import LOGGER
+
+if TYPE_CHECKING:
+    from framework.build.training import Builder
+
+_MOST_ROWS = 20  # of the table at a run's start
+
+
+def check_run(command: Command) -> int:
+    """Print the model's summary; take the rehearsal, whatever `rehearse` says; print what it took. Returns the exit code."""
+    from framework.build.training import Builder
+    from framework.distributed.world import World
+    from framework.preflight.child import in_child, problems_in_child
+    from framework.preflight.dry_build import dry_build
+    from framework.preflight.rehearsal import rehearse
+
+    config, start = command.config, time.monotonic()
+    build = Builder(config, world=World.alone())
+    problems = problems_in_child(partial(dry_build, config))
+    if not problems:
+        rows, fate = in_child(build.summary)
+        if not fate:
+            print_summary(rows, file=sys.stdout)
+        problems = rehearse(build, unfinished="problem") + job_problems(config.name, config.run, config.launch)
+    if problems:
+        return print_problems(problems)
+    took = time.monotonic() - start
+    LOGGER.info("checked in %.1f s: the rehearsal finds nothing; the run would be in %s", took, config.run.dir)
+    return Exit.FINISHED
+
+
+def show_model(build: "Builder") -> None:
+    """Print the outermost modules of a run's model, and what they return, on a terminal; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        return
+    from framework.preflight.child import in_child
+
+    rows, fate = in_child(build.summary, is_silent=True)
+    if not fate:
+        print_summary(rows, file=sys.stderr, is_short=True)
+
+
+def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = False) -> None:
+    """Print a table of a model's modules, in the terminal's width; `is_short`: of the outermost, the first few."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="none")  # no "\x1b" under NO_COLOR
+    for name, justify in (
+        ("module", "left"),
+        ("kind", "left"),
+        ("returns", "left"),
+        ("parameters", "right"),
+        ("FLOPs", "right"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=name != "module", overflow="fold", min_width=4)  # type: ignore[arg-type]
+    for name, row in ((row["name"], row) for row in rows):
+        if is_short and ("." in name or table.row_count == _MOST_ROWS):
+            continue
+        several = f"{row['count']} x " if row["count"] > 1 else ""
+        frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
+        flops = "" if row["flops"] is None else f"{several}{_short(row['flops'])}"
+        numbers = f"{several}{row['parameters']:,}{frozen}"
+        table.add_row(name or "(the model)", row["kind"], row["shape"], numbers, flops)
+    Console(file=file, width=None if file.isatty() else 120).print(table)
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}P"

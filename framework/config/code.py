@@ -1,0 +1,226 @@
+"""The user's code that a run's components reach: found in its sources, without an import, and told apart by functions.
+
+Comments, docstrings, formatting and the order of imports do not count.
+"""
+
+import ast
+import copy
+import functools
+import hashlib
+import importlib.util
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+
+from framework.config.folders import ROOT, enter_project
+from framework.config.frozen_file import digest_of
+from framework.config.renamed import current_target
+from framework.config.schema import DOTTED
+
+TOP_LEVEL = "the top level"
+_FRAMEWORK = Path(__file__).resolve().parents[1]
+
+Functions = dict[str, str]  # the hash of each function's code, by its name within its module
+
+
+@dataclass(frozen=True)
+class Code:
+    """The user's modules that a run's components reach, by name, and the other packages that these import."""
+
+    modules: Mapping[str, Functions]
+    packages: frozenset[str]
+    folders: tuple[str, ...] = ()  # in which these modules were found
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.modules)[:16]
+
+
+def code_of(targets: Iterable[str], *, folders: Iterable[str] = ()) -> Code:
+    """Return the code that components of these dotted paths reach, followed through the imports in their modules.
+
+    A text that is the dotted path of a module counts as its import. `folders` are searched too: the user's code may add some
+    to the path when it is imported.
+    """
+    enter_project()
+    searched, found_in = tuple(folders), set[str]()
+    waiting = [name for target in targets for name in _prefixes(current_target(target))]
+    modules: dict[str, Functions] = {}
+    packages: set[str] = set()
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        spec = _find(name, searched)
+        if spec is None:
+            continue
+        if spec.origin is None or not _is_users(Path(spec.origin)):
+            packages |= {name.split(".")[0]} if spec.origin is not None and "." not in name else set()
+            continue
+        if "." not in name:
+            found_in.add(str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]))
+        tree = _tree(Path(spec.origin))
+        modules[name] = functions_of(tree) if tree is not None else {TOP_LEVEL: _hash(Path(spec.origin).read_bytes())}
+        package = name if spec.submodule_search_locations else name.rpartition(".")[0]
+        waiting += _imported(tree, package=package) if tree is not None else []
+    return Code(modules, frozenset(packages - {"framework"} - sys.stdlib_module_names), tuple(sorted(found_in)))
+
+
+def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> list[str]:
+    """Return what differs between two runs' modules, a line for each file: `mypkg/net.py: Net.forward, helper`."""
+    lines = []
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None:
+            lines.append(f"{name.replace('.', '/')}.py is {'new' if old is None else 'gone, or not reached any more'}")
+        elif differing := sorted(part for part in old.keys() | new.keys() if old.get(part) != new.get(part)):
+            lines.append(f"{name.replace('.', '/')}.py: {', '.join(differing)}")
+    return lines
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of installed packages, by the names under which they are imported."""
+    found = {}
+    for package in sorted(packages):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            if names := _distributions().get(package):
+                found[package] = version(names[0])
+    return found
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return packages_distributions()
+
+
+# --- modules
+
+
+def _prefixes(path: str) -> list[str]:
+    """Return the names of the packages on the way to a dotted path, and the path itself."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+@functools.cache
+def _find(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
+    """Return where a module is; None if there is none. Nothing is imported."""
+    parent, _, last = name.rpartition(".")
+    if not parent:
+        spec = PathFinder.find_spec(name)
+        if name == "models":  # the user's and ours are joined
+            ours = PathFinder.find_spec(name, [str(ROOT)])
+            return ours if spec is None else spec
+        if spec is None and name not in sys.stdlib_module_names:
+            try:
+                spec = importlib.util.find_spec(name)  # another finder's: an installation that can be edited
+            except (ImportError, ValueError):
+                return None
+        return PathFinder.find_spec(name, list(folders)) if spec is None else spec
+    package = _find(parent, folders)
+    if package is None or package.submodule_search_locations is None:
+        return None
+    places = [*package.submodule_search_locations, *([str(ROOT / "models")] if parent == "models" else [])]
+    return PathFinder.find_spec(name, places)
+
+
+@functools.cache
+def _installed() -> list[Path]:
+    paths = {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return [Path(path).resolve() for path in {*paths, site.getusersitepackages()}]
+
+
+def _is_users(path: Path) -> bool:
+    """Return whether a module is somebody's own: neither Python's, nor an installed package, nor the framework."""
+    path = path.resolve()
+    is_installed = any(path.is_relative_to(folder) for folder in _installed()) or "site-packages" in path.parts
+    return path.suffix == ".py" and not is_installed and not path.is_relative_to(_FRAMEWORK)
+
+
+# --- sources
+
+
+def _tree(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _imported(tree: ast.Module, *, package: str) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [name for alias in node.names for name in _prefixes(alias.name)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
+            names += _prefixes(node.value)  # for importlib.import_module(), or a component's `_target_`
+        elif isinstance(node, ast.Call) and _is_import(node.func):
+            names += [
+                value.value for value in node.args[:1] if isinstance(value, ast.Constant) and isinstance(value.value, str)
+            ]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names += [name for alias in node.names for name in _prefixes(f"{base}.{alias.name}")]
+    return names
+
+
+def _is_import(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in ("import_module", "__import__")
+
+
+def functions_of(tree: ast.Module) -> Functions:
+    """Return the hash of each function and class body of a module, and of what is left at its top level."""
+    parts: dict[str, list[str]] = {}
+    _collect(tree.body, "", parts)
+    return {name: _hash("\n".join(lines).encode()) for name, lines in parts.items()}
+
+
+def _collect(body: list[ast.stmt], prefix: str, parts: dict[str, list[str]]) -> None:
+    own = parts.setdefault(prefix.rstrip(".") or TOP_LEVEL, [])
+    imports: list[str] = []
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            own.append(f"def {node.name}")
+            parts.setdefault(prefix + node.name, []).append(_text(node))
+        elif isinstance(node, ast.ClassDef):
+            head = copy.copy(node)
+            head.body = []
+            own.append(f"class {node.name}")
+            parts.setdefault(prefix + node.name, []).append(_text(head))
+            _collect(node.body, f"{prefix}{node.name}.", parts)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            where = f"{'.' * node.level}{node.module or ''}" if isinstance(node, ast.ImportFrom) else ""
+            imports += [f"{where} {alias.name} {alias.asname or ''}" for alias in node.names]
+        elif not _is_text(node):
+            own.append(_text(node))
+    own += sorted(imports)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+class _WithoutTexts(ast.NodeTransformer):
+    """Takes out docstrings, and other texts that stand alone."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return None if _is_text(node) else self.generic_visit(node)
+
+
+def _text(node: ast.AST) -> str:
+    return ast.unparse(ast.fix_missing_locations(_WithoutTexts().visit(node)))
+
+
+def _hash(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=8).hexdigest()

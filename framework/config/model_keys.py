@@ -1,0 +1,51 @@
+"""The framework's own keys in the model's node: what the configuration answers for the model, and what it begins with."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from framework.config.init_from import InitFile
+from framework.config.validation import section_problems, unknown_key, value_problems
+from framework.runtime.problem import Problem, shown
+
+
+class ModelParts(BaseModel):
+    """`model.parts`: what the configuration answers for a model that does not answer itself (framework/modules/parts.py)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    blocks: str | list[str] | None = None  # paths of modules or of lists of modules; [] = none
+    chain: list[str] | None = None
+    tensor_plan: dict[str, Literal["colwise", "rowwise", "gather"]] | None = None
+
+
+def parts_problems(parts: Any) -> list[Problem]:
+    """Check the types of `model.parts`; that its names are modules, the dry build checks."""
+    if parts is None:
+        return []
+    if not isinstance(parts, dict):
+        return [Problem("model.parts", f"{shown(parts)} is not valid", "a section of blocks, chain and tensor_plan")]
+    types = {name: field.annotation for name, field in ModelParts.model_fields.items()}
+    unknown = [problem for name in parts.keys() - types for problem in unknown_key(f"model.parts.{name}", parts[name],
+               known=[f"model.parts.{name}" for name in types])]  # fmt: skip
+    found = [value_problems(types[name], value, f"model.parts.{name}") for name, value in parts.items() if name in types]
+    return unknown + [problem for problems in found for problem in problems]
+
+
+_INIT_KEYS = "{" + ", ".join(InitFile.model_fields) + "}"
+
+
+def init_problems(init_from: Any) -> list[Problem]:
+    """Check the types of `model.init_from`; the files themselves are not looked at."""
+    if isinstance(init_from, str):
+        return []
+    if not isinstance(init_from, list) or not init_from:
+        return [Problem("model.init_from", f"{shown(init_from)} is not valid", f"text, a list of {_INIT_KEYS}, or null")]
+    problems: list[Problem] = []
+    for number, entry in enumerate(init_from):
+        key = f"model.init_from[{number}]"
+        if not isinstance(entry, (str, dict)):
+            problems.append(Problem(key, f"{shown(entry)} is not valid", f"text, or {_INIT_KEYS}"))
+        elif isinstance(entry, dict):
+            problems += section_problems(InitFile, entry, key, [f"{key}.{name}" for name in InitFile.model_fields])
+    return problems

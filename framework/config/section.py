@@ -1,0 +1,30 @@
+"""A part of the configuration: what its keys may hold, and its rules."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from framework.runtime.problem import Problem
+
+LARGEST = 2**63 - 1  # 64 bits
+
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+AboveZero = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A part of the configuration. `rules` yields problems that types cannot express, under the section's keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    def rules(self) -> Iterator[Problem]:
+        yield from ()
+
+    @model_validator(mode="after")
+    def _follow_rules(self) -> "Section":
+        if problems := list(self.rules()):
+            raise PydanticCustomError("rules", "{count} rules are broken", {"count": len(problems), "problems": problems})
+        return self

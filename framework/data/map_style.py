@@ -1,0 +1,172 @@
+"""Map-style data: any torch.utils.data.Dataset, any dataset of Hugging Face, any sequence of samples, as it is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from framework.data.source import Source, Split, require_at_least
+from framework.randomness import permutation
+from framework.runtime.log import LOGGER
+
+if TYPE_CHECKING:
+    pass
+
+Key = str | int  # of a value in a sample: a name, or a place
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(kw_only=True, eq=False)
+class MapStyle:
+    """What `dataset[i]` gives is a sample: inputs and targets, or a mapping or sequence with `inputs` and `targets` as keys.
+
+    What makes a split (`train`, ...) is called when the split is loaded. A missing `val` or `test` is a share of train, the
+    same samples for every seed. What `dataset[i]` draws from torch, numpy or random depends on the seed, the epoch and i alone.
+    """
+
+    train: Callable[[], Any]
+    val: Callable[[], Any] | None = None
+    test: Callable[[], Any] | None = None
+    shares: Mapping[str, float] = field(default_factory=lambda: {"val": 0.1, "test": 0.1})  # of train, where a split is missing
+    inputs: Key | Sequence[Key] | None = None
+    targets: Key | Sequence[Key] | None = None
+    collate: Any = None  # from a list of samples to a batch; None = torch's default
+    on_error: Literal["raise", "skip"] = "raise"  # a damaged sample: skip takes the next one in its place
+    facts: Mapping[str, int] = field(default_factory=dict)
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "num_workers")
+        if (self.inputs is None) != (self.targets is None):
+            raise ValueError("dataset.inputs and dataset.targets go together: keys of a sample, or null for pairs")
+        if self.on_error not in ("raise", "skip"):
+            raise ValueError(f"dataset.on_error={self.on_error}: must be raise or skip")
+        if self.shares.keys() - {"val", "test"} or not 0 < sum(self.shares.values()) < 1:
+            raise ValueError(f"dataset.shares={dict(self.shares)}: must be shares of val and test, less than 1 together")
+
+    @property
+    def info(self) -> Mapping[str, int]:
+        return self.facts
+
+    def problems(self) -> list[str]:
+        return []
+
+    def load(self, split: Split) -> Source:
+        make = {"train": self.train, "val": self.val, "test": self.test}[split]
+        made = self.train if make is None else make
+        samples = made() if callable(made) and not hasattr(made, "__getitem__") else made
+        if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+            what = f"a {type(samples).__name__} has no length or no places, so that no run could go on in its middle"
+            raise ValueError(f"dataset.{split}: {what} (write it to shards: docs/data.md)")
+        numbers = self._carved(split, len(samples))
+        if len(samples if numbers is None else numbers) == 0:
+            raise ValueError(f"dataset.{split}: has no sample")
+        return OneByOne(samples, numbers, split=split, inputs=self.inputs, targets=self.targets, collate=self.collate,
+                       skips=self.on_error == "skip")  # fmt: skip
+
+    def _carved(self, split: Split, length: int) -> np.ndarray | None:
+        """Return the numbers of the split's samples among those that it shares with others; None: it has its own."""
+        missing = [name for name, make in (("val", self.val), ("test", self.test)) if make is None]
+        if not missing or split not in ("train", *missing):
+            return None
+        order, parts, start = permutation(length), dict[str, np.ndarray](), 0
+        for name in missing:
+            end = start + max(1, round(self.shares.get(name, 0.1) * length))
+            parts[name], start = order[start:end], end
+        return np.sort(parts.get(split, order[start:]))
+
+    def transform(self, inputs: Any, targets: Any, *, keys: np.ndarray | None) -> tuple[Any, Any]:
+        return inputs, targets
+
+
+class OneByOne:
+    """A source whose samples are fetched one by one: `sample(i)`, and `collate` makes a batch of some."""
+
+    def __init__(
+        self,
+        samples: Any,
+        numbers: np.ndarray | None,
+        *,
+        split: str,
+        inputs: Key | Sequence[Key] | None,
+        targets: Key | Sequence[Key] | None,
+        collate: Collate | None,
+        skips: bool,
+    ) -> None:
+        self.samples, self._numbers, self._split = samples, numbers, split
+        self._inputs, self._targets, self._collate, self._skips = inputs, targets, collate, skips
+
+    def __len__(self) -> int:
+        return len(self.samples) if self._numbers is None else len(self._numbers)
+
+    def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
+        return self.collate([self.sample(int(index)) for index in indices])
+
+    def sample(self, index: int) -> Any:
+        """Return a sample. ValueError, which names it, if it is damaged; with `on_error=skip` a warning, and the next one."""
+        for number in (*range(index, len(self)), *range(index)):
+            stored = number if self._numbers is None else int(self._numbers[number])
+            try:
+                return self.samples[stored]
+            except Exception as error:
+                name = getattr(self.samples, "name_of", lambda _: "")(stored)
+                what = f"sample {stored} of {self._split}{f' ({name})' if name else ''}: {type(error).__name__}: {error}"
+                if not self._skips:
+                    raise ValueError(f"{what} (dataset.on_error=skip takes the next one in its place)") from error
+                LOGGER.warning("%s: skipped", what)
+        raise ValueError(f"dataset.{self._split}: every sample is damaged")
+
+    def collate(self, samples: list[Any]) -> tuple[Any, Any]:
+        """Return the inputs and targets of some samples."""
+        batch = (self._collate or default_collate)(samples)
+        if self._inputs is None:
+            if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+                kind = f"mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+                raise ValueError(f"a batch is a {kind}, and no pair of inputs and targets (dataset.inputs and dataset.targets "
+                                 "say which are which)")  # fmt: skip
+            return batch[0], batch[1]
+        return _chosen(batch, self._inputs), _chosen(batch, self._targets)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a value of every sample, by its key; `targets` is what dataset.targets names."""
+        key: Any = name if name != "targets" else 1 if self._targets is None else self._targets
+        if key in (getattr(self.samples, "column_names", None) or ()):
+            values = np.asarray(self.samples[key])
+        elif hasattr(self.samples, name):
+            values = np.asarray(getattr(self.samples, name))
+        else:
+            values = np.asarray([self.samples[number][key] for number in range(len(self.samples))])
+        return values if self._numbers is None else values[self._numbers]
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The ends of consecutive groups of samples: shards, or datasets that were put together; or all are one group."""
+        ends = getattr(self.samples, "cumulative_sizes", None)
+        if ends is None:
+            return np.array([len(self)])
+        return np.asarray(ends) if self._numbers is None else np.searchsorted(self._numbers, ends)
+
+
+def _chosen(batch: Any, keys: Key | Sequence[Key] | None) -> Any:
+    """Return a batch's value of a key; of several names a dictionary, as a model takes named arguments; of places a tuple."""
+    if isinstance(keys, (str, int)):
+        return batch[keys]
+    chosen = {key: batch[key] for key in keys or ()}
+    return chosen if all(isinstance(key, str) for key in chosen) else tuple(chosen.values())
+
+
+def default_collate(samples: list[Any]) -> Any:
+    """Do what torch's does, but take a list of numbers in a sample for an array."""
+    from torch.utils.data import default_collate as collate
+
+    return collate([_with_arrays(sample) for sample in samples])
+
+
+def _with_arrays(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_arrays(item) for key, item in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, (int, float, list)) for item in value):
+        array = np.asarray(value)
+        return value if array.dtype.hasobject else array
+    return tuple(map(_with_arrays, value)) if type(value) is tuple else value

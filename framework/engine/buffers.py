@@ -1,0 +1,108 @@
+"""The buffers of a model in a step: what its forward changes in them does not depend on which rank ran it, or when."""
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from framework.runtime.exits import Unfit
+from framework.runtime.torch_internals import UNREAD_STATISTICS, copy_all, version_of
+
+
+class Buffers:
+    """The buffers in the state dicts of some modules, or those `among` them with these ids.
+
+    Every micro-batch of a step reads those of the step's start, and those at its end are what micro-batch 0 has made of
+    them. A forward may change them in place, also through `.data`, or put another tensor in their place. `broadcast` sends
+    rank 0's tensors to the other ranks in each step.
+    """
+
+    def __init__(
+        self,
+        *modules: nn.Module,
+        among: Collection[int] | None = None,
+        broadcast: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:
+        self._places: list[tuple[nn.Module, str]] = []
+        for module in modules:
+            state = module.state_dict(keep_vars=True)
+            for prefix, owner in module.named_modules():
+                own = owner.named_buffers(recurse=False)
+                names = [name for name, buffer in own if among is None or id(buffer) in among]
+                self._places += [(owner, name) for name in names if (f"{prefix}.{name}" if prefix else name) in state]
+        forwards = [getattr(type(owner), "forward", None) for owner, _ in self._places]
+        self._read = [i for i, forward in enumerate(forwards) if forward not in UNREAD_STATISTICS]
+        unread = (owner for (owner, _), forward in zip(self._places, forwards) if forward in UNREAD_STATISTICS)
+        self._unread = list(dict.fromkeys(unread)) if broadcast is not None else []
+        self._behind: set[nn.Module] = set()  # those whose statistics rank 0 alone has
+        self._broadcast = broadcast if self._read else None
+        self._moving: set[int] | None = None  # those that the first step has changed
+        self._is_alone = False
+        self._start: list[Tensor] = []
+        self._versions: list[int] = []
+        self._values: list[Tensor] | None = None  # at the step's start
+        self._left: list[Tensor] | None = None  # by micro-batch 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [getattr(owner, name) for owner, name in self._places]
+
+    def values(self) -> list[Tensor]:
+        """Return copies."""
+        return [tensor.clone() for tensor in self.tensors]
+
+    def set(self, values: Sequence[Tensor], *, onto: Sequence[Tensor] | None = None) -> None:
+        """Give the buffers these values, in the tensors that they are or in others that they were."""
+        targets, sources = [], []
+        for place, tensor, value in zip(self._places, onto or self.tensors, values):
+            fits = tensor.shape == value.shape and tensor.dtype == value.dtype
+            if not fits or getattr(*place) is not tensor:
+                setattr(*place, tensor if fits else value.clone())
+            if fits:
+                targets.append(tensor.data)  # a backward pass that needs the buffer does not notice
+                sources.append(value)
+        copy_all(targets, sources)
+
+    def begin_step(self, *, is_alone: bool) -> None:
+        """Note the values that every micro-batch reads. `is_alone`: this rank runs micro-batch 0 and no other."""
+        self._is_alone, self._start, self._left = is_alone, self.tensors, None
+        self._versions = [version_of(tensor) for tensor in self._start]
+        needs_values = not is_alone or (self._moving is None and self._broadcast is not None)
+        self._values = self.values() if needs_values else None
+
+    def end_forward(self, micro_batch: int | None) -> None:
+        """Note what micro-batch 0 has left, and put back what the next one reads. None is padding."""
+        if self._values is None or self._is_alone:
+            return
+        if micro_batch == 0:
+            self._left = self.values()
+        self.set(self._values, onto=self._start)
+
+    def synchronised(self) -> None:
+        """Note that every rank has rank 0's buffers."""
+        self._behind.clear()
+
+    def end_step(self) -> None:
+        """Leave what micro-batch 0 has left; on every rank, where the next step's forward may read it. Collective.
+
+        Unfit if a layer of running statistics has changed its mode, and reads them: other ranks have old ones.
+        """
+        for layer in self._unread:
+            if not layer.training and layer in self._behind:
+                what = f"a {type(layer).__name__} goes into evaluation mode within a run, and rank 0 alone has its statistics"
+                raise Unfit(f"model: {what} (keep it in one mode, or one process)")
+        self._behind.update(layer for layer in self._unread if layer.training)
+        if self._left is not None:
+            self.set(self._left, onto=self._start)
+        if self._broadcast is not None:
+            now = self.tensors
+            if self._moving is None and self._values is not None:
+                self._moving = {i for i in self._read if not torch.equal(now[i], self._values[i])}
+            flags = torch.tensor([self._has_moved(i, now[i]) for i in self._read], dtype=torch.uint8, device=now[0].device)
+            self._broadcast([flags])
+            self._broadcast([now[i] for i, flag in zip(self._read, flags.tolist()) if flag])
+        self._values = self._left = None
+
+    def _has_moved(self, i: int, now: Tensor) -> bool:
+        is_moving = self._moving is not None and i in self._moving
+        return is_moving or now is not self._start[i] or version_of(now) != self._versions[i]

@@ -1,0 +1,214 @@
+"""A task's own step: the model called as often as wanted, other samples' tensors, the averaged weights, draws by key."""
+
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+from framework.engine.buffers import Buffers
+from framework.engine.forward import Forward
+from framework.engine.seam import MicroBatch, Step
+from framework.engine.sums import Sums, Value, as_sums
+from framework.modules.tensors import Tree, call
+from framework.randomness import generator_states, key, set_generator_states
+from framework.runtime.exits import Unfit
+
+Call = Callable[..., Any]
+
+
+class Batch(NamedTuple):
+    """One micro-batch, as a task's step gets it."""
+
+    inputs: Tree
+    targets: Tree
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Context:
+    """What a task's step can use besides the model and its batch."""
+
+    step: int  # optimizer steps taken before this one; 0 in an evaluation
+    epoch: int
+    is_training: bool
+    turn: str  # the name of the turn (optimizer.turns) whose parameters this step moves; empty without turns and in evaluations
+    num_samples: int  # in the global batch
+    start: int  # the place of the batch's first sample in the global batch
+    generator: torch.Generator  # its draws depend on the seed, the step and the micro-batch, on nothing else
+    averaged: Call  # calls the model with the averaged weights (trainer.ema_decay), without gradients; its buffers do not move
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all samples of the global batch, in its order: (B, ...) -> (N, ...). Differentiable.
+
+        The micro-batches of a step wait here for each other, so their activations are in memory together. Every micro-batch
+        must call it as often as the others.
+        """
+        if tensor.ndim == 0:
+            raise TypeError("gather() joins the rows of samples, and a number has none: unsqueeze(0) makes it a row")
+        loop = getcurrent().parent
+        if loop is None:
+            raise RuntimeError("gather() can be called within a task's step only")
+        gathered: Tensor = loop.switch(tensor)
+        return gathered
+
+
+class Result(NamedTuple):
+    """What a task's step has returned for a micro-batch: the sum of its losses, and all sums."""
+
+    micro_batch: MicroBatch
+    loss: Tensor
+    sums: Sums
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A micro-batch that waits in gather()."""
+
+    run: greenlet
+    micro_batch: MicroBatch
+    tensor: Tensor
+    surroundings: "_Surroundings"
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a micro-batch's step reads and changes around it, when another takes its turn."""
+
+    is_grad_enabled: bool
+    generators: Any
+    buffers: Sequence[Tensor]
+    draws: Any
+
+
+@dataclass(eq=False)
+class OwnSteps:
+    """Runs a task's step on the micro-batches of a rank.
+
+    `exchange` joins the rows of all ranks that have parts of the global batch, from this rank's.
+    """
+
+    forward: Forward
+    model: Call
+    buffers: Buffers
+    exchange: Callable[[Tensor], Tensor]
+    averaged: Callable[[Callable[[], Any]], Any]
+
+    def run(self, step: Step, *, index: int | None) -> Iterator[list[Result]]:
+        """Yield what the step returns: of each micro-batch, or of all together if they wait for each other.
+
+        Index None: an evaluation.
+        """
+        is_alone, waiting = len(step.micro_batches) == 1, list[_Waiting]()
+        tensors, values = ([], []) if is_alone else (self.buffers.tensors, self.buffers.values())
+        for micro_batch in step.micro_batches:
+            run = greenlet(self._one)
+            run.gr_context = contextvars.copy_context()
+            given = run.switch(micro_batch, step, index)
+            if run.dead:
+                _require(not waiting)
+                yield [given]
+                self._end(micro_batch)  # after its backward pass
+                continue
+            waiting.append(_Waiting(run, micro_batch, given, self._surroundings()))
+            if not is_alone:
+                self.buffers.set(values, onto=tensors)
+        while waiting:
+            own = [item.tensor[:0] if item.micro_batch.is_padding else item.tensor for item in waiting]
+            gathered = self.exchange(own[0] if len(own) == 1 else torch.cat(own))
+            finished = [self._go_on(item, gathered) for item in waiting]
+            if done := [result for result in finished if result is not None]:
+                _require(len(done) == len(waiting))
+                yield done
+                return
+
+    def _go_on(self, item: _Waiting, gathered: Tensor) -> Result | None:
+        """Let a micro-batch go on; return its result, or None if it waits again."""
+        then = item.surroundings
+        torch.set_grad_enabled(then.is_grad_enabled)
+        set_generator_states(then.generators, devices=self.forward.devices)
+        self.buffers.set(then.buffers)
+        self.forward.draws = then.draws
+        given = item.run.switch(gathered)
+        if item.run.dead:
+            self._end(item.micro_batch)
+            result: Result = given
+            return result
+        item.tensor, item.surroundings = given, self._surroundings()
+        return None
+
+    def _end(self, micro_batch: MicroBatch) -> None:
+        self.buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
+
+    def _surroundings(self) -> _Surroundings:
+        states = generator_states(devices=self.forward.devices)
+        return _Surroundings(torch.is_grad_enabled(), states, self.buffers.values(), self.forward.draws)
+
+    def _one(self, micro_batch: MicroBatch, step: Step, index: int | None) -> Result:
+        forward, number = self.forward, micro_batch.number
+        forward.is_padding = micro_batch.is_padding
+        forward.seed_draws(step=index, micro_batch=number, turn=step.turn)
+        generator = torch.Generator(forward.device)
+        at = ("step", -1 if index is None else index, number)
+        generator.manual_seed(key(forward.seed, *at, *(("turn", step.turn) if step.turn else ())))
+        context = Context(
+            step=index or 0,
+            epoch=step.epoch,
+            is_training=index is not None,
+            turn=step.turn,
+            num_samples=step.num_samples,
+            start=micro_batch.start,
+            generator=generator,
+            averaged=lambda *inputs, **named: self.averaged(lambda: self._call(*inputs, **named)),
+        )
+        value = forward.task.step(self._call, Batch(micro_batch.inputs, micro_batch.targets), context)  # type: ignore[attr-defined]
+        values: Mapping[str, Value] = value if isinstance(value, Mapping) else {"loss": value}
+        if "loss" not in values:
+            raise TypeError(f"step() returns {', '.join(values) or 'nothing'}, and no loss")
+        loss = values["loss"]
+        return Result(micro_batch, loss[0] if isinstance(loss, tuple) else loss, as_sums(values))
+
+    def _call(self, *inputs: Any, **named: Any) -> Any:
+        """Call the model: one argument as the loop would, tuples and mappings taken apart; several, or names, as they are."""
+        self.forward.begin_call()
+        is_tree = len(inputs) == 1 and not named
+        return self.forward.in_precision(lambda: call(self.model, inputs[0]) if is_tree else self.model(*inputs, **named))
+
+
+def _require(are_alike: bool) -> None:
+    if not are_alike:
+        raise Unfit(
+            "task: its step() calls gather() for some micro-batches of a step more often than for others (as often for all)"
+        )
+
+
+def gather_rows(own: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
+    """Return all ranks' rows (n, ...), in the order of the ranks, of which each may have another number. Collective.
+
+    Differentiable, collective too: a row's gradient is the sum of what all ranks do with it.
+    """
+    counts = [torch.zeros(1, dtype=torch.long, device=own.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([len(own)], device=own.device), group=group)
+    gathered: Tensor = _Rows.apply(own, [int(count) for count in counts], group)
+    return gathered
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:  # type: ignore[no-untyped-def,override]  # torch's own signature
+        start = sum(counts[: dist.get_rank(group)])
+        ctx.span, ctx.group = slice(start, start + len(own)), group
+        padded = own.new_zeros(max(counts), *own.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts)])
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def,override]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.span], None, None

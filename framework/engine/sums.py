@@ -1,0 +1,46 @@
+"""Sums over samples: what a task measures. Their means are taken over the samples, or by weights of the task's own."""
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+Value = Tensor | tuple[Tensor, Tensor]  # what a task returns: a sum over samples, or a sum and its weight; all of shape ()
+Sums = dict[str, Tensor]  # by name; a weight under `weight_of` the name
+
+
+def weight_of(name: str) -> str:
+    """Return the name under which the weight of a sum is kept."""
+    return f"weight of {name}"
+
+
+def as_sums(values: Mapping[str, Value]) -> Sums:
+    """Return a task's values as sums and their weights, without gradients. TypeError for what is neither."""
+    sums: Sums = {}
+    for name, value in values.items():
+        total, weight = value if isinstance(value, tuple) else (value, None)
+        for item in (total, weight) if weight is not None else (total,):
+            if not isinstance(item, Tensor) or item.shape != ():
+                kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
+                raise TypeError(f"{name} is {kind}, where a sum over the samples, or its weight, is a tensor of shape ()")
+        sums[name] = total.detach()
+        if weight is not None:
+            sums[weight_of(name)] = weight.detach().double()
+    return sums
+
+
+def add(sums: Sums, more: Sums) -> None:
+    """Add `more` to `sums`, in place."""
+    for name, value in more.items():
+        sums[name] = sums[name] + value if name in sums else value
+
+
+def means(sums: Sums, *, num_samples: int) -> dict[str, float]:
+    """Return the means that follow from the sums over all ranks; nan where the weight is zero."""
+    totals = {name: total.item() for name, total in sums.items()}
+    weights = {weight_of(name) for name in totals}
+    found: dict[str, float] = {}
+    for name in (name for name in totals if name not in weights):
+        weight = totals.get(weight_of(name), num_samples)
+        found[name] = totals[name] / weight if weight else math.nan
+    return found

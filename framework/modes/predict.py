@@ -1,0 +1,114 @@
+"""mode=predict: write what a run's model says of each sample of a split, or of a folder of files. The run is only read."""
+
+import gc
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.build.training import Builder
+from framework.checkpoint.canonical import on_rank_0
+from framework.config.frozen_file import digest_of, recall
+from framework.data.loader import load_shared
+from framework.data.source import Source
+from framework.distributed.world import World
+from framework.engine.seam import MicroBatch, Task
+from framework.modes.evaluate import until_signal
+from framework.modes.load_run import LoadedModel, load_run
+from framework.modes.predictions_file import PredictionsFile
+from framework.modules.structure import in_eval_mode
+from framework.runtime.exits import Exit, Unfit
+from framework.runtime.files import make_directory
+from framework.tasks.outputs import main_output
+
+
+def predict(build: Builder) -> Exit:
+    """Write `predictions/` of the run: one record for each sample, in the split's order. Collective."""
+    world, directory, wanted = build.world, build.directory.predictions, build.config.predict
+    model, recording = load_run(build), Recording(build.task)
+    predicting = build.altered()
+    predicting.task, predicting.observe = recording, recording.observe
+    engine = predicting.engine(model.module)
+    names, source = _samples(build)
+    loader = predicting.loader(source, wanted.split, dp_rank=engine.dp_rank, dp_size=engine.dp_size)
+    path = directory / ("files" if wanted.files is not None else wanted.split)
+    file = PredictionsFile(path, num_samples=len(source), names=names, facts=_facts(build, model)) if world.rank == 0 else None
+    try:
+        world.at("prediction", step=model.step or 0)
+        world.agreement.together(lambda: make_directory(directory), what=f"{directory} not made")
+        engine.sync_buffers()
+        with file or nullcontext(), in_eval_mode(engine.module):
+            for step in until_signal(loader, world):
+                engine.evaluate(step)
+                _write(recording, file, world)
+            world.agreement.together(file.commit if file else lambda: None, what="the predictions not written")
+    finally:
+        loader.close()
+        # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
+        del engine, model
+        gc.collect()
+    if file is not None:
+        print(f"{len(source)} predictions ({file.content}): {path}.jsonl, {path}.safetensors", flush=True)
+    return Exit.FINISHED
+
+
+def _samples(build: Builder) -> tuple[list[str], Source]:
+    """Return the samples, and before them the names of their files, if they are not a split's. Collective."""
+    wanted = build.config.predict
+    if wanted.files is None:
+        return [], load_shared(build.dataset, wanted.split, world=build.world)
+    names, source = build.dataset.read_folder(Path(wanted.files))  # type: ignore[attr-defined]  # the preflight has looked
+    if any(others != names for others in build.world.agreement.gather(names)):
+        raise Unfit("predict.files: the folder changes while it is listed")
+    return names, source
+
+
+def _facts(build: Builder, model: LoadedModel) -> dict[str, str]:
+    return {"run_id": build.config.run.id, "config_hash": digest_of(recall(build.directory.path)), "step": str(model.step)}
+
+
+def _write(recording: "Recording", file: PredictionsFile | None, world: World) -> None:
+    """Let rank 0 write what the ranks have recorded of a batch. Collective. Unfit on every rank if it cannot be written."""
+    rows = on_rank_0(recording.taken(), world=world)
+    faults = world.agreement.gather(recording.fault)
+    if not any(faults):
+        add = (lambda: file.add(rows)) if file is not None else (lambda: "")
+        faults = world.agreement.together(add, what="the predictions not written")
+    for fault in filter(None, faults):
+        raise Unfit(f"task: {fault}; its written(outputs) can return what mode=predict writes: tensors by name, samples first")
+
+
+class Recording:
+    """Is in the place of the task, which has nothing to measure here, and keeps what is to be written of each micro-batch."""
+
+    def __init__(self, task: Task) -> None:
+        self._written = getattr(task, "written", _main)
+        self._rows: dict[str, Tensor] = {}
+        self.fault = ""
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return torch.zeros(())
+
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Any]:
+        return {}
+
+    def observe(self, outputs: Any, micro_batch: MicroBatch) -> None:
+        try:
+            for name, value in self._written(outputs).items():
+                if value.shape[:1] != (micro_batch.num_samples,):
+                    what = f"{name} of shape {list(value.shape)} does not begin with the {micro_batch.num_samples} samples"
+                    raise ValueError(what)
+                self._rows[f"{micro_batch.start}/{name}"] = value.cpu().contiguous()
+        except (ValueError, TypeError, AttributeError) as error:  # raised when all ranks know of it
+            self.fault = str(error)
+
+    def taken(self) -> dict[str, Tensor]:
+        """Return what was recorded since the last call, as `FIRST SAMPLE IN THE BATCH/NAME`."""
+        rows, self._rows = self._rows, {}
+        return rows
+
+
+def _main(outputs: Any) -> dict[str, Tensor]:
+    return {"output": main_output(outputs)}

@@ -1,0 +1,219 @@
+"""A model's parts: its blocks, its chain and its tensor plan, as the configuration or the model says, or as its tree shows."""
+
+import difflib
+import fnmatch
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from framework.modules.trace import traced
+
+_GIVEN: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def give_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
+    """Let `parts` answer for a model: `blocks` and `chain` name modules, `tensor_plan` says how layers are cut.
+
+    A name is that of a module, or of a list of modules, which stands for these; `*` matches any text. ValueError for a name
+    of no module.
+    """
+    answers: dict[str, Any] = {}
+    for name in (name for name in ("blocks", "chain") if parts.get(name) is not None):
+        paths = [parts[name]] if isinstance(parts[name], str) else parts[name]
+        answers[name] = [module for path in paths for module in named(model, path, key=f"model.parts.{name}")]
+    if (plan := parts.get("tensor_plan")) is not None:
+        for pattern in plan:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in model.named_modules()):
+                raise ValueError(_no_module("model.parts.tensor_plan", pattern, model))
+        answers["tensor_plan"] = dict(plan)
+    _GIVEN[model] = answers
+
+
+def named(model: nn.Module, path: str, *, key: str) -> list[nn.Module]:
+    """Return the modules that a path in the configuration names. ValueError, which says the key, if there are none."""
+    found = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, path)]
+    if not found:
+        raise ValueError(_no_module(key, path, model))
+    return [part for module in found for part in (module.children() if isinstance(module, CONTAINERS) else [module])]
+
+
+def _no_module(key: str, path: str, model: nn.Module) -> str:
+    names = [name for name, _ in model.named_modules() if name]
+    return f"{key}: {path!r} names no module of {type(model).__name__} ({nearest_name(path, names)})"
+
+
+def nearest_name(pattern: str, names: Sequence[str]) -> str:
+    """Return which name was probably meant by a pattern that matches none of them."""
+    close = difflib.get_close_matches(pattern, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names[:5])}, ..."
+
+
+def own_answer(model: nn.Module, name: str) -> Callable[[], Any] | None:
+    """Return what answers for a model: the configuration's answer, or the model's method of this name if it needs no argument.
+
+    Other people's models use the same names for other things: `self.blocks` is a module list in most transformers.
+    """
+    given = _GIVEN.get(model, {})
+    if name in given:
+        return lambda: given[name]
+    answer = getattr(model, name, None)
+    if not inspect.ismethod(answer):
+        return None
+    parameters = inspect.signature(answer).parameters.values()
+    needs = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return None if needs else answer
+
+
+def _own_modules(model: nn.Module, name: str) -> list[nn.Module] | None:
+    """Return the modules that an answer of this name lists; None if there is no answer, or it is something else."""
+    answer = own_answer(model, name)
+    found: Any = answer() if answer is not None else None
+    is_listing = isinstance(found, Iterable) and not isinstance(found, (str, Mapping))
+    modules = list(found) if is_listing else []
+    return modules if is_listing and all(isinstance(module, nn.Module) for module in modules) else None
+
+
+# --- blocks
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the model's repeated units, for sharding, recomputation and compilation.
+
+    They are the answer of the configuration or of the model's `blocks()`, otherwise those of `repeated` that a forward is
+    seen to enter: experts that it enters for some samples are none. A model that repeats nothing is one unit: the list is
+    empty.
+    """
+    if (answer := _own_modules(model, "blocks")) is not None:
+        return answer
+    units, trace = repeated(model), traced(model)
+    is_open = trace is None or any(unit in trace.inside for unit in units)  # it failed in a unit: the others may follow
+    return units if is_open or trace is None else [unit for unit in units if unit in trace.entered()]
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a model's tree shows, wherever they are: they depend on nothing but the model.
+
+    They are the modules of the classes that a library says must not be split (Hugging Face's `_no_split_modules`), if it
+    says so; otherwise the modules that a list or sequence holds several of. A list of stages that hold lists of blocks has
+    the blocks; the experts within a block are none. A model with no such list has the layers of its lists and sequences.
+    """
+    unsplit = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return _of_classes(model, unsplit) or _repeated(model) or _layers(model)
+
+
+def _of_classes(model: nn.Module, names: set[str]) -> list[nn.Module]:
+    """Return the outermost modules of classes with these names."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += [child] if type(child).__name__ in names and _size(child) else _of_classes(child, names)
+    return found
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    members = _members(module)
+    inside = {member: _repeated(member) for member in members}
+
+    def is_stage(member: nn.Module) -> bool:
+        return sum(map(_size, inside[member])) >= _size(member) / 2
+
+    blocks: list[nn.Module] = []
+    for member in members:
+        same = [other for other in members if _kind(other) == _kind(member)]
+        # stages are sequences, or differ, and hold little but their blocks; of blocks that differ, only some may hold experts
+        differ = len({_shapes(other) for other in same}) > 1
+        are_stages = is_stage(member) if isinstance(member, CONTAINERS) else differ and all(map(is_stage, same))
+        is_one_of_several = isinstance(module, CONTAINERS) and (len(same) > 1 or len(members) == 1)
+        is_block = is_one_of_several and not are_stages and _num_matrices(member) > 1
+        blocks += [member] if is_block else inside[member]
+    return list(dict.fromkeys(blocks))
+
+
+def _members(module: nn.Module) -> list[nn.Module]:
+    """Return the modules with parameters in a module: of a list, which is not called itself, those in it."""
+    if is_parametrized(module):
+        return []
+    members: list[nn.Module] = []
+    for child in module.children():
+        is_called = getattr(type(child), "forward", None) is not nn.Module.forward  # a scripted one has it later
+        if _size(child):
+            members += [child] if is_called or not isinstance(module, CONTAINERS) else _members(child)
+    return members
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    return type(module).__module__, type(module).__qualname__  # not the class: a parametrization makes one for each module
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """Return the members of the model's outermost sequences and lists."""
+    members = _members(module)
+    if isinstance(module, CONTAINERS):
+        return members
+    return list(dict.fromkeys(layer for member in members for layer in _layers(member)))
+
+
+def _num_matrices(module: nn.Module) -> int:
+    return sum(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+
+
+def description(units: Sequence[nn.Module], model: nn.Module) -> str:
+    """Return what the units are, as in `12 units of GPT2Block, 93 % of the weights`."""
+    if not units:
+        return f"none in {type(model).__name__}, which is one unit (model.parts.blocks names its blocks)"
+    counts = Counter(type(unit).__name__ for unit in units)
+    kinds = " and ".join(f"{count} unit{'s' * (count != 1)} of {kind}" for kind, count in counts.most_common(3))
+    inside = {id(parameter): parameter.numel() for unit in units for parameter in unit.parameters()}
+    return f"{kinds}, {100 * sum(inside.values()) / max(1, _size(model)):.0f} % of the weights"
+
+
+def separate(units: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Return the units that share no weight with each other or with the rest of the model."""
+    inside = {module for unit in units for module in unit.modules()}
+    rest = [module for module in model.modules() if module not in inside]
+    uses = Counter(id(p) for module in rest for p in module.parameters(recurse=False))
+    uses.update(id(p) for unit in units for p in unit.parameters())
+    return [unit for unit in units if all(uses[id(p)] == 1 for p in unit.parameters())]
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with parameters that the model's forward calls; if the model only wraps another, the other's."""
+    units = _called(model)
+    while len(units) == 1 and not type(units[0]).__module__.startswith("torch.nn.") and (inner := _called(units[0])):
+        units = inner
+    return units
+
+
+def _called(model: nn.Module) -> list[nn.Module]:
+    units: list[nn.Module] = []
+    for child in model.children():
+        is_container = getattr(type(child), "forward", None) is nn.Module.forward or isinstance(child, nn.Sequential)
+        found = _called(child) if is_container else [child]
+        units += [unit for unit in found if any(True for _ in unit.parameters())]
+    return units
+
+
+# --- chain
+
+
+def chain_of(model: nn.Module) -> list[nn.Module] | None:
+    """Return modules that, called one after the other, are the model's forward; None if they are not known.
+
+    They are the answer of the configuration or of the model's `chain()`, or the children of an nn.Sequential.
+    """
+    if (answer := _own_modules(model, "chain")) is not None:
+        return answer
+    return list(model.children()) if isinstance(model, nn.Sequential) else None

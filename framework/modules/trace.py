@@ -1,0 +1,132 @@
+"""A model's forward, followed without computing a number: which modules it enters, and which tensors it uses where."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from framework.modules.tensors import Tree, call, map_tensors
+
+
+@dataclass(frozen=True)
+class Event:
+    """A module is entered (with its arguments) or left (with its outputs); or a parameter or buffer is used in an operation."""
+
+    kind: str  # enter, leave or use
+    what: Any  # the model's own module or tensor
+    value: Any = None
+
+
+@dataclass
+class Trace:
+    """The events of one forward. `inside` are the modules that it was in when it failed; none if it came to its end."""
+
+    events: list[Event] = field(default_factory=list)
+    inside: list[nn.Module] = field(default_factory=list)
+    is_whole: bool = False
+
+    def entered(self) -> set[nn.Module]:
+        return {event.what for event in self.events if event.kind == "enter"}
+
+    def read_elsewhere(self) -> set[int]:
+        """Return the ids of the parameters and buffers that are used outside of the call of a module that has them."""
+        stack: list[nn.Module] = []
+        found: set[int] = set()
+        for event in self.events:
+            if event.kind == "enter":
+                stack.append(event.what)
+            elif event.kind == "leave":
+                stack.pop()
+            elif not stack or not any(event.what is own for own in _own_tensors(stack[-1])):
+                found.add(id(event.what))
+        return found
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+_EXAMPLES: WeakKeyDictionary[nn.Module, Tree] = WeakKeyDictionary()
+_TRACES: WeakKeyDictionary[nn.Module, Trace] = WeakKeyDictionary()
+
+
+def give_example(model: nn.Module, inputs: Tree | None) -> None:
+    """Let `traced` follow the model's forward with such inputs, which need no storage; None: their kind is not known."""
+    if inputs is not None:
+        _EXAMPLES[model] = inputs
+
+
+def traced(model: nn.Module) -> Trace | None:
+    """Return the trace of the model's forward in evaluation; None if it is not known what its inputs are.
+
+    To be called before a strategy changes the model; later calls return the same trace.
+    """
+    if model not in _TRACES and model in _EXAMPLES:
+        _TRACES[model] = follow(model, _EXAMPLES[model])
+    return _TRACES.get(model)
+
+
+def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a copy for evaluation, without storage, and its modules by the ids of the model's."""
+    copies: dict[int, Any] = {id(t): t.detach().to("meta") for t in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, copies)
+    for module in copied.modules():
+        module.__dict__.pop("forward", None)  # a wrapper (recomputation, compilation) around the original's
+    return copied.eval(), copies
+
+
+def follow(model: nn.Module, inputs: Tree) -> Trace:
+    """Run a copy of the model without storage."""
+    trace, stack = Trace(), list[nn.Module]()
+    try:
+        copied, copies = on_meta(model)
+    except Exception:  # a model that cannot be copied
+        return trace
+    own: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
+    originals = {id(copies[id(item)]): item for item in own if id(item) in copies}
+
+    def enter(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        stack.append(originals[id(module)])
+        trace.events.append(Event("enter", stack[-1], (given, named)))
+
+    def leave(module: nn.Module, _: Any, outputs: Any) -> None:
+        trace.events.append(Event("leave", stack.pop(), outputs))
+
+    for module in copied.modules():
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
+
+    def use(tensor: Tensor) -> None:
+        if id(tensor) in originals:
+            trace.events.append(Event("use", originals[id(tensor)]))
+
+    example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
+    try:
+        with torch.no_grad(), _Uses(use):
+            call(copied, example)
+        trace.is_whole = True
+    except Exception:  # the model reads numbers, not only shapes; or does not take this batch
+        trace.inside = list(stack)
+    return trace
+
+
+class _Uses(TorchFunctionMode):
+    """Tells of each tensor that an operation takes and makes another tensor of."""
+
+    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, (Tensor, tuple, list)):
+            for given in (*args, *(kwargs or {}).values()):
+                for item in given if isinstance(given, (tuple, list)) else (given,):
+                    if isinstance(item, Tensor):
+                        self._tell(item)
+        return result

@@ -1,0 +1,112 @@
+"""Turns: sets of parameters, each with an optimizer of its own, of which a step takes one after the other."""
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from framework.modules.parts import nearest_name
+from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A set of parameters by patterns of their names, and when and how a step moves them."""
+
+    name: str
+    match: Sequence[str]
+    every: int = 1  # steps; of the others it is left out
+    clip_grad_norm: float | None = None  # null: as trainer.clip_grad_norm
+    scheduler: dict[str, Any] | None = None  # the node of a schedule; null: the run's
+    optimizer: dict[str, Any]  # the node of its optimizer: the run's, with the turn's options, or one of its own
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step, counted from 0, takes it."""
+        return (step + 1) % self.every == 0
+
+    def has(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.match)
+
+
+def turns_of(node: Mapping[str, Any]) -> list[Turn]:
+    """Return the turns of an optimizer's node, in their order; none if it has none. ValueError, which says the key."""
+    named = node.get("turns") or {}
+    shared = {name: value for name, value in node.items() if name != "turns"}
+    if not isinstance(named, Mapping):
+        raise ValueError(f"turns: {named!r} is not valid (turns by name, as in {{critic: {{match: [critic.*]}}}})")
+    turns = []
+    for name, entry in named.items():
+        match = entry.get("match") if isinstance(entry, Mapping) else None
+        if not isinstance(entry, Mapping) or not isinstance(match, (str, list)) or not match:
+            raise ValueError(f"turns.{name}: {entry!r} is not valid (match: patterns of parameters' names, and options)")
+        every, clip = entry.get("every", 1), entry.get("clip_grad_norm")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"turns.{name}.every: {every!r} is not valid (a number of steps, at least 1)")
+        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip <= 0):
+            raise ValueError(f"turns.{name}.clip_grad_norm: {clip!r} is not valid (a number above 0, or null)")
+        own = {key: value for key, value in entry.items() if key not in ("match", "every", "clip_grad_norm")}
+        schedule = own.pop("scheduler", None)
+        patterns = [match] if isinstance(match, str) else list(match)
+        turns.append(Turn(name=str(name), match=patterns, every=every, clip_grad_norm=clip, scheduler=schedule,
+                          optimizer=own if "_target_" in own else shared | own))  # fmt: skip
+    return turns
+
+
+def check_turns(turns: Sequence[Turn], *, names: Sequence[str]) -> None:
+    """Raise ValueError unless each trained parameter belongs to one turn, and each pattern matches one."""
+    for turn in turns:
+        for pattern in turn.match:
+            if not fnmatch.filter(names, pattern):
+                near = nearest_name(pattern, names)
+                raise ValueError(f"turns.{turn.name}.match: {pattern} matches no parameter that is trained ({near})")
+    if not any(turn.every == 1 for turn in turns):
+        raise ValueError("turns: some steps would take none of them (every: 1 for one)")
+    for name in names:
+        having = [turn.name for turn in turns if turn.has(name)]
+        if not having:
+            raise ValueError(f"turns: none of them has {name} (name it in one, or in trainer.freeze)")
+        if len(having) > 1:
+            raise ValueError(f"turns: {' and '.join(having)} have {name} (one of them)")
+
+
+class InTurns(torch.optim.Optimizer):
+    """The optimizers of all turns as one, whose `step` is that of `turn`. All keep their state in one place, by parameter."""
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.optimizers = dict(optimizers)
+        self.turn = next(iter(optimizers))
+        super().__init__([group for optimizer in optimizers.values() for group in optimizer.param_groups], {})
+        self._share()
+
+    @property
+    def turns_of_groups(self) -> list[str]:
+        """The turn of each parameter group."""
+        return [name for name, optimizer in self.optimizers.items() for _ in optimizer.param_groups]
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizers[self.turn].step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        start = 0
+        for optimizer in self.optimizers.values():
+            end = start + len(optimizer.param_groups)
+            optimizer.param_groups, optimizer.state = self.param_groups[start:end], self.state
+            start = end
+
+
+def in_turns(turns: Sequence[Turn], build: Callable[[dict[str, Any]], BuildOptimizer]) -> BuildOptimizer:
+    """Return a function that builds the optimizers of all turns; `build` gives one's builder by its node."""
+    builders = {turn.name: build(turn.optimizer) for turn in turns}
+
+    def make(trained: list[Trainable]) -> torch.optim.Optimizer:
+        device = trained[0].parameter.device
+        mine = {turn.name: [item for item in trained if turn.has(item.name)] for turn in turns}
+        return InTurns({name: builders[name](items or stand_in(device)) for name, items in mine.items()})
+
+    return make

@@ -1,0 +1,57 @@
+"""Activations by module, in the training rows: their root mean square, and how many are zero."""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.modules.parts import nearest_name
+from framework.modules.tensors import local
+from framework.training.parts import Loop
+
+
+class Activations:
+    """Each training row gets `activation_rms:MODULE` and `activation_zeros:MODULE` of what the modules return whose names
+    match a pattern, over the whole global batch.
+    """
+
+    def __init__(self, *, modules: list[str]) -> None:
+        self.modules = modules
+        self._sums: dict[str, Tensor] = {}  # of squares, of zeros, of elements
+        self._is_on = False
+
+    def begun(self, loop: Loop) -> None:
+        everything = dict(loop.module.named_modules())
+        named = {name: part for name, part in everything.items() if any(fnmatchcase(name, p) for p in self.modules)}
+        if not any(loop.gather(bool(named))):
+            pattern = self.modules[0] if self.modules else ""
+            raise ValueError(f"modules={pattern}: matches no module ({nearest_name(pattern, [*everything])})")
+        for name, part in named.items():
+            part.register_forward_hook(self._hook(name, loop))
+
+    def _hook(self, name: str, loop: Loop) -> Callable[[nn.Module, Any, Any], None]:
+        def note(part: nn.Module, _: Any, output: Any) -> None:
+            counts = self._is_on and part.training and not loop.is_padding
+            if counts and isinstance(output, Tensor) and output.is_floating_point():
+                values = local(output.detach()).double()
+                seen = [values.square().sum(), (values == 0).sum().double(), values.new_tensor(float(values.numel()))]
+                self._sums[name] = self._sums.get(name, 0.0) + torch.stack(seen).cpu()
+
+        return note
+
+    def step_begun(self, loop: Loop) -> None:
+        self._sums, self._is_on = {}, loop.has_row
+
+    def row(self, loop: Loop) -> dict[str, float]:
+        totals: dict[str, Tensor] = {}
+        for sums in loop.gather(self._sums):
+            for name, values in sums.items():
+                totals[name] = totals.get(name, 0.0) + values
+        self._sums = {}
+        columns = {}
+        for name, (squares, zeros, count) in sorted(totals.items()):
+            columns[f"activation_rms:{name}"] = float((squares / count).sqrt())
+            columns[f"activation_zeros:{name}"] = float(zeros / count)
+        return columns

@@ -1,0 +1,30 @@
+"""Gradient norms by module, in the training rows."""
+
+import math
+
+from framework.training.parts import Loop
+
+
+class GradientNorms:
+    """Each training row gets `grad_norm:MODULE`: the L2 norm, before clipping, of the gradient of all parameters in a module.
+
+    `depth`: how many parts of a parameter's name make a module's.
+    """
+
+    def __init__(self, *, depth: int = 1) -> None:
+        if depth < 1:
+            raise ValueError(f"depth={depth} is out of range (at least 1)")
+        self.depth = depth
+        self._columns: dict[str, float] = {}
+
+    def gradients_ready(self, loop: Loop) -> None:
+        if not loop.has_row:
+            return
+        squares: dict[str, float] = {}
+        for name, norm in loop.gradient_norms().items():
+            module = ".".join(name.split(".")[: self.depth])
+            squares[module] = squares.get(module, 0.0) + norm**2
+        self._columns = {f"grad_norm:{module}": math.sqrt(square) for module, square in sorted(squares.items())}
+
+    def row(self, loop: Loop) -> dict[str, float]:
+        return self._columns

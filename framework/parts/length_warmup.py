@@ -1,0 +1,27 @@
+"""Sequence-length warm-up: a language model begins with the first tokens of its samples."""
+
+from typing import Any
+
+from framework.training.parts import Loop
+
+
+class LengthWarmup:
+    """The samples' length grows from `start` tokens, evenly over `steps` steps, in multiples of `multiple_of`.
+
+    Inputs and targets are cut along their second dimension. Evaluations see whole samples.
+    Source: Li et al. 2022, "The stability-efficiency dilemma: sequence length warmup for training GPT models".
+    """
+
+    def __init__(self, *, start: int, steps: int, multiple_of: int = 8) -> None:
+        for name, value in (("start", start), ("steps", steps), ("multiple_of", multiple_of)):
+            if value < 1:
+                raise ValueError(f"{name}={value} is out of range (at least 1)")
+        self.start, self.steps, self.multiple_of = start, steps, multiple_of
+
+    def batch(self, loop: Loop, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        whole = inputs.shape[1]
+        if loop.step >= self.steps:
+            return inputs, targets
+        length = self.start + (whole - self.start) * loop.step // self.steps
+        length = min(whole, max(self.multiple_of, length // self.multiple_of * self.multiple_of))
+        return inputs[:, :length], targets[:, :length]

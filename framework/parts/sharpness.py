@@ -1,0 +1,36 @@
+"""Sharpness-aware minimisation: the step's gradients are those of a point uphill, where the loss of this batch is higher."""
+
+import math
+
+import torch
+
+from framework.optim.update import gradient_of
+from framework.training.parts import Loop
+
+
+class Sharpness:
+    """Each step takes two backward passes: the weights go `radius` along the gradient, whose length counts over all of them,
+    and come back when the gradients of that point are there.
+
+    Source: Foret et al. 2021, "Sharpness-aware minimization for efficiently improving generalization", algorithm 1.
+    """
+
+    def __init__(self, *, radius: float = 0.05) -> None:
+        if radius <= 0:
+            raise ValueError(f"radius={radius} is out of range (above 0)")
+        self.radius = radius
+
+    @torch.no_grad()
+    def gradients_ready(self, loop: Loop) -> None:
+        norm = math.sqrt(sum(norm**2 for norm in loop.gradient_norms().values()))
+        if not 0 < norm < math.inf:
+            return  # the loop says what is wrong
+        before = {}
+        for name, parameter in loop.trained().items():
+            if (gradient := gradient_of(parameter)) is not None:
+                before[name] = parameter.clone()
+                parameter.add_(gradient, alpha=self.radius / norm)
+        with torch.enable_grad():
+            loop.recompute()
+        for name, weights in before.items():
+            loop.trained()[name].copy_(weights)

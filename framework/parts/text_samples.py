@@ -1,0 +1,49 @@
+"""Samples of text that a language model writes during training."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from framework.training.parts import Loop
+
+
+class TextSamples:
+    """After each evaluation of the validation split, the model continues `prompt` by `tokens` tokens, `count` times.
+
+    The texts are in the run's directory: samples/STEP.txt. They are drawn by the run's seed and the step, at `temperature`
+    (0 = the likeliest token). The dataset gives `encode(text)` and `decode(tokens)`.
+    """
+
+    def __init__(self, *, prompt: str, tokens: int = 100, count: int = 2, temperature: float = 1.0) -> None:
+        for name, value in (("tokens", tokens), ("count", count)):
+            if value < 1:
+                raise ValueError(f"{name}={value} is out of range (at least 1)")
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature} is out of range (at least 0)")
+        if not prompt:
+            raise ValueError("prompt is empty (at least one character)")
+        self.prompt, self.tokens, self.count, self.temperature = prompt, tokens, count, temperature
+
+    def begun(self, loop: Loop) -> None:
+        if not all(hasattr(loop.dataset, method) for method in ("encode", "decode")):
+            raise ValueError(f"a {type(loop.dataset).__name__} has no encode(text) and decode(tokens)")
+
+    def evaluated(self, loop: Loop, split: str, row: dict[str, Any]) -> None:
+        if split != "val":
+            return
+        dataset: Any = loop.dataset
+        text = torch.as_tensor(np.asarray(dataset.encode(self.prompt), dtype=np.int64)).repeat(self.count, 1)
+        longest = int(dataset.info["seq_len"])
+        for _ in range(self.tokens):
+            logits = loop.outputs(text[:, -longest:])[:, -1].double().cpu()
+            if self.temperature == 0:
+                following = logits.argmax(dim=1, keepdim=True)
+            else:
+                following = torch.multinomial((logits / self.temperature).softmax(dim=1), 1)
+            text = torch.cat([text, following], dim=1)
+        if loop.is_main:
+            folder = loop.directory / "samples"
+            folder.mkdir(exist_ok=True)
+            texts = "\n---\n".join(dataset.decode(tokens) for tokens in text.numpy())
+            (folder / f"{loop.step}.txt").write_text(texts + "\n")

@@ -1,0 +1,27 @@
+"""A time limit: the run ends, evaluated and saved, after so many hours of its own time."""
+
+import time
+
+from framework.training.parts import Loop
+
+
+class TimeLimit:
+    """`hours` count from the run's first start, without the time between a stop and the next start. The clock is looked at
+    every `every` steps, since the processes have to agree.
+
+    Where a run ends then depends on how fast it is; what it computes up to there does not.
+    """
+
+    def __init__(self, *, hours: float, every: int = 10) -> None:
+        if hours <= 0:
+            raise ValueError(f"hours={hours} is out of range (above 0)")
+        if every < 1:
+            raise ValueError(f"every={every} is out of range (at least 1)")
+        self.hours, self.every = hours, every
+        self._began: float | None = None  # by this process's clock, as if it had run all the time
+
+    def step_taken(self, loop: Loop) -> None:
+        now = time.monotonic()
+        self._began = now - loop.wall_s if self._began is None else self._began
+        if loop.step % self.every == 0 and loop.any(now - self._began > 3600 * self.hours):
+            loop.stop(f"its {self.hours:g} hours are over (part.time_limit.hours)")

@@ -1,0 +1,222 @@
+"""The other half of a rehearsal: two steps under the run's strategy, on a few processes, against the same on one."""
+
+import inspect
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from framework.build.training import Builder
+from framework.config.folders import option_node
+from framework.config.schema import Node
+from framework.config.targets import locate
+from framework.data.source import Source
+from framework.distributed.mesh import resolve_axes
+from framework.distributed.world import World
+from framework.preflight.child import end_of
+from framework.preflight.player import SINGLE, WAIT_S, Finding, Refused
+from framework.preflight.processes import axes_of
+from framework.preflight.two_steps import Seen, Sketch, first_to_part, two_steps
+from framework.runtime.environment import Environment
+from framework.runtime.exits import RunEnded
+from framework.runtime.preemption import die_with_parent
+from framework.runtime.problem import shown
+
+_SMALL = 2  # processes along an axis
+_MOST = 4  # processes
+_TOLERANCE = 1e-6  # in float64; what is computed wrongly differs by more than a thousandth, rounding by less than 1e-10
+_NONE = "launch.nproc_per_node=1: neither do ddp and fsdp"
+
+
+def small_strategy(parallel: Node, *, num_processes: int) -> tuple[Node, int] | None:
+    """Return the run's strategy on as few processes as show what it does, and their number.
+
+    None if the run has one process, or if the strategy says that it computes something else than one process.
+    """
+    target = parallel["_target_"]
+    options: Node | None = {name: value for name, value in parallel.items() if name != "_target_"}
+    exact = getattr(inspect.getmodule(locate(target)), "exact_options", None)
+    if exact is not None and options is not None:
+        options = exact(**options)
+    if options is None:
+        return None
+    sizes, count = dict[str, int](), 1
+    for axis, size in reversed(resolve_axes(axes_of(options), world_size=num_processes).items()):
+        sizes[axis] = _SMALL if size > 1 and count * _SMALL <= _MOST else 1  # the innermost axes cut the model
+        count *= sizes[axis]
+    return ({"_target_": target, **options, **sizes}, count) if count > 1 else None
+
+
+def compare(build: Builder) -> list[Finding]:
+    """Return why the run's strategy does not compute with this model what one process does. `build` is a rehearsal's."""
+    config = build.config
+    found = small_strategy(config.parallel, num_processes=config.launch.most_processes)
+    if found is None:
+        return []
+    dataset = build.dataset
+    source = dataset.load("train")
+    parallel, count = found
+    alone = build.altered(
+        precision=config.precision.model_copy(update={"name": "fp64"}),
+        global_batch_size=2 * config.global_batch_size,
+        parallel=SINGLE,
+    )
+    (expected,) = _run(alone, source, count=1)
+    if expected.fault:  # a model that does not run in float64, for example
+        what = f"the strategy was not compared with one process, where a step in float64 fails: {expected.fault}"
+        return [Finding("parallel", what, "a run goes on without", refuses=False)]
+
+    of_parts: list[Finding] = []
+
+    def fault(node: Node) -> str:
+        ranks = _run(alone.altered(parallel=node), source, count=count, first=expected.first)
+        of_parts.extend(rank.of_part for rank in ranks[:1] if rank.of_part is not None)
+        if faults := [rank.fault for rank in ranks if rank.fault]:
+            first = min(faults, key=_is_consequence)
+            why = ", whose samples do not all enter the same modules" if expected.do_part else ""
+            return f"a step on {count} processes fails with this model{why}: {first}"
+        differing = _difference(expected, ranks)
+        return differing and f"{count} processes compute something else with this model than one does: {differing}"
+
+    what = fault(parallel)
+    if of_parts or not what:
+        return of_parts
+    own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
+    return [Finding("parallel", what, next((line for line, node in [*own, *_others()] if not fault(node)), _NONE))]
+
+
+def _remedies(parallel: Node) -> Sequence[Node]:
+    """Return the options with which a strategy may compute a model that it does not compute without."""
+    return getattr(inspect.getmodule(locate(parallel["_target_"])), "REMEDIES", ())
+
+
+def _others() -> list[tuple[str, Node]]:
+    """Return the strategies that take most models, each as it is written on the command line."""
+    nodes = {name: option_node("parallel", name) for name in ("ddp", "fsdp")}
+    return [(" ".join(filter(None, [f"parallel={name}", _line(more)])), node | more)
+            for name, node in nodes.items() for more in ({}, *_remedies(node))]  # fmt: skip
+
+
+def _line(options: Node) -> str:
+    return " ".join(f"parallel.{key}={shown(value)}" for key, value in options.items())
+
+
+def _difference(expected: Seen, ranks: list[Seen]) -> str:
+    """Return what differs first, or an empty text."""
+    gradients = [{name: sketch for rank in ranks[::-1] for name, sketch in rank.gradients[step].items()} for step in range(2)]
+    weights = {name: sketch for rank in ranks[::-1] for name, sketch in rank.weights.items()}
+    worst = ""
+    for step in range(2):
+        worst = worst or _other_sums(expected, ranks, step, where=f"step {step + 1}")
+        worst = worst or _far(expected.gradients[step], gradients[step], what=f"step {step + 1}: the gradient of")
+    worst = worst or _far(expected.weights, weights, what="after two steps:") or _kept_otherwise(expected, ranks)
+    worst = worst or _other_sums(expected, ranks, 2, where="an evaluation")
+    if not worst:
+        return ""
+    for name, sketch in expected.outputs.items():
+        for rank in ranks:
+            if name in rank.outputs and _distance(sketch, rank.outputs[name]) > _TOLERANCE * max(sketch[0], 1e-12):
+                return f"first in the output of {name or 'the model'}; {worst}"
+    return worst
+
+
+def _is_consequence(fault: str) -> bool:
+    """Return whether a fault is that of another process, of which this one only sees that it is gone."""
+    return fault.startswith("waits") or "Connection" in fault
+
+
+def _far(expected: dict[str, Sketch], actual: dict[str, Sketch], *, what: str) -> str:
+    """Return which tensor differs most, if all of them together differ by more than rounding."""
+    if missing := expected.keys() ^ actual.keys():
+        return f"{what} {min(missing)} is on one side only"
+    distances = {name: _distance(expected[name], actual[name]) for name in expected}
+    norm = sum(sketch[0] ** 2 for sketch in expected.values()) ** 0.5
+    if sum(distance**2 for distance in distances.values()) ** 0.5 <= _TOLERANCE * max(norm, 1e-12):
+        return ""
+    name = next(name for name in distances if distances[name] > _TOLERANCE * max(expected[name][0], 1e-12))
+    return f"{what} {name} differs by {distances[name] / max(expected[name][0], 1e-12):.1e}"
+
+
+def _other_sums(expected: Seen, ranks: list[Seen], number: int, *, where: str) -> str:
+    for name, value in expected.sums[number].items():
+        found = sum(rank.sums[number][name] for rank in ranks)
+        if abs(value - found) > _TOLERANCE * max(1e-9, abs(value)):
+            return f"{name} of {where} is {found:.6g} instead of {value:.6g}"
+    return ""
+
+
+def _kept_otherwise(expected: Seen, ranks: list[Seen]) -> str:
+    for rank in ranks:
+        for name, value in rank.kept.items():
+            other = expected.kept.get(name)
+            if isinstance(value, float) and isinstance(other, float):
+                differs = abs(value - other) > _TOLERANCE * abs(other)
+            else:
+                differs = value != other
+            if differs:
+                return f"the optimizer's {name} is {value} instead of {other}"
+    return ""
+
+
+def _distance(one: Sketch, other: Sketch) -> float:
+    return max(abs(one[0] - other[0]), abs(one[1] - other[1]))
+
+
+# --- the processes
+
+
+def _run(build: Builder, source: Source, *, count: int, first: int | None = None) -> list[Seen]:
+    """Take two steps on so many processes, forked from this one; return what each has seen, rank by rank.
+
+    `first` is the number of the first step; None: one process finds the step that asks most of several.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="rehearsal_") as scratch:
+        pipes = [context.Pipe(duplex=False) for _ in range(count)]
+        shared = build, source, count, first, Path(scratch)
+        ranks = [context.Process(target=_rank, args=(rank, pipe[1], *shared)) for rank, pipe in enumerate(pipes)]
+        for process in ranks:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        deadline, seen = time.monotonic() + WAIT_S, list[Seen]()
+        for (ours, _), process in zip(pipes, ranks):
+            try:
+                is_there = ours.poll(max(0.0, deadline - time.monotonic()))
+                seen.append(ours.recv() if is_there else Seen(fault=f"waits for another process after {WAIT_S:g} s"))
+            except EOFError:
+                process.join()
+                seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}"))
+            if seen[-1].fault:
+                deadline = min(deadline, time.monotonic() + 2.0)  # the others may wait for it for ever
+        for process in ranks:
+            process.kill()
+            process.join()
+        return seen
+
+
+def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: int, first: int | None, scratch: Path) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    seen = Seen()
+    try:
+        environment = Environment(rank=rank, local_rank=rank, world_size=count, local_world_size=count)
+        environment.export()
+        world = World.start(environment, backend="gloo", timeout_s=WAIT_S, scratch=scratch)
+        build = build.altered(world=world)
+        seen.first, seen.do_part = first_to_part(build, source) if first is None else (first, False)
+        two_steps(build.altered(), source, seen)  # with a task of its own
+        world.agreement.barrier()
+    except Refused as refused:
+        seen.fault = refused.finding.what
+        if refused.finding.key.startswith("part."):
+            seen.of_part = refused.finding
+    except RunEnded as end:
+        seen.fault = str(end)
+    except Exception as error:
+        seen.fault = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    answer.send(seen)

@@ -1,0 +1,187 @@
+"""Another process that continues a run from its state, and in which nothing has been computed: as after a restart."""
+
+import multiprocessing
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from framework.build.training import Builder
+from framework.checkpoint.kept import Kept
+from framework.engine.seam import Step
+from framework.engine.sums import Sums
+from framework.preflight.child import end_of
+from framework.preflight.differences import same
+from framework.preflight.player import Finding, Player, Refused, blamed
+from framework.runtime.preemption import die_with_parent
+
+BEFORE, AFTER = (2.0, 1.0), (1.5,)  # shares of rows told to parts before a save, and after: any best goes on from before
+
+
+def validation_step(build: Builder) -> Step:
+    """Return the first batch of the validation split."""
+    with blamed("dataset", "its validation split cannot be fetched", "see dataset.*"):
+        dataset = build.dataset
+        loader = build.loader(dataset.load("val"), "val", dp_rank=0, dp_size=1)
+        loader.num_workers = 0
+        return next(loader.evaluate())
+
+
+class Computed(NamedTuple):
+    """What a step computes: its sums, gradients and buffers by name."""
+
+    sums: Sums
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, player: Player, sums: Sums) -> "Computed":
+        module = player.module
+        return cls(
+            {name: value.clone() for name, value in sums.items()},
+            {name: p.grad.clone() if p.grad is not None else None for name, p in module.named_parameters()},
+            {name: buffer.clone() for name, buffer in module.named_buffers()},
+        )
+
+    def first_difference(self, other: "Computed") -> str:
+        """Return what differs first after the same step: a sum, a gradient or a buffer; empty if nothing."""
+        for name, value in self.sums.items():
+            if not same(value, other.sums[name]):
+                return "the loss" if name == "loss" else name
+        for name, mine in self.gradients.items():
+            gradient = other.gradients[name]
+            if (mine is None) != (gradient is None) or (mine is not None and gradient is not None and not same(mine, gradient)):
+                return f"the gradient of {name}"
+        return next((name for name, buffer in self.buffers.items() if not same(buffer, other.buffers[name])), "")
+
+
+class Continuation:
+    """Forks at once; nothing may have been computed before. Every call raises what the other process has raised."""
+
+    def __init__(self, build: Builder, *, fetch: Callable[[], Step], index: int) -> None:
+        """`fetch` returns the step that it runs, whose number is `index`."""
+        context = multiprocessing.get_context("fork")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(_Continued(build, fetch, index), theirs))
+        self._process.start()
+        theirs.close()
+
+    def restore(self, tensors: dict[str, Tensor], kept: Kept) -> None:
+        """Build the run's objects, and give them this state."""
+        self._ask("restore", tensors, kept.model_dump())
+
+    def step(self) -> tuple[Computed, dict[tuple[str, str], str]]:
+        """Run the second step; return what it computes, and the attributes after it."""
+        return self._ask("step")  # type: ignore[no-any-return]
+
+    def twice(self) -> tuple[Sums, Sums]:
+        """Run the step twice more, from the same state."""
+        return self._ask("twice")  # type: ignore[no-any-return]
+
+    def take(self) -> tuple[dict[str, Tensor], dict[tuple[str, str], str]]:
+        """Take the optimizer's step; return the weights, and the attributes after it."""
+        return self._ask("take")  # type: ignore[no-any-return]
+
+    def evaluate(self) -> tuple[Sums, dict[tuple[str, str], str]]:
+        """Evaluate a batch of the validation split; return its sums, and the attributes after it."""
+        return self._ask("evaluate")  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        self._ours.send((what, _packed(arguments)))
+        try:
+            answer, fault = self._ours.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(f"its second process {end_of(self._process.exitcode or 0)}") from None
+        if isinstance(fault, Finding):
+            raise Refused(fault.key, fault.what, fault.cure, is_certain=fault.refuses)
+        if fault:
+            raise RuntimeError(fault)
+        return _unpacked(answer)
+
+
+class _Continued:
+    """What the other process does."""
+
+    def __init__(self, build: Builder, fetch: Callable[[], Step], index: int) -> None:
+        self._build, self._fetch, self._index = build, fetch, index
+
+    def restore(self, tensors: dict[str, Tensor], kept: dict[str, Any]) -> None:
+        self._following = self._fetch()
+        self._player = Player(self._build)
+        self._player.restore(tensors, Kept.model_validate(kept))
+
+    def step(self) -> tuple[Computed, dict[tuple[str, str], str]]:
+        sums = self._player.forward_backward(self._following, index=self._index)
+        return Computed.of(self._player, sums), self._player.attributes()
+
+    def twice(self) -> tuple[Sums, Sums]:
+        def once() -> Sums:
+            with self._player.untouched():
+                return self._player.forward_backward(self._following, index=self._index)
+
+        return once(), once()
+
+    def take(self) -> tuple[dict[str, Tensor], dict[tuple[str, str], str]]:
+        self._player.take(self._index)
+        return {name: p.detach().clone() for name, p in self._player.module.named_parameters()}, self._player.attributes()
+
+    def evaluate(self) -> tuple[Sums, dict[tuple[str, str], str]]:
+        return self._player.evaluate(validation_step(self._build), shares=AFTER), self._player.attributes()
+
+
+def _serve(continued: _Continued, theirs: Connection) -> None:
+    die_with_parent()
+    with suppress(EOFError):
+        while True:
+            what, arguments = theirs.recv()
+            answer: Any = None
+            fault: Finding | str = ""
+            try:
+                answer = _packed(getattr(continued, what)(*_unpacked(arguments)))
+            except Refused as refused:
+                fault = refused.finding
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+            theirs.send((answer, fault))
+
+
+class _Packed(NamedTuple):
+    """A tensor on its way to another process: torch would share its memory, by an open file for each."""
+
+    content: bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _packed(tree: Any) -> Any:
+    """Return a tree of tuples and dictionaries with its tensors packed."""
+    if isinstance(tree, Tensor):
+        flat = tree.detach().to("cpu").contiguous().reshape(-1)
+        return _Packed(bytes(flat.view(torch.uint8).numpy()), tree.dtype, tuple(tree.shape))
+    if isinstance(tree, dict):
+        return {name: _packed(value) for name, value in tree.items()}
+    if isinstance(tree, tuple):
+        items = map(_packed, tree)
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    return tree
+
+
+def _unpacked(tree: Any) -> Any:
+    if isinstance(tree, _Packed):
+        if not tree.content:
+            return torch.empty(tree.shape, dtype=tree.dtype)
+        return torch.frombuffer(bytearray(tree.content), dtype=tree.dtype).reshape(tree.shape)
+    if isinstance(tree, dict):
+        return {name: _unpacked(value) for name, value in tree.items()}
+    if isinstance(tree, tuple):
+        items = map(_unpacked, tree)
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    return tree

@@ -1,0 +1,58 @@
+"""How a model differs before and after a forward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.runtime.torch_internals import TorchDispatchMode
+
+
+@contextmanager
+def untouched(*modules: nn.Module) -> Iterator[None]:
+    """Put back the parameters and buffers that a forward has changed, or put others in the place of."""
+    whole = nn.ModuleList(modules)
+    before = [(tensor, tensor.detach().clone()) for tensor in (*whole.parameters(), *whole.buffers())]
+    places = [(part, dict(part.named_buffers(recurse=False))) for part in whole.modules()]
+    yield
+    for part, buffers in places:
+        for name, buffer in buffers.items():
+            setattr(part, name, buffer)
+    for tensor, value in before:
+        tensor.data.copy_(value)
+    for parameter in whole.parameters():
+        parameter.grad = None
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Return a tensor without its gradient; of complex numbers, their two parts."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal up to the rounding of their type."""
+    if one.shape != other.shape or one.is_complex() != other.is_complex():
+        return False
+    tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
+    one, other = (real(tensor).double().nan_to_num() for tensor in (one, other))
+    return not one.numel() or bool((one - other).abs().max() <= tolerance * other.abs().max())
+
+
+class Writes(TorchDispatchMode):
+    """Notes which of a module's parameters operations write into, also through `.data` and views."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.numel()}
+        self.names: dict[str, None] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((argument.name for argument in function._schema.arguments), args)) | (kwargs or {})
+        written = [given.get(a.name) for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        for tensor in (item for value in written for item in (value if isinstance(value, (list, tuple)) else [value])):
+            name = self._names.get(tensor.untyped_storage().data_ptr()) if isinstance(tensor, Tensor) else None
+            self.names |= {name: None} if name is not None else {}
+        return function(*args, **(kwargs or {}))

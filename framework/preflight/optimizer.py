@@ -1,0 +1,92 @@
+"""What a dry build finds of an optimizer: it is built without storage, and takes a step with one number."""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from framework.build import components
+from framework.checkpoint.kept import Unkept, changed_values, encoded
+from framework.config.schema import Node
+from framework.engine.seam import Demands
+from framework.optim.optimizers import check_groups, hidden_matrices, stand_in, trainable
+from framework.optim.turns import check_turns, turns_of
+from framework.optim.update import averages_itself, group_values
+from framework.runtime.problem import Problem, shown
+
+
+def turns_problems(model: nn.Module, optimizer: Node, demands: Demands) -> list[Problem]:
+    """Refuse turns that do not divide the trained parameters, and what would leave out or scale a part of a step."""
+    try:
+        if turns := turns_of(optimizer):
+            check_turns(turns, names=[item.name for item in trainable(model, hidden=())])
+    except ValueError as error:
+        return [Problem.of_line(f"optimizer.{error}")]
+    if turns and demands.scales_loss:
+        return [
+            Problem(
+                "precision", "fp16, whose loss scale is about whole steps, but optimizer.turns divides them", "bf16 or fp32"
+            )
+        ]
+    if turns and demands.recovers == "skip":
+        what = "skip, but a step of several turns may be left out in its middle only"
+        return [Problem("trainer.divergence.action", what, "raise or rollback")]
+    return []
+
+
+def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> list[Problem]:
+    """Refuse an optimizer that cannot be built or stepped, or whose state a checkpoint cannot hold."""
+    trained = trainable(model, hidden=hidden_matrices(model))
+    try:
+        if groups := optimizer.get("groups"):
+            rest = components.optimizer_builder({name: value for name, value in optimizer.items() if name != "groups"})
+            options = {name: value for group in rest(trained).param_groups for name, value in group.items() if name != "params"}
+            check_groups(groups, names=[item.name for item in trained], options=options)
+            for entry in groups:  # a value that torch refuses only in a step
+                everywhere = {**optimizer, "groups": [{**entry, "match": "*"}]}
+                _step_fault(components.optimizer_builder(everywhere)(stand_in(torch.device("cpu"))))
+        build = components.optimizer_builder(optimizer)
+        built = build(trained)
+        if fault := _step_fault(build(stand_in(torch.device("cpu")))):
+            expected = "an optimizer that keeps numbers, text and tensors, in lists or dictionaries"
+            return [Problem("optimizer", f"{type(built).__name__} {fault}", expected)]
+    except (Exception, SystemExit) as error:  # an optimizer of the user's may raise anything
+        return [Problem.of_error("optimizer", error)]
+    try:
+        lr = optimizer.get("lr", built.param_groups[0]["lr"])
+        components.share_of_peak(scheduler, total_steps=100, lr=lr)(1)
+    except Exception as error:
+        return [Problem.of_error("scheduler", error)]
+    return []
+
+
+_CLOSURE = "takes steps by a closure, but a step here has one backward pass"
+
+
+def _step_fault(optimizer: torch.optim.Optimizer) -> str:
+    """Take a step with one number. Returns what a checkpoint would lose of the optimizer's state, or an empty text."""
+    parameters = inspect.signature(type(optimizer).step).parameters
+    if "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty:
+        return _CLOSURE
+    if averages_itself(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
+    before = group_values(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except TypeError as error:
+        if "closure" in parameters and "NoneType" in str(error):
+            return _CLOSURE
+        raise
+    if odd := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        return f"keeps {shown(odd[0])} in its state, an entry of no parameter, which no checkpoint holds"
+    kept = [*changed_values(optimizer, before), *optimizer.state.values()]
+    for key, value in (item for values in kept for item in values.items()):
+        try:
+            if not isinstance(value, Tensor):
+                encoded(value)
+        except Unkept as error:
+            return f"keeps {key} as {error}, which no checkpoint holds"
+    return ""

@@ -1,0 +1,236 @@
+"""What plays in a rehearsal: a model with its engine and optimizer, and what is found of them."""
+
+import copy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.build.training import Builder
+from framework.checkpoint.canonical import is_storable, state_tensors
+from framework.checkpoint.held import Held
+from framework.checkpoint.kept import Kept, Unkept, give_back, kept_here
+from framework.config.code import code_of
+from framework.config.schema import Node
+from framework.engine.seam import Engine, Step
+from framework.engine.sums import Sums, means
+from framework.modules.aside import kept_aside, kept_by_modules
+from framework.modules.structure import freeze_parameters, in_eval_mode
+from framework.optim.optimizers import hidden_matrices, trainable
+from framework.optim.turns import Turn
+from framework.optim.update import Update
+from framework.preflight.differences import untouched
+from framework.runtime.exits import Unfit
+from framework.training.evaluation import totals
+
+SINGLE: Node = {"_target_": "framework.parallel.single.single"}
+WAIT_S = 30.0  # for another process
+_TOTAL_STEPS = 100  # of the run, as far as schedules and parts know
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a rehearsal has found: it refuses the run, or only warns."""
+
+    key: str
+    what: str
+    cure: str
+    refuses: bool = True
+
+
+class Refused(Exception):
+    """Ends a rehearsal by a finding."""
+
+    def __init__(self, key: str, what: str, cure: str, *, is_certain: bool = True) -> None:
+        super().__init__(what)
+        self.finding = Finding(key, what, cure, refuses=is_certain)
+
+
+@contextmanager
+def blamed(key: str, what: str, cure: str) -> Iterator[None]:
+    """Turn what the user's code raises inside into a finding. Of a model that will run on a GPU, it may be the CPU's fault."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Unfit as error:  # it says itself what is wrong
+        own_key, _, own = str(error).partition(": ")
+        own, _, remedy = own.removesuffix(")").partition(" (")
+        raise Refused(own_key, own, remedy or cure) from error
+    except Exception as error:
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        is_certain = key != "model" or not torch.cuda.is_available()
+        raise Refused(key, f"{what}: {type(error).__name__}: {text}", cure, is_certain=is_certain) from error
+
+
+@contextmanager
+def _of_part(name: str) -> Iterator[None]:
+    """Blame a part for what it raises; a ValueError says itself what is wrong with its arguments."""
+    key = f"part.{name}"
+    with blamed(key, "it fails in a rehearsal", "see docs/parts.md"):
+        try:
+            yield
+        except ValueError as error:
+            raise Unfit(f"{key}.{error}") from error
+
+
+def small(build: Builder, *, size: int) -> Builder:
+    """Return what builds a rehearsal: steps of two micro-batches of so many samples."""
+    config = build.config
+    precision = config.precision
+    return build.altered(
+        global_batch_size=2 * size,
+        micro_batch_size=size,
+        drop_last=False,
+        rehearse=False,
+        trainer=config.trainer.model_copy(update={"compile": False, "sync_batchnorm": False, "profile": False}),
+        # not every CPU has fp16
+        precision=precision.model_copy(update={"name": "fp32"}) if precision.name == "fp16" else precision,
+    )
+
+
+class Player:
+    """One model with its engine and optimizer, as a run would have them on one process."""
+
+    def __init__(self, build: Builder) -> None:
+        config, self._build, self.task, self._dataset = build.config, build, build.task, build.dataset
+        self._own = code_of(config.targets()).modules
+        with blamed("model", "it cannot be built", "the same arguments build it in a plain script"):
+            self.module = build.model()
+        self.module.train()
+        freeze_parameters(self.module, config.trainer.freeze)
+        hidden = hidden_matrices(self.module)
+        with blamed("model", "it cannot be prepared for training", "see docs/extend.md, what a model may be"):
+            self.engine: Engine = build.engine(self.module)
+        trained = trainable(self.engine.module, hidden=hidden)
+        with blamed("optimizer", "it cannot be built", "see the optimizer's own documentation"):
+            self.update: Update = build.update(self.engine, trained, total_steps=_TOTAL_STEPS)
+        self._turns: Sequence[Turn | None] = self.update.turns or [None]
+        self._scratch = TemporaryDirectory(prefix="steadfast-")  # where the parts may write
+        folder = Path(self._scratch.name)
+        self.parts = build.parts(self.engine, self.update, total_steps=_TOTAL_STEPS, directory=folder, blame=_of_part)
+
+    def attributes(self) -> dict[tuple[str, str], str]:
+        """Return what the run's objects, and the user's modules, keep beside their state, by the object's key and a path."""
+        own = {name: sys.modules[name] for name in self._own if name in sys.modules}
+        holders: dict[str, Any] = {f"part.{name}": part for name, part in self.parts.by_name.items()}
+        holders |= {"task": self.task, "dataset": self._dataset, "model": self.module, "optimizer": self.update.optimizer}
+        kept = {("modules", path): value for path, value in kept_by_modules(own).items()}
+        for key, holder in holders.items():
+            kept |= {(key, path): value for path, value in kept_aside(holder, own=own).items()}
+        return kept
+
+    def forward_backward(self, step: Step, *, index: int) -> Sums:
+        """Do it for the step's first turn, if it has turns: all of them, whenever they are due."""
+        progress = self.parts.loop.progress
+        progress.step, progress.samples_seen = index, index * step.num_samples
+        self._step = self.parts.begin_step(step, has_row=True)
+        self._sums = self._turn(self._turns[0], index=index)
+        return self._sums
+
+    def _turn(self, turn: Turn | None, *, index: int) -> Sums:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        step = self._step._replace(turn=turn.name if turn is not None else "")
+        sums = self.engine.forward_backward(step, index=index, loss_scale=1.0, measure=True)
+        self.engine.weigh(sums, num_samples=step.num_samples)
+        self.update.keep(turn)
+        return sums
+
+    def take(self, index: int) -> None:
+        sums = self._sums
+        for number, turn in enumerate(self._turns):
+            if number > 0:
+                sums = self._turn(turn, index=index)
+            self.parts.gradients_ready(sums, self._step._replace(turn=turn.name if turn is not None else ""))
+            norm = self.engine.clip_grad_norm(turn.clip_grad_norm if turn is not None else None)
+            self.update.take(index, grad_norm=norm, is_last=number == len(self._turns) - 1)
+        progress = self.parts.loop.progress
+        progress.step, progress.samples_seen = index + 1, (index + 1) * self._step.num_samples
+        self.parts.step_taken()
+        with blamed("part", "its row fails", "see docs/parts.md"):
+            self.parts.columns()
+
+    def evaluate(self, step: Step, *, shares: Sequence[float]) -> Sums:
+        """Evaluate a batch as a run does a split; the parts are told of one row for each share: its numbers, so much of them.
+
+        Collective.
+        """
+        build = self._build
+        with blamed("model", "an evaluation fails", "the same evaluation runs in a plain script"), in_eval_mode(self.module):
+            sums = self.engine.evaluate(step)
+            training = [name or "the model" for name, part in self.module.named_modules() if part.training]
+        if training:
+            what = f"an evaluation puts {training[0]} into training mode, for the rest of it"
+            raise Refused("model", what, "leave modes to the loop")
+        found = means(totals(sums, world=build.world), num_samples=step.num_samples)
+        with blamed("task", "its metrics fail on a batch of this dataset", "a task that fits the model"):
+            found |= build.tracker().derive(found) | build.metrics.compute(world=build.world)
+        for share in shares:
+            numbers = {name: value * share if isinstance(value, float) else value for name, value in found.items()}
+            self.parts.evaluated("val", {"step": self.parts.loop.step, "split": "val", **numbers})
+        return sums
+
+    def state(self) -> tuple[dict[str, Tensor], Kept]:
+        """Return what a checkpoint holds. Refused if it cannot hold all of it."""
+        with blamed("part", "its state cannot be saved", "see docs/parts.md"):
+            self.parts.saving()
+            self.parts.plain()
+        try:
+            kept = kept_here(self.held(), initial=self.update.initial)
+            tensors = state_tensors(self.held())
+        except Unkept as error:
+            raise Refused("optimizer", f"its state, or the model's extra state, holds {error}, which no checkpoint can",
+                          "keep numbers, text and tensors, in lists or dictionaries") from None  # fmt: skip
+        if odd := [name for name, tensor in tensors.items() if not is_storable(tensor.dtype)]:
+            what = f"{odd[0].partition('/')[2]} is {tensors[odd[0]].dtype}, a type that no checkpoint has"
+            raise Refused("model", what, "precision=fp32, or a real tensor of two parts (torch.view_as_real)")
+        return {name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(kept)
+
+    def held(self) -> Held:
+        return Held(self.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
+
+    def untouched(self) -> AbstractContextManager[None]:
+        """Return a context after which parameters and buffers are what they were before."""
+        return untouched(*(module for module in (self.module, self.engine.task) if module is not None))
+
+    def restore(self, tensors: dict[str, Tensor], kept: Kept) -> None:
+        """Do in memory what `checkpoint.canonical.restore` does with a file."""
+        mine = state_tensors(self.held())
+        with blamed("model", "its state cannot be restored", "the state dict of a new model has the same names"):
+            for name, tensor in mine.items():
+                if not name.startswith("part/"):
+                    tensor.copy_(tensors[name])
+        self._late: dict[str, Tensor] = {}
+        for name, tensor in ((name, tensor) for name, tensor in tensors.items() if name.startswith("part/")):
+            if name in mine and mine[name].shape == tensor.shape:
+                mine[name].copy_(tensor)
+            else:
+                self._late[name.removeprefix("part/")] = tensor.clone()
+        with blamed("optimizer", "its state cannot be restored", "load_state_dict() takes what state_dict() has given"):
+            self._restore_optimizer(tensors, kept)
+
+    def _restore_optimizer(self, tensors: dict[str, Tensor], kept: Kept) -> None:
+        optimizer = self.update.optimizer
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        states: dict[int, dict[str, Tensor]] = {}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            prefix = f"optimizer/{names[id(parameter)]}/"
+            given = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            own = {name: _laid_out(value, like=parameter) for name, value in given.items()}
+            if own:
+                states[number] = own
+        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+        give_back(kept, self.held(), late=self._late)
+
+
+def _laid_out(value: Tensor, *, like: Tensor) -> Tensor:
+    """Return a copy with the strides of a parameter of the same shape: as `restore` makes an optimizer's state."""
+    return torch.empty_like(like.detach() if value.shape == like.shape else value, dtype=value.dtype).copy_(value)

@@ -1,0 +1,97 @@
+"""The rehearsal: a real batch through all that a run does, on the CPU and in a process of its own, before the run starts."""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from framework.build import components
+from framework.build.training import Builder
+from framework.preflight.child import Found, in_child
+from framework.preflight.comparison import compare
+from framework.preflight.player import Finding, Refused, small
+from framework.preflight.trial import Trial
+from framework.runtime.log import LOGGER
+from framework.runtime.problem import Problem
+
+_LIMIT_S = 120.0
+_FEW, _MANY = 8, 512  # samples in a micro-batch
+_SWITCH = "rehearse=false starts without a rehearsal"
+
+
+def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "warning") -> list[Problem]:
+    """Try out a checked configuration with a batch of its own data; return what keeps the run from being what it promises.
+
+    Warns of what only might. A rehearsal that itself fails is no problem of a run, which is warned of it.
+    """
+    findings, fate = perform(build)
+    problems = [Problem(finding.key, finding.what, f"{finding.cure}; {_SWITCH}") for finding in findings if finding.refuses]
+    for finding in findings:
+        if not finding.refuses:
+            LOGGER.warning("%s: %s (%s)", finding.key, finding.what, finding.cure)
+    if fate and unfinished == "problem":
+        problems.append(Problem("rehearse", f"the rehearsal was not finished: {fate}", "a run would start without it"))
+    elif fate and not problems:
+        LOGGER.warning("the rehearsal was not finished: %s; the run starts without (%s)", fate, _SWITCH)
+    return problems
+
+
+def perform(build: Builder) -> tuple[list[Finding], str]:
+    """Return what two steps on one process, with a save and a restore between, show of a run, and two under its strategy.
+
+    Also how a process failed in which they were tried, if one did. Each half has a process of its own, in which nothing has
+    been computed before: code may keep what it has computed once.
+    """
+    config, found, fate = build.config, list[Finding](), ""
+    own = config.micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
+    for size in sorted({min(own, _FEW), min(own, _MANY)}):  # as many as in the run, for a model that needs them
+        rehearsed = small(build, size=size)
+        _, fate = _tried(partial(_require_memory, rehearsed))
+        if fate:
+            return [], fate
+        found, fate = _tried(partial(_trial, rehearsed, build=build))
+        if not fate and not any(finding.refuses for finding in found):
+            more, fate = _tried(partial(compare, rehearsed))
+            found += more
+        if not any(finding.refuses for finding in found):
+            break
+    return found, fate
+
+
+def _tried(work: Callable[[], list[Finding]]) -> tuple[list[Finding], str]:
+    def plain() -> Found:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
+        return [asdict(finding) for finding in work()]
+
+    found, fate = in_child(plain, limit_s=_LIMIT_S, is_silent=True)
+    return [Finding(**item) for item in found], fate
+
+
+def _trial(rehearsed: Builder, *, build: Builder) -> list[Finding]:
+    config = build.config
+    try:
+        return Trial(rehearsed, is_cut_by_ranks=config.micro_batch_size is None and config.launch.most_processes > 1).run()
+    except Refused as refused:
+        return [refused.finding]
+
+
+def _available() -> int:
+    """Return the bytes of memory that a process can have: also those that the kernel's cache of files would give up."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return 1024 * int(fields["MemAvailable"].split()[0])
+
+
+def _require_memory(build: Builder) -> list[Finding]:
+    """Return nothing, but raise MemoryError where the models of a rehearsal would not fit into half of what is free."""
+    model = components.shapes_of(build.config.model, seed=build.config.seed)
+    # two models, each with gradients and an optimizer's two numbers for a weight; twice as wide in float64
+    num_bytes = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2)
+    needed = num_bytes * sum(parameter.numel() for parameter in model.parameters())
+    free = _available()
+    if needed > free / 2:
+        raise MemoryError(f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
+    return []

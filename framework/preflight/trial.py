@@ -1,0 +1,298 @@
+"""What a rehearsal does on one process: some steps, a save and a restore before the last, and what these find."""
+
+import math
+import time
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from framework.build.training import Builder
+from framework.engine.forward import modules_of
+from framework.engine.seam import MicroBatch, Step
+from framework.modules.aside import GENERATOR
+from framework.modules.structure import batch_dependent_layers, in_eval_mode
+from framework.preflight.continuation import AFTER, BEFORE, Computed, Continuation, validation_step
+from framework.preflight.differences import Writes, same, untouched
+from framework.preflight.player import SINGLE, Finding, Player, Refused, blamed
+
+_BUFFER = {  # what to do with what goes on from step to step
+    "model": "register_buffer() it in the model; leave it out if nothing reads it",
+    "modules": "register_buffer() it in the model, or keep it in a part",
+    "task": "register_buffer() it in the task, an nn.Module then, or in the model",
+    "dataset": "let a sample depend on its number and on `keys` alone",
+    "optimizer": "keep it in optimizer.state or in param_groups",
+    "part": "return it from state_dict(), and take it back in load_state_dict()",
+}
+_BEFORE = 2  # steps before the save: an average of the weights is the weights after the first
+_AHEAD, _AHEAD_S = 40, 0.2  # steps and seconds, before the first step is fetched again
+_SYNC = "have nn.BatchNorm2d, and trainer.sync_batchnorm=true"
+_KEYED = "from torch, numpy.random or random themselves"
+
+
+class Trial:
+    """A few steps of a run on one process."""
+
+    def __init__(self, build: Builder, *, is_cut_by_ranks: bool) -> None:
+        """`build` is a rehearsal's; `is_cut_by_ranks` if in the run a micro-batch is a process's share of a step."""
+        self.build = build.altered(parallel=SINGLE)
+        self.is_cut_by_ranks = is_cut_by_ranks
+        self.num_processes = build.config.launch.most_processes
+        with blamed("dataset", "its training split cannot be loaded", "see dataset.*"):
+            self.source = self.build.dataset.load("train")
+
+    def run(self) -> list[Finding]:
+        """Raise Refused for what keeps the run from its promise; return what only might."""
+        other = Continuation(
+            self.build.altered(), fetch=lambda: self._fetch()[_BEFORE], index=_BEFORE
+        )  # with a task of its own
+        try:
+            return self._run(other)
+        finally:
+            other.close()
+
+    def _run(self, other: Continuation) -> list[Finding]:
+        steps = self._fetch()
+        findings = self._look_at_one_forward(steps[0])
+        first = Player(self.build.altered())  # in which nothing has been tried
+        for index, step in enumerate(steps[:_BEFORE]):
+            with blamed("model", "a step fails", "the same step runs in a plain script"):
+                first.forward_backward(step, index=index)
+            if sparse := [name for name, p in first.module.named_parameters() if p.grad is not None and p.grad.is_sparse]:
+                raise Refused("model", f"{sparse[0]} has a sparse gradient, of which no norm over all is taken", "sparse=False")
+            with blamed("optimizer", "its step fails", "see the optimizer's own documentation"):
+                first.take(index)
+        changed = self._evaluate(first)
+        other.restore(*first.state())
+        self._compare(first, other, steps[_BEFORE])
+        self._compare_evaluations(first, other, changed)
+        return findings
+
+    def _look_at_one_forward(self, step: Step) -> list[Finding]:
+        scout = Player(self.build)
+        self._look_at_kinds(scout)
+        self._look_at_forward(scout, step)
+        return self._look_at_loss(scout.module, step) or self._look_at_cut(scout.module, step)
+
+    def _look_at_kinds(self, player: Player) -> None:
+        if self.num_processes > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in player.module.modules()):
+            raise Refused("model", "nn.SyncBatchNorm computes with what each process happens to have", _SYNC)
+        for prefix, module in modules_of(player.task).items():
+            for name, parameter in module.named_parameters(prefix=prefix):
+                if parameter.requires_grad:
+                    cure = "have it in the model, which may return it; requires_grad_(False) of what is not trained"
+                    raise Refused("task", f"its parameter {name} would not be trained", cure)
+
+    def _fetch(self) -> list[Step]:
+        with blamed("sampler", "it cannot order this data", "see sampler.*"):
+            loader = self.build.loader(self.source, "train", dp_rank=0, dp_size=1)
+        loader.num_workers = 0
+        with blamed("dataset", "its first batch cannot be fetched", "see dataset.*"):
+            steps = loader.train(0)
+            fetched, again = [next(steps) for _ in range(_BEFORE + 1)], next(loader.train(0))
+            until = time.monotonic() + _AHEAD_S
+            for _ in range(_AHEAD):  # what counts may matter later
+                if time.monotonic() < until:
+                    next(steps)
+            late = next(loader.train(0))
+        if any(not same(*pair) for other in (again, late) for pair in zip(_tensors(fetched[0]), _tensors(other))):
+            what = "the same samples are other numbers each time: it draws from a generator of its own, or counts"
+            raise Refused("dataset", what, f"draw {_KEYED}, or from the `keys` of transform()")
+        return fetched
+
+    # --- one forward
+
+    def _look_at_forward(self, player: Player, step: Step) -> None:
+        module, micro_batch = player.module, step.micro_batches[0]
+        step = step._replace(num_samples=micro_batch.num_samples, micro_batches=[micro_batch])
+        names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        shape = f" of shape {list(micro_batch.inputs.shape)}" if isinstance(micro_batch.inputs, Tensor) else ""
+        fails = f"its forward or the task's loss does not take a batch{shape} of this dataset"
+        with blamed("model", fails, "choose another model or dataset"), player.untouched():
+            player.engine.forward_backward(step, index=0, loss_scale=1.0, measure=False)
+        made = sorted({name for name, _ in (*module.named_parameters(), *module.named_buffers())} - names)
+        if made:
+            raise Refused("model", f"its first forward makes a parameter or buffer ({made[0]})", "make it in the constructor")
+        with torch.no_grad(), blamed("task", "its metrics fail on a batch of this dataset", "a task that fits the model"):
+            player.engine.evaluate(step)
+            self.build.metrics.compute(world=self.build.world)
+
+    def _look_at_loss(self, module: nn.Module, step: Step) -> list[Finding]:
+        """Compare the loss of two samples with the sum of the losses of one; of a task's own step, a batch with its halves."""
+        if self.build.forward().trains_by_step:
+            return self._look_at_own_step(step)
+        micro_batch = step.micro_batches[0]
+        two = _samples(micro_batch, 0, 2)
+        if two.num_samples < 2:
+            return []
+        forward = self.build.forward()
+        with in_eval_mode(module), torch.no_grad():
+            try:
+                both = float(forward(module, two, measure=False)[0])
+                alone = sum(float(forward(module, _samples(two, i, i + 1), measure=False)[0]) for i in range(2))
+            except Exception:  # a model that does not take one sample
+                return []
+        return self._judge(both, alone, of="two samples", parts_are="their losses")
+
+    def _judge(self, whole: float, parts: float, *, of: str, parts_are: str) -> list[Finding]:
+        """Refuse a loss of two parts that is the mean of the parts' losses, given that and their sum; warn if it is no sum."""
+        if not math.isfinite(whole + parts) or abs(whole - parts) <= 1e-3 * max(abs(whole), abs(parts)):
+            return []
+        if abs(2 * whole - parts) <= 1e-3 * max(abs(2 * whole), abs(parts)):
+            what = f"its loss of {of} is the mean of {parts_are}: what is computed would depend on how a step is cut"
+            raise Refused("task", what, "return the sum over the samples (reduction='sum')")
+        return self._depends_on_cut("task", f"its loss of {of} is neither the sum nor the mean of {parts_are}")
+
+    def _look_at_own_step(self, step: Step) -> list[Finding]:
+        player = Player(self.build.altered())
+        one, *_ = step.micro_batches
+        half = one.num_samples // 2
+        if half * 2 != one.num_samples or half == 0:
+            return []
+        halves = [_samples(one, 0, half), _samples(one, half, 2 * half)._replace(number=1, start=half)]
+        step = step._replace(num_samples=one.num_samples)
+        try:
+            with in_eval_mode(player.module):
+                whole, parts = (
+                    float(player.forward_backward(step._replace(micro_batches=cut), index=0)["loss"]) for cut in ([one], halves)
+                )
+        except Exception:  # a model that does not take so few samples
+            return []
+        return self._judge(whole, parts, of="a batch", parts_are="its halves' losses")
+
+    def _look_at_cut(self, module: nn.Module, step: Step) -> list[Finding]:
+        """Warn of a training forward that draws, or that couples samples in a way that no class of a layer tells."""
+        if batch_dependent_layers(module):  # these are warned of with or without a rehearsal
+            return []
+        whole, forward = step.micro_batches[0], self.build.forward()
+        size = whole.num_samples
+
+        def loss(micro_batch: MicroBatch, *, number: int = 0) -> float:
+            forward.seed_draws(step=0, micro_batch=number)
+            with torch.no_grad(), untouched(module):
+                return float(forward(module, micro_batch, measure=False)[0])
+
+        try:
+            at_once, *others = [loss(whole, number=number) for number in range(3)]
+            in_halves = loss(_samples(whole, 0, size // 2)) + loss(_samples(whole, size // 2, size))
+        except Exception:  # a model that does not take so few samples
+            return []
+        if any(other != at_once for other in others):
+            return self._depends_on_cut("model", "its training forward draws random numbers")
+        if abs(at_once - in_halves) > 1e-3 * abs(at_once):
+            return self._depends_on_cut("model", "its training forward couples the samples that go through it together")
+        return []
+
+    def _depends_on_cut(self, key: str, what: str) -> list[Finding]:
+        if not self.is_cut_by_ranks:
+            return []
+        what = f"{what}, so what it computes depends on the number of processes"
+        return [Finding(key, what, "set micro_batch_size", refuses=False)]
+
+    # --- the second step, and what it says of the first
+
+    def _compare(self, first: Player, other: Continuation, step: Step) -> None:
+        before, writes = first.attributes(), Writes(first.module)
+        with writes:
+            ours = Computed.of(first, first.forward_backward(step, index=_BEFORE))
+        now = first.attributes()
+        changed = [name for name, value in now.items() if before.get(name) != value]
+        theirs, restored = other.step()
+        if differing := ours.first_difference(theirs):
+            self._explain(other, changed, differing, draws=any(now[place].startswith(GENERATOR) for place in changed))
+        if writes.names and self.num_processes > 1:
+            what = f"its forward moves {next(iter(writes.names))}, a parameter, on each process by itself"
+            raise Refused("model", what, "register_buffer() what has no gradient: a step's micro-batch 0 then moves it on all "
+                          "processes; compute from a weight what depends on it (torch.nn.utils.parametrize)")  # fmt: skip
+        for key, name in now:
+            if now[key, name].startswith(GENERATOR) and key == "model":
+                raise Refused(
+                    key,
+                    f"{name} draws without a key, and no checkpoint holds it",
+                    f"draw {_KEYED}; what only the constructor draws from can be a local variable",
+                )
+        for key, name in changed:
+            if restored.get((key, name)) != now[key, name]:
+                self._refuse_memory(key, f"{name} goes on from step to step, and no checkpoint holds it")
+        self._compare_steps(first, other)
+
+    @staticmethod
+    def _refuse_memory(key: str, what: str) -> NoReturn:
+        raise Refused("model" if key == "modules" else key, what, _BUFFER[key.partition(".")[0]])
+
+    def _compare_steps(self, first: Player, other: Continuation) -> None:
+        """Refuse an optimizer that, restored, takes another step, or would later."""
+        before = first.attributes()
+        first.take(_BEFORE)
+        weights, restored = other.take()
+        after = first.attributes()
+        for (key, name), value in after.items():
+            if key.startswith("part.") and before.get((key, name)) != value != restored.get((key, name)):
+                self._refuse_memory(key, f"{name} goes on from step to step, and no checkpoint holds it")
+        kind = type(first.update.optimizer).__name__
+        for name, parameter in first.module.named_parameters():
+            if not same(parameter, weights[name]):
+                what = f"restored from a checkpoint, {kind} takes another step (of {name})"
+                what += ": it keeps something outside its state and its parameter groups"
+                self._refuse_memory("optimizer", what)
+        for (key, name), value in after.items():
+            if before.get((key, name)) != value != restored.get((key, name)):
+                if key != "optimizer":
+                    self._refuse_memory(key, f"{name} goes on from step to step, and no checkpoint holds it")
+                what = f"{kind} keeps {name}, which goes on from step to step, outside its state and its parameter groups"
+                self._refuse_memory("optimizer", what)
+
+    def _explain(self, other: Continuation, changed: list[tuple[str, str]], differing: str, *, draws: bool) -> None:
+        """Refuse a model that, restored, computes something else: by what it keeps, or by what it draws."""
+        if changed and not draws:
+            (key, name), *_ = changed
+            what = f"what a step computes depends on {name}, which it changes and no checkpoint holds"
+            self._refuse_memory(key, what)
+        one, again = other.twice()
+        if draws or any(not torch.equal(one[name], again[name]) for name in one):
+            what = f"the same forward gives other numbers each time (first seen in {differing})"
+            what += ": it draws from a generator of its own, depends on the time, or counts outside of its modules"
+            raise Refused("model", what, f"draw {_KEYED}; register_buffer() what it counts")
+        what = f"restored from a checkpoint, it computes something else (first seen in {differing})"
+        what += ": it keeps something outside its parameters and persistent buffers"
+        raise Refused("model", what, "register_buffer() it")
+
+    # --- an evaluation
+
+    def _evaluate(self, player: Player) -> list[tuple[str, str]]:
+        """Evaluate a batch; return which attributes that changes."""
+        step, places = validation_step(self.build), player.attributes()
+        before = {name: buffer.clone() for name, buffer in player.module.named_buffers()}
+        player.evaluate(step, shares=BEFORE)
+        for name, buffer in player.module.named_buffers():
+            if self.num_processes > 1 and (name not in before or not same(buffer, before[name])):
+                what = f"an evaluation moves its buffer {name}, on each process by the samples that it has"
+                raise Refused("model", what, "move it in training only (self.training)")
+        return [place for place, value in player.attributes().items() if places.get(place) != value]
+
+    def _compare_evaluations(self, player: Player, other: Continuation, changed: list[tuple[str, str]]) -> None:
+        """Refuse what a restored evaluation computes otherwise, and what goes on of the `changed` from one to the next."""
+        ours = player.evaluate(validation_step(self.build), shares=AFTER)
+        now = player.attributes()
+        theirs, restored = other.evaluate()
+        if differing := next((name for name in ours if not same(ours[name], theirs[name])), ""):
+            what = f"restored from a checkpoint, an evaluation gives another {differing}"
+            raise Refused(
+                "model", f"{what}: it keeps something outside its parameters and persistent buffers", "register_buffer() it"
+            )
+        for key, name in changed:
+            if restored.get((key, name)) != now.get((key, name)):
+                self._refuse_memory(key, f"{name} goes on from evaluation to evaluation, and no checkpoint holds it")
+        player.parts.ended()
+
+
+def _tensors(step: Step) -> list[Tensor]:
+    found: list[Tensor] = []
+    for micro_batch in step.micro_batches:
+        micro_batch.mapped(lambda tensor: (found.append(tensor), tensor)[1])  # type: ignore[func-returns-value]
+    return found
+
+
+def _samples(micro_batch: MicroBatch, first: int, end: int) -> MicroBatch:
+    part = micro_batch.mapped(lambda tensor: tensor[first:end] if tensor.ndim else tensor)
+    return part._replace(num_samples=min(end, micro_batch.num_samples) - first)

@@ -1,0 +1,129 @@
+"""What one process, of one or a few, sees in two steps under a strategy."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.build.training import Builder
+from framework.checkpoint.kept import kept_here, require_same_parts
+from framework.data.source import Source
+from framework.engine.seam import Engine, Step
+from framework.modules.tensors import whole
+from framework.preflight.differences import real
+from framework.preflight.player import Finding, Player, Refused, blamed
+
+_SEARCHED, _SEARCH_S = 16, 0.5  # steps, for one that asks much of a strategy
+
+Sketch = tuple[float, float]  # of a tensor: its norm, and a projection
+
+
+@dataclass
+class Seen:
+    """What one rank has computed: sketches of whole tensors, by name."""
+
+    outputs: dict[str, Sketch] = field(default_factory=dict)  # of modules in the first micro-batch, in the order of their ends
+    gradients: list[dict[str, Sketch]] = field(default_factory=list)  # of each step
+    weights: dict[str, Sketch] = field(default_factory=dict)
+    sums: list[dict[str, float]] = field(default_factory=list)  # of each step, and of an evaluation
+    kept: dict[str, Any] = field(default_factory=dict)  # what the optimizer keeps in its groups, by parameter and key
+    first: int = 0  # the number of the first step
+    do_part: bool = False  # its samples enter different modules
+    fault: str = ""
+    of_part: Finding | None = None  # whatever the strategy
+
+
+def sketch(tensor: Tensor) -> Sketch:
+    """Return two numbers that tell tensors apart: the norm, and the product with a fixed vector of no period."""
+    flat = real(whole(tensor.detach())).reshape(-1).double()
+    ramp = torch.arange(flat.numel(), dtype=torch.float64)
+    return float(flat.norm()), float(flat @ torch.sin(ramp * ramp % 1000.0 + ramp))
+
+
+def _steps(build: Builder, source: Source, engine: Engine, *, first: int, count: int) -> Iterator[tuple[int, Step]]:
+    loader = build.loader(source, "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
+    loader.num_workers = 0
+    return itertools.islice(enumerate(loader.train(0)), first, first + count)
+
+
+def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
+    """Return the step, of the first few, in which the samples of two processes differ most in what they enter; and if they do.
+
+    Modules that a forward passes over, by chance or by its samples, are what strategies differ in.
+    """
+    player = Player(build)
+    paths: list[set[nn.Module]] = []
+    if isinstance(player.module, torch.jit.ScriptModule):
+        return 0, False
+    player.module.register_forward_pre_hook(lambda *_: paths.append(set()), prepend=True)
+    for part in player.module.modules():
+        if not isinstance(part, torch.jit.ScriptModule):  # takes no hooks
+            part.register_forward_pre_hook(lambda part, _: paths[-1].add(part))
+    best, most, until = 0, 0, time.monotonic() + _SEARCH_S
+    for index, step in _steps(build, source, player.engine, first=0, count=_SEARCHED):
+        paths.clear()
+        player.forward_backward(step, index=index)
+        half, everything = len(paths) // 2, set[nn.Module]().union(*paths)
+        apart = sum(one != other for one, other in zip(paths, paths[half:]))
+        lacking = sum(path != everything for path in (paths[half - 1], paths[-1]))  # a share's last: its gradients are summed
+        if apart + lacking > most:
+            best, most = index, apart + lacking
+        if most == half + 2 or time.monotonic() > until:
+            break
+    return best, most > 0
+
+
+def two_steps(build: Builder, source: Source, seen: Seen) -> None:
+    """Take two steps from `seen.first` on, and evaluate a batch; note in `seen` what is computed. Collective."""
+    player = Player(build)
+    engine = player.engine
+    for index, step in _steps(build, source, engine, first=seen.first, count=2):
+        is_first = index == seen.first
+        if is_first:
+            engine.warm_up(step)
+        with _outputs(engine.module, seen.outputs if is_first and engine.dp_rank == 0 else {}):
+            sums = player.forward_backward(step, index=index)
+        seen.sums.append({name: float(value) for name, value in sums.items()})
+        gradients = {name: p.grad for name, p in engine.module.named_parameters() if p.requires_grad}
+        zeros = {name: torch.zeros(()) for name, gradient in gradients.items() if gradient is None}
+        seen.gradients.append({name: sketch(value) for name, value in (gradients | zeros).items() if value is not None})
+        player.take(index)
+    kept = kept_here(player.held(), initial=player.update.initial)
+    states = {name: sketch(tensor) for name, tensor in player.parts.tensors().items()}
+    try:
+        with blamed("part", "its state cannot be saved", "see docs/parts.md"):
+            require_same_parts([part.parts for part in build.world.agreement.gather(kept)])
+            require_same_parts(build.world.agreement.gather(states))
+    except Refused as refused:
+        seen.of_part = refused.finding
+    for group in kept.groups:
+        seen.kept |= {f"{key} (of {name})": value for name in group.names for key, value in group.values.items()}
+    seen.weights = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
+    seen.weights |= {f"the state of part.{name}": state for name, state in states.items()}
+    loader = build.loader(source, "val", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
+    loader.num_workers = 0
+    engine.sync_buffers()
+    seen.sums.append({name: float(value) for name, value in player.evaluate(next(loader.evaluate()), shares=[1.0]).items()})
+
+
+@contextmanager
+def _outputs(module: nn.Module, outputs: dict[str, Sketch]) -> Iterator[None]:
+    """Note in `outputs` what each module returns at its first call, if it is a tensor."""
+    handles = []
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
+
+        def note(_: nn.Module, __: object, output: Any, name: str = name) -> None:
+            if name not in outputs and type(output) is Tensor and output.is_floating_point():
+                outputs[name] = sketch(output)
+
+        handles.append(part.register_forward_hook(note))
+    yield
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,3 @@
+"""The framework's version."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,24 @@
+"""A number for each sample, by which samplers choose."""
+
+from typing import Any
+
+import numpy as np
+
+
+def values_of(source: Any, where: str, *, key: str) -> np.ndarray:
+    """Return a number for each sample, shape (N,): from a file of numpy's (`.npy`), or what the samples have under this name.
+
+    ValueError, which says the key of the configuration, if they are not there.
+    """
+    try:
+        if where.endswith(".npy"):
+            values = np.load(where, allow_pickle=False)
+        else:
+            values = np.asarray(source.column(where) if hasattr(source, "column") else getattr(source, where))
+        values = values.astype(np.int64) if values.dtype == np.bool_ else values
+        if values.shape != (len(source),) or not np.issubdtype(values.dtype, np.number):
+            raise ValueError(f"has {values.dtype} of shape {list(values.shape)}, and there are {len(source)} samples")
+    except (OSError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
+        expected = "a .npy file with a number for each sample, or the name of a number that the samples have"
+        raise ValueError(f"{key}={where}: {type(error).__name__}: {error} ({expected})") from error
+    return values

@@ -1,0 +1,34 @@
+"""Weighted: samples drawn with replacement, each as often as its weight says."""
+
+from typing import Any
+
+import numpy as np
+
+from framework.randomness import keys, random_uniform
+from framework.samplers.values import values_of
+
+
+class Weighted:
+    """`weights`: a `.npy` file or a name of a value of the samples; `balanced`: they are classes, and each is as likely."""
+
+    def __init__(self, *, weights: str, balanced: bool = False, num_samples: int | None = None) -> None:
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"sampler.num_samples={num_samples}: is out of range (at least 1)")
+        self.weights, self.balanced, self.num_samples = weights, balanced, num_samples
+        self._bounds: np.ndarray | None = None
+
+    def epoch(self, epoch: int, *, source: Any, seed: int) -> np.ndarray:
+        if self._bounds is None:
+            self._bounds = self._cumulated(source)
+        places = np.arange(len(source) if self.num_samples is None else self.num_samples)
+        drawn = random_uniform(keys(seed, "weighted", epoch, places)) * self._bounds[-1]
+        return np.searchsorted(self._bounds, drawn, side="right").clip(max=len(source) - 1)
+
+    def _cumulated(self, source: Any) -> np.ndarray:
+        values = values_of(source, self.weights, key="sampler.weights")
+        if self.balanced:
+            _, classes, counts = np.unique(values, return_inverse=True, return_counts=True)
+            values = 1 / counts[classes]
+        if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
+            raise ValueError(f"sampler.weights={self.weights}: weights are not negative, and not all zero")
+        return np.cumsum(values.astype(np.float64))

@@ -1,0 +1,30 @@
+"""Every sample of a split measured once: sums of each rank, and their totals."""
+
+from collections.abc import Iterable
+
+import torch
+
+from framework.distributed.world import World
+from framework.engine.seam import Engine, Step
+from framework.engine.sums import Sums, add
+from framework.modules import structure
+
+
+def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
+    """Return this rank's sums over a whole split, in float64: the loss and the task's metrics. Collective.
+
+    Added over the ranks (by `totals`), they count each sample once.
+    """
+    engine.sync_buffers()
+    sums: Sums = {}
+    with structure.in_eval_mode(engine.module):
+        for step in steps:
+            add(sums, {name: value.double() for name, value in engine.evaluate(step).items()})
+    return sums
+
+
+def totals(sums: Sums, *, world: World) -> Sums:
+    """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message."""
+    flat = world.agreement.sum(torch.cat([value.double().reshape(-1) for value in sums.values()]).cpu())
+    parts = flat.split([value.numel() for value in sums.values()])
+    return {name: part.reshape(value.shape) for (name, value), part in zip(sums.items(), parts)}

@@ -1,0 +1,182 @@
+"""What a run looks at before each checkpoint: state that no checkpoint holds, and replicas that differ."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from framework.checkpoint.canonical import model_tensors
+from framework.distributed.world import World
+from framework.modules.aside import Memory, digests, kept_aside, kept_by_modules
+from framework.modules.tensors import local
+from framework.runtime.exits import RunEnded, Unfit
+from framework.runtime.log import LOGGER
+
+_REHEARSED = 3  # steps, and whatever evaluations change: a rehearsal has restored these, and compared what follows
+_ROUNDING = 1e-7  # of a tensor's norm, where the same is added up twice
+_TOLERANCE = 1e-3  # of a tensor's norm; processors of several kinds round differently
+
+
+class ReplicasDiffer(RunEnded):
+    """Ranks that should have the same weights have others; the last checkpoint is intact."""
+
+
+class Guard:
+    """Warns of what objects begin to keep after the rehearsed steps and no checkpoint holds. Ends a run whose model could not
+    be restored, or whose replicas differ. `saving` is collective.
+    """
+
+    def __init__(
+        self, holders: Mapping[str, object], *, module: nn.Module, world: World, own: Iterable[str], without: Iterable[object]
+    ) -> None:
+        """`holders` are the model, the task, the optimizer and the parts by their keys; `module` is what is trained of the
+        model on this rank. `own` are the names of the user's Python modules; `without` is what is not looked into.
+        """
+        self._holders, self._module, self._world = holders, module, world
+        self._own, self._without = set(own), list(without)
+        self._has_parts = any(key.startswith("part.") for key in holders)  # which may move anything
+        self._steps = 0
+        self._evaluated: set[str] = set()  # splits
+        self._known: set[str] = set()  # places that change from step to step, or in an evaluation, or were warned of
+        self._late: set[str] = set()  # paths that have changed otherwise
+        self._seen: Memory = {}
+        self._kinds = _kinds(module)
+        self._frozen: dict[str, list[float]] = {}  # what only the model itself could move
+
+    def step_taken(self) -> None:
+        if self._steps < _REHEARSED:
+            if self._steps == 0 and self._world.world_size > 1 and self._holders and not self._has_parts:
+                frozen = {name for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
+                sketches = _sketches(self._module).items()
+                self._frozen = {name: sketch for name, sketch in sketches if name.split(" ")[0] in frozen}
+            self._steps += 1
+            self._learn()
+
+    def evaluating(self) -> None:
+        self._notice()
+
+    def _notice(self) -> None:
+        """Note what has changed since the last look, neither in the first steps nor in an evaluation."""
+        if self._steps == _REHEARSED:
+            now = self._look(at_a_glance=True)
+            self._late |= self._changed(now)
+            self._seen = now
+
+    def evaluated(self, split: str) -> None:
+        """What the first evaluation of a split changes is known, since it was rehearsed; of later ones, only that."""
+        if split not in self._evaluated:
+            self._evaluated.add(split)
+            self._learn()
+
+    def _learn(self) -> None:
+        now = self._look(at_a_glance=True)
+        self._known |= {_place(path) for path in self._changed(now)} if self._seen else set()
+        self._seen = now
+
+    def saving(self, declared: Callable[[], Mapping[str, Iterable[object]]]) -> None:
+        """Warn of each place once. Unfit or ReplicasDiffer, on every rank, if no checkpoint should be written.
+
+        `declared()` is what a checkpoint will hold of each holder besides parameters, buffers and the optimizer's state.
+        """
+        self._notice()
+        sketches = _sketches(self._module) if self._world.world_size > 1 else {}
+        mine = {path for path in self._late if _place(path) not in self._known}
+        of_ranks = self._world.agreement.gather((mine, sketches, self._fault(sketches)))
+        self._late.clear()
+        self._warn(set().union(*(late for late, _, _ in of_ranks)), declared)
+        for fault in filter(None, (fault for _, _, fault in of_ranks)):
+            raise Unfit(f"model: {fault}")
+        _compare_replicas([theirs for _, theirs, _ in of_ranks])
+
+    def _warn(self, late: set[str], declared: Callable[[], Mapping[str, Iterable[object]]]) -> None:
+        if not late:
+            return
+        held, now = {key: digests(values) for key, values in declared().items()}, self._look(at_a_glance=False)
+        places = {_place(path) for path in late if path in now and now[path] not in held.get(self._key(path), ())}
+        self._known |= {_place(path) for path in late}
+        for place in sorted(set().union(*self._world.agreement.gather(places))) if self._world.rank == 0 else ():
+            LOGGER.warning("%s has changed for the first time since the start, and no checkpoint holds it: if anything "
+                           "depends on it, a run that is continued computes something else (docs/extend.md)",
+                           place)  # fmt: skip
+
+    def _fault(self, sketches: dict[str, list[float]]) -> str:
+        """Return why no checkpoint should be written of this rank's part of the model; an empty text if it can."""
+        for name, kind in _kinds(self._module).items():
+            if self._kinds.get(name) != kind:
+                now = f"{name} is {kind} now, and was {self._kinds.get(name, 'not there')} at the start"
+                return f"{now}: no run could go on from such a checkpoint (make it in the constructor, as large as it will be)"
+        for name, (norm, total) in self._frozen.items():
+            if _differ(sketches[name], [norm, total], tolerance=_ROUNDING):
+                what = f"{name}, which is frozen, has changed since the start: a forward moves it on each process by itself"
+                return f"{what} (register_buffer() it: a step's micro-batch 0 then moves it on all processes)"
+        return ""
+
+    def _changed(self, now: Memory) -> set[str]:
+        return {path for path in now.keys() | self._seen.keys() if now.get(path) != self._seen.get(path)}
+
+    def _key(self, path: str) -> str:
+        return next((key for key in self._holders if path.startswith(f"{key}.")), "")
+
+    def _look(self, *, at_a_glance: bool) -> Memory:
+        """Return what is kept aside, by KEY.PATH."""
+        own = {name: sys.modules[name] for name in self._own if name in sys.modules}
+        found = kept_by_modules(own, at_a_glance=at_a_glance)
+        for key, holder in self._holders.items():
+            kept = kept_aside(holder, own=own, at_a_glance=at_a_glance, without=self._without)
+            found |= {f"{key}.{path}": value for path, value in kept.items()}
+        return found
+
+
+def _compare_replicas(of_ranks: Sequence[dict[str, list[float]]]) -> None:
+    first: dict[str, tuple[int, list[float]]] = {}
+    for rank, sketches in enumerate(of_ranks):
+        for name, sketch in sketches.items():
+            other, theirs = first.setdefault(name, (rank, sketch))
+            if _differ(sketch, theirs, tolerance=_TOLERANCE):
+                norms = f"its norm is {theirs[0]:.6g} and {sketch[0]:.6g}"
+                raise ReplicasDiffer(
+                    f"{name} is not the same on ranks {other} and {rank} ({norms}): some ranks only have changed it (a part, a "
+                    "hook), or memory is faulty; the last checkpoint is intact"
+                )
+
+
+def _differ(one: Sequence[float], other: Sequence[float], *, tolerance: float) -> bool:
+    return max(abs(one[0] - other[0]), abs(one[1] - other[1])) > tolerance * max(one[0], other[0])
+
+
+def _place(path: str) -> str:
+    """Return a path up to its first number: of a list that grows, the list; of a dictionary, an entry by its text."""
+    return re.split(r"\[\d", path, maxsplit=1)[0]
+
+
+def _kinds(module: nn.Module) -> dict[str, str]:
+    """Return the type and the shape of each tensor that a checkpoint has of the model."""
+    return {
+        name.removeprefix("model/"): f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        for name, tensor in model_tensors(module).items()
+    }
+
+
+def _sketches(module: nn.Module) -> dict[str, list[float]]:
+    """Return the norm and the sum of each tensor that this rank holds, or of its shard."""
+    names: dict[torch.device, list[str]] = {}
+    sketches: dict[torch.device, list[Tensor]] = {}  # of each device in one tensor: it is waited for once
+    for name, tensor in model_tensors(module).items():
+        mine = local(tensor)
+        if mine.is_floating_point() and mine.numel():
+            names.setdefault(mine.device, []).append(_shard(name, tensor))
+            sketch = [torch.linalg.vector_norm(mine, dtype=torch.float64), mine.sum(dtype=torch.float64)]
+            sketches.setdefault(mine.device, []).append(torch.stack(sketch))
+    return {
+        name: numbers for device in names for name, numbers in zip(names[device], torch.stack(sketches[device]).cpu().tolist())
+    }
+
+
+def _shard(name: str, tensor: Tensor) -> str:
+    """Return a name that ranks share if they hold the same: of a shard, with where it is in its mesh."""
+    if not hasattr(tensor, "device_mesh"):
+        return name.removeprefix("model/")
+    places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or ())  # type: ignore[attr-defined]
+    return f"{name.removeprefix('model/')} {[place for placement, place in places if not placement.is_replicate()]}"

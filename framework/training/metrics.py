@@ -1,0 +1,158 @@
+"""Metrics of torchmetrics over a split: each sample once, and the same value on any number of processes."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from framework.distributed.world import World
+from framework.engine.seam import MicroBatch
+from framework.modules.tensors import Tree, map_tensors
+from framework.runtime.exits import Unfit
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+Pairs = Callable[[Any, Any], Any]  # from outputs and targets to what a metric's update() takes
+_LARGEST = 65536  # numbers in a value
+
+
+class _State(NamedTuple):
+    """What one process has of a metric: its tensors, and of its lists what each micro-batch has added, by its number."""
+
+    num_updates: int
+    tensors: dict[str, Tensor]
+    lists: dict[str, list[tuple[int, list[Tensor]]]]
+
+
+@dataclass(eq=False)
+class _Part:
+    """A metric, or one within it. Collects which micro-batch has added what to its lists."""
+
+    metric: "Metric"
+    _ends: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))  # micro-batch, length after it
+
+    def note(self, number: int) -> None:
+        for name, value in self.metric.metric_state.items():
+            if isinstance(value, list):
+                self._ends[name].append((number, len(value)))
+
+    def state(self) -> _State:
+        tensors, lists = dict[str, Tensor](), dict[str, list[tuple[int, list[Tensor]]]]()
+        for name, value in self.metric.metric_state.items():
+            if not isinstance(value, list):
+                tensors[name] = value.cpu()
+                continue
+            starts = [0, *(end for _, end in self._ends[name])]
+            lists[name] = [
+                (number, map_tensors(Tensor.cpu, value[start:end])) for start, (number, end) in zip(starts, self._ends[name])
+            ]
+        return _State(self.metric._update_count, tensors, lists)
+
+    def set(self, states: list[_State], *, device: torch.device) -> None:
+        """Take the states of all processes: the lists in the order of the micro-batches, the tensors reduced."""
+        for name in states[0].tensors:
+            values = torch.stack([state.tensors[name].to(device) for state in states])
+            reduce: Any = self.metric._reductions[name]
+            setattr(self.metric, name, values[0] if len(states) == 1 else values if reduce is None else reduce(values))
+        for name in states[0].lists:
+            added = sorted((item for state in states for item in state.lists[name]), key=lambda item: item[0])
+            elements = [element for _, elements in added for element in elements]
+            setattr(self.metric, name, map_tensors(lambda tensor: tensor.to(device), elements))
+        self.metric._update_count = sum(state.num_updates for state in states)
+
+    def forget(self) -> None:
+        self._ends.clear()
+
+
+class Metrics:
+    """The run's metrics by name. `pairs` gives what they are updated with."""
+
+    def __init__(self, metrics: "Mapping[str, Metric]", *, pairs: Pairs, device: torch.device) -> None:
+        self._metrics = dict(metrics)
+        self._pairs, self._device = pairs, device
+        self._parts = {name: [_Part(part) for part in parts_of(metric)] for name, metric in metrics.items()}
+        for name, metric in self._metrics.items():
+            metric.to(device).set_dtype(torch.float64)
+            for part in self._parts[name]:
+                part.metric.distributed_available_fn = lambda: False  # `compute` here is about all processes' states
+
+    def observe(self, outputs: Tree, micro_batch: MicroBatch) -> None:
+        """Update every metric with a micro-batch of an evaluation. Unfit if a metric does not take it."""
+        for name, metric in self._metrics.items():
+            try:
+                given = self._pairs(outputs, micro_batch.targets)
+                metric.update(**given) if isinstance(given, Mapping) else metric.update(*given)
+            except Exception as error:
+                raise Unfit(f"metric.{name}: does not take this task's outputs and targets: {_line(error)} "
+                            "(predictions() of the task may give it others)") from error  # fmt: skip
+            for part in self._parts[name]:
+                part.note(micro_batch.number)
+
+    def compute(self, *, world: World) -> dict[str, Any]:
+        """Return the values over what all processes have observed since the last call, by column. Collective."""
+        if not self._metrics:
+            return {}
+        mine = {name: [part.state() for part in parts] for name, parts in self._parts.items()}
+        everyone = world.agreement.gather(mine)
+        columns: dict[str, Any] = {}
+        for name, metric in self._metrics.items():
+            for number, part in enumerate(self._parts[name]):
+                states = [states[name][number] for states in everyone]
+                if len(states) > 1:
+                    part.set([state for state in states if state.num_updates] or states[:1], device=self._device)
+                part.forget()
+            try:
+                columns |= dict(_columns(name, metric.compute()))
+            except Exception as error:
+                raise Unfit(f"metric.{name}: its value cannot be computed: {_line(error)} (see its documentation)") from error
+            metric.reset()
+        return columns
+
+
+def parts_of(metric: "Metric") -> "list[Metric]":
+    """Return a metric and those within it (of a wrapper, or of a collection)."""
+    from torchmetrics import Metric
+
+    return [part for part in metric.modules() if isinstance(part, Metric)]
+
+
+def averaged_state(metric: "Metric") -> str:
+    """Return the name of a state that torchmetrics would average over processes, whatever they have counted; or nothing."""
+    from torchmetrics.utilities.data import dim_zero_mean
+
+    averaged = (name for part in parts_of(metric) for name, reduce in part._reductions.items() if reduce is dim_zero_mean)
+    return next(averaged, "")
+
+
+def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of a metric's value: numbers, and lists (of lists) of numbers; of a dictionary, one for each key."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _columns(f"{name}_{key}", item)
+        return
+    if isinstance(value, Tensor):
+        if value.numel() > _LARGEST:
+            raise ValueError(f"{name} has {value.numel():,} numbers, and a row takes {_LARGEST:,}")
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        yield name, [item for part in value for _, item in _columns(name, part)]
+    elif isinstance(value, (int, float)):
+        yield name, float(value)
+    else:
+        raise TypeError(f"{name} is a {type(value).__name__}, and no number")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def finite(value: Any) -> Any:
+    """Return a value of a row with null for each number that is not finite, which JSON has not."""
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

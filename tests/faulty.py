@@ -1,0 +1,953 @@
+"""Models, tasks, optimizers and data that break the promise, each in one way."""
+
+import copy
+import ctypes
+import functools
+import itertools
+import os
+import random
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from framework.data.synthetic import Synthetic
+from framework.tasks.classification import Classification
+
+
+class Net(nn.Module):
+    """A model without a fault, for images of 8 x 8."""
+
+    def __init__(self, dim: int = 12) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(192, dim), nn.Linear(dim, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(torch.tanh(self.first(x.flatten(1)))))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Counter(Net):
+    """Depends on how often it was called."""
+
+    num_calls = 0
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_calls += 1
+        return x * (1 + 0.1 * self.num_calls)
+
+
+class Average(Net):
+    """Keeps an average in a plain attribute."""
+
+    mean: Tensor | float = 0.0
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return x - self.mean
+
+
+class OwnGenerator(Net):
+    generator = np.random.default_rng(0)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * (1 + torch.from_numpy(self.generator.random(x.shape)).to(x)) if self.training else x
+
+
+class Clock(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        return x * (1 + time.time() % 1) if self.training else x
+
+
+class Forgotten(Net):
+    """Moves a buffer that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(12), persistent=False)
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0).detach().to(self.mean), 0.1)
+        return x - self.mean
+
+
+class Late(Net):
+    """Makes a parameter when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            self.weight = nn.Parameter(torch.ones_like(x[0]))
+        return x * self.weight
+
+
+class Teacher(Net):
+    """Averages frozen weights in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(192, 12).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.teacher.weight.data.lerp_(self.first.weight.data, 0.1)
+        return self.last(torch.tanh(self.first(x.flatten(1))) + self.teacher(x.flatten(1)))
+
+
+class Dropping(Net):
+    """Draws without a layer that tells; `Coupling` normalises over the samples."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3, self.training)
+
+
+class AlwaysDropping(Net):
+    """Draws in evaluations too."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3)
+
+
+class Coupling(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / x.std(0, correction=0) if self.training else x
+
+
+class Patient(Net):
+    """Counts in a plain attribute what will matter later; in an object, a deque, or with a generator of its own."""
+
+    class Memory:
+        def __init__(self) -> None:
+            self.means: deque[float] = deque(maxlen=50)
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.num_calls, self.memory = kind, 0, self.Memory()
+        if kind == "generator":
+            self.noise = torch.Generator()
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training and self.kind == "counter":
+            self.num_calls += 1
+        if self.training and self.kind == "object":
+            self.memory.means.append(float(x.detach().mean()))
+        return x * 2 if max(self.num_calls, len(self.memory.means)) >= 40 else x
+
+
+class LastSeen(Net):
+    """Keeps its latest activations, as many do, and never reads them."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.seen = x.detach()
+        return x
+
+
+class Clamped(Net):
+    """Clips its weights in its forward, of which none is large yet."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.last.weight.data.clamp_(-100, 100)
+        return x
+
+
+class LateBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return x - self.mean
+
+
+class Synchronised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(12)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 12, sparse=True)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x + self.table((x > 0).sum(1) % 4)
+
+
+class Fixed(Net):
+    """Takes micro-batches of 16 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("hidden", torch.zeros(16, 12))
+
+    def middle(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        self.hidden = torch.tanh(x + self.hidden).detach()
+        return x + self.hidden
+
+
+class LayerDrop(Net):
+    """Passes over its block now and then: another one on each process."""
+
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.p, self.blocks = p, nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)) for _ in range(3))
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not self.training or random.random() > self.p:
+                x = x + block(x)
+        return x
+
+
+class Extra(Net):
+    """Has an extra state that it reads; `Odd` one that is no plain data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = {"value": 1.0, "history": torch.zeros(3)}
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            value = self.scale["value"] * 1.5
+            self.scale = {"value": value, "history": torch.full((3,), value)}
+        return x * self.scale["value"]
+
+
+class Odd(Extra):
+    def get_extra_state(self) -> Any:
+        return {"object": object()}
+
+
+class Killed(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        if os.environ.get("FATAL") == str(os.getppid()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+class Noisy(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        print("said by the model", flush=True)
+        return x
+
+
+class Reader(Net):
+    """Reads a layer's weight instead of calling it, and changes the outputs of another in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.linear(x.flatten(1), self.first.weight, self.first.bias)
+        return self.last(hidden).tanh_()
+
+
+class WrongPlan(Net):
+    """Says to cut two layers that do not follow each other."""
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"first": "colwise"}
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x / x.norm(dim=1, keepdim=True)
+
+
+class WrongChain(Net):
+    """Leaves the activation out of its chain."""
+
+    def chain(self) -> list[nn.Module]:
+        return [nn.Flatten(), self.first, self.last]
+
+
+class Means(Classification):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+
+class Coupled(Classification):
+    """A loss over pairs of samples."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(outputs, targets) + (outputs @ outputs.t()).tanh().sum()
+
+
+class Confusion(Classification):
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"confusion": torch.zeros(10, 10)}
+
+
+class Annealed(Classification):
+    """Counts its calls, for a smoothing that begins later."""
+
+    num_calls = 0
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().loss(outputs, targets) * (1.0 if self.num_calls < 40 else 0.5)
+
+
+class Weighted(nn.Module):
+    """A task with a parameter of its own."""
+
+    def __init__(self, label_smoothing: float) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(()))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="sum") * torch.exp(-self.log_variance)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {}
+
+
+class Lookahead(torch.optim.SGD):
+    """Takes a step back every fifth step; counts in an attribute."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.count += 1
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)) if self.count % 5 == 0 else ():
+            p.mul_(0.5)
+
+
+class ForAll(torch.optim.SGD):
+    """Keeps a number for all parameters in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["all"] = {"step": self.state["all"].get("step", 0) + 1}
+
+
+class Langevin(torch.optim.SGD):
+    """Draws in its step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
+            p.add_(torch.randn_like(p), alpha=0.01)
+
+
+class Hidden(torch.optim.SGD):
+    """Keeps its momentum outside of its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.momenta: dict[Any, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.momenta[p] = self.momenta.get(p, torch.zeros_like(p)) * 0.9 + p.grad
+                p.sub_(self.momenta[p], alpha=group["lr"])
+
+
+class Counting(torch.optim.SGD):
+    """Keeps numbers, text, lists, dictionaries and tensors wherever an optimizer may."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group |= {"k": 0, "total": 0.0, "d": torch.ones(())}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["total"] += group["lr"]
+            group["d"] = group["d"] * 1.25
+            group["seen"] = [*group.get("seen", []), (group["k"], "step")]
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["kept"] = {"norm": 1.0 / state["count"], "flags": [True, None]}
+                scale = float(group["d"]) / group["k"] + len(group["seen"]) * 0.01 + state["kept"]["norm"]
+                p.sub_(p.grad, alpha=group["lr"] * scale)
+
+
+class Unkept(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
+            self.state[p]["thing"] = {1, 2}
+
+
+@dataclass(kw_only=True, eq=False)
+class Shuffled(Synthetic):
+    """Draws in its transform: from common generators, or from one of its own."""
+
+    own: bool = False
+
+    def transform(self, inputs: Tensor, targets: Tensor, *, keys: Any) -> tuple[Tensor, Tensor]:
+        x, y = super().transform(inputs, targets, keys=keys)
+        scale = OWN_NUMBERS.random(len(x)) if self.own else np.random.rand(len(x)) * random.random()
+        return x * torch.from_numpy(scale).to(x)[:, None, None, None] + 0.1 * torch.rand_like(x) * (not self.own), y
+
+
+class Keyed(Synthetic):
+    """Takes its keys for granted, of which an evaluation has none."""
+
+    def transform(self, inputs: Tensor, targets: Tensor, *, keys: Any) -> tuple[Tensor, Tensor]:
+        assert len(keys) == len(inputs)
+        return super().transform(inputs, targets, keys=keys)
+
+
+OWN_NUMBERS = np.random.default_rng(0)
+
+
+class Rates(Net):
+    """Reads numbers in its constructor, as the original code of many vision transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * (1 + self.rates[1])
+
+
+class Rotary(Net):
+    """A complex buffer, as in the first code of Llama, and a part in a type of its own."""
+
+    freqs: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("freqs", torch.polar(torch.ones(6), torch.arange(6.0)), persistent=False)
+        self.exact = nn.Linear(12, 12).double()
+
+    def middle(self, x: Tensor) -> Tensor:
+        assert self.freqs.is_complex() and self.exact.weight.dtype == torch.float64
+        turned = torch.view_as_real(torch.view_as_complex(x.float().reshape(len(x), 6, 2)) * self.freqs).flatten(1)
+        return self.exact(turned.double()).to(x.dtype)
+
+
+@functools.cache
+def projection(size: int) -> Tensor:
+    return torch.randn(size, size) / size**0.5
+
+
+class Cached(Net):
+    """Draws once for all, when it is first called: whoever calls it then."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x @ projection(x.shape[1]).to(x)
+
+
+@functools.cache
+def cached() -> nn.Module:
+    """A factory that gives the same model again."""
+    return Net()
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.Tanh(), nn.Linear(6, 10)))
+
+
+class Unknown(Net):
+    """A plain attribute that is not equal to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing = float("nan")
+
+
+class Hidden2(Net):
+    """Keeps an average of itself in a list, where torch does not see it, and uses it in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = [nn.Linear(12, 12)]
+
+    def middle(self, x: Tensor) -> Tensor:
+        (average,) = self.average
+        if self.training:
+            average.weight.data.lerp_(torch.full((12, 12), float(x.detach().mean())), 0.1)
+            return x
+        return average.to(x.dtype)(x)
+
+
+class Schedule:
+    """An object that can be called, and counts."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self) -> float:
+        self.num_calls += 1
+        return 1.0 if self.num_calls < 40 else 0.5
+
+
+class Scheduled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = Schedule()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * self.temperature() if self.training else x
+
+
+class Closed(Net):
+    """Counts in a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        count = 0
+
+        def scale() -> float:
+            nonlocal count
+            count += 1
+            return 1.0 if count < 40 else 0.5
+
+        self.scale = scale
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * self.scale() if self.training else x
+
+
+class OfClass(Net):
+    """Counts in its class."""
+
+    num_calls = 0
+
+    def middle(self, x: Tensor) -> Tensor:
+        OfClass.num_calls += self.training
+        return x * (1.0 if OfClass.num_calls < 40 else 0.5)
+
+
+COUNTS = {"calls": 0}
+
+
+class OfModule(Net):
+    """Counts in a global variable."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        COUNTS["calls"] += self.training
+        return x * (1.0 if COUNTS["calls"] < 40 else 0.5)
+
+
+class Deep(Net):
+    """Keeps what moves deep within, among much that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = {"a": [{"b": {"c": [torch.zeros(1000)]}}]}
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            inner: Any = self.bank["a"][0]["b"]
+            inner["c"][0][-2:] += torch.tensor([1.0, -1.0])
+        return x
+
+
+class Calibrated(Net):
+    """Moves a buffer in evaluations."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def middle(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+        return x
+
+
+class TrainsOn(Net):
+    """Forgets that it is evaluated."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.train()
+        return x
+
+
+class OfRank(Net):
+    """Looks at the environment."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * (1 + int(os.environ.get("RANK", "0")))
+
+
+class Lookback(torch.optim.SGD):
+    """Keeps lists of tensors and an array in its groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["seen"], group["array"] = [torch.zeros(3), torch.zeros(3)], (torch.zeros(2),)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["seen"] = [group["seen"][1], group["seen"][1] + 1]
+        return super().step(closure)
+
+
+class ByClosure(torch.optim.SGD):
+    """Needs a closure, and does not say so."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step()
+
+
+class FreezesStatistics(Net):
+    """Puts its BatchNorm into evaluation mode after some steps, which a buffer counts."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            self.norm.train(int(self.steps) < 4)
+        return self.norm(x)
+
+
+class Progressive(Synthetic):
+    """Counts its batches, and gives others from the twentieth on."""
+
+    num_batches = 0
+
+    def transform(self, inputs: Tensor, targets: Tensor, *, keys: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().transform(inputs, targets, keys=keys)
+        self.num_batches += 1
+        return inputs * (1.0 if self.num_batches < 20 else 0.5), targets
+
+
+class ClampsGradients(Net):
+    """Limits gradients in its backward pass: what it sees must not depend on the number of processes."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-3e-3, 3e-3))
+        return x
+
+
+class Stubborn(torch.optim.SGD):
+    """Does not take back what it has given."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise ValueError("the state of a stranger")
+
+
+class ComplexWeight(Net):
+    """A weight of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(12, 12, dtype=torch.complex64) * 0.1)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return (x.to(self.turn.dtype) @ self.turn).abs()
+
+
+class Strided(Net):
+    """A weight and a convolution whose memory is laid out otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(12, 12).T)
+        self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(12, 12))
+        self.conv = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.conv(x))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.orthogonal(x @ self.turned)
+
+
+class Teacher2(Net):
+    """A mean teacher in a list, which begins as its model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaged = [copy.deepcopy(self.first)]
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for mine, other in zip(self.averaged[0].parameters(), self.first.parameters()):
+                    mine.lerp_(other.to(mine), 0.1)
+        return x
+
+
+class Defaults(Net):
+    """Counts in a default argument, a hook, an attribute of a parameter and an iterator."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.numbers, count = kind, itertools.count(), [0]
+
+        def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            count[0] += kind == "hook"
+            return output * (1.0 if count[0] < 40 else 0.5)
+
+        self.last.register_forward_hook(hook)
+
+    def middle(self, x: Tensor, counted: Any = [0]) -> Tensor:  # noqa: B006
+        if self.kind == "default":
+            counted[0] += 1
+        if self.kind == "attribute":
+            self.first.weight.calls = getattr(self.first.weight, "calls", 0) + 1  # type: ignore[attr-defined]
+        if self.kind == "iterator":
+            next(self.numbers)
+        return x * (1.0 if counted[0] < 40 else 0.5)
+
+
+class FreezesLater(Net):
+    """Stops training a layer after some steps, which a buffer counts."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        self.first.requires_grad_(int(self.steps) < 5)
+        return x
+
+
+# --- what is found in a run, later than a rehearsal looks
+
+
+class Factored(torch.optim.SGD):
+    """From the sixth step on it keeps a number for each row of a matrix: a state that is not shaped like its parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                if group["k"] > 5 and p.grad is not None:
+                    state = self.state[p]
+                    row = p.grad.square().mean(-1, keepdim=True) if p.ndim > 1 else p.grad.square()
+                    state["row"] = state.get("row", torch.zeros_like(row)) * 0.9 + row * 0.1
+                    p.grad.div_(state["row"].sqrt() + 1.0)
+        super().step()
+
+
+class Later(Net):
+    """Does something from its sixth step on, by a counter that is a buffer."""
+
+    num_steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(dim=12)
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        self.make()
+
+    def make(self) -> None:
+        pass
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_steps += 1
+        return self.later(x) if self.num_steps > 5 else x
+
+    def later(self, x: Tensor) -> Tensor:
+        return x
+
+
+class LateEntry(Later):
+    """One entry of a dictionary is overwritten each time, another counts, later."""
+
+    def make(self) -> None:
+        self.stats: dict[str, float] = {}
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.stats["last"] = float(x.detach().mean()) if x.device.type != "meta" else 0.0
+        return super().middle(x)
+
+    def later(self, x: Tensor) -> Tensor:
+        self.stats["n"] = self.stats.get("n", 0) + 1
+        return x / (1 + self.stats["n"])
+
+
+class LateThreshold(Later):
+    """In an evaluation after some steps it changes."""
+
+    def make(self) -> None:
+        self.threshold = 1.0
+
+    def later(self, x: Tensor) -> Tensor:
+        self.threshold = self.threshold if self.training else 0.5
+        return x * self.threshold
+
+
+class LateData(Later):
+    """Writes into a tensor in a list, past what torch counts."""
+
+    def make(self) -> None:
+        self.hidden = [torch.ones(12)]
+
+    def later(self, x: Tensor) -> Tensor:
+        self.hidden[0].data.mul_(0.9)
+        return x * self.hidden[0].to(x)
+
+
+class LateTable(Later):
+    """Writes into a large array."""
+
+    def make(self) -> None:
+        self.table = np.ones((2**15, 12))
+
+    def later(self, x: Tensor) -> Tensor:
+        self.table *= 0.9
+        return x * torch.from_numpy(self.table[0]).to(x)
+
+
+class LaterBuffer(Later):
+    """Registers a buffer."""
+
+    def later(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.full((12,), 0.5).to(x))
+        return x * self.late
+
+
+class GrowingBuffer(Later):
+    """Has a buffer that is longer after each step."""
+
+    history: Tensor
+
+    def make(self) -> None:
+        self.register_buffer("history", torch.ones(1, 12))
+
+    def later(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.history = torch.cat([self.history, x.detach().mean(0, keepdim=True).to(self.history)])
+        return x * self.history.mean(0)
+
+
+class LateTeacher(Later):
+    """Moves a frozen part of itself in its forward."""
+
+    def make(self) -> None:
+        self.teacher = nn.Linear(12, 12).requires_grad_(False)
+
+    def later(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.teacher.weight.data.mul_(0.9)
+        return x + self.teacher(x)
+
+
+class Retells(Later):
+    """Honest: what it keeps does not change after its first steps, or is in a buffer."""
+
+    def make(self) -> None:
+        self.register_buffer("mean", torch.zeros(12))
+        self.newest: list[Tensor] = []
+
+    def later(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0).to(self.mean), 0.1)
+        return x
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.newest = [x.detach()]
+        return super().middle(x)
+
+
+# --- counters where they are hard to see
+
+
+def _count(store: dict[str, int], module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    store["n"] = store.get("n", 0) + module.training
+    return output * (0.5 if store["n"] > 60 else 1.0)
+
+
+class PartialHook(Net):
+    """A hook with a dictionary of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.register_forward_hook(functools.partial(_count, {}))
+
+
+class Static(Net):
+    """A static method with a default that counts."""
+
+    @staticmethod
+    def anneal(x: Tensor, training: bool, state: dict[str, int] = {"n": 0}) -> Tensor:  # noqa: B006
+        state["n"] += training
+        return x * (0.5 if state["n"] > 60 else 1.0)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.anneal(x, self.training)
+
+
+class BehindMuch(Net):
+    """A counter that comes after very many objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adjacency = [[number] for number in range(30_000)]
+        self.schedule = Schedule()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * self.schedule()
+
+
+class OfC(Net):
+    """A number of C, which shows no attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = ctypes.c_long(0)
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.n.value += self.training
+        return x * (0.5 if self.n.value > 60 else 1.0)
+
+
+class OfHashes(Net):
+    """Depends on the hash of a text, and on the order of a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(12, 12) for name in {"local", "global", "edge", "texture", "colour"}})
+        self.scale = 1 + hash("a layer") % 1000 / 1000
+
+    def middle(self, x: Tensor) -> Tensor:
+        for name in sorted(self.parts):
+            x = x + self.parts[name](x) * self.scale
+        return x

@@ -1,0 +1,308 @@
+"""Parts of the loop as a user may bring them, for tests/test_parts.py; some with a fault."""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lookahead:
+    """Every `every` steps the weights go back half of the way to where they were: state as large as the model."""
+
+    def __init__(self, every: int = 2) -> None:
+        self.every, self.num_back = every, 0
+
+    def begun(self, loop: Any) -> None:
+        self.slow = {name: p.detach().clone() for name, p in loop.trained().items()}
+
+    @torch.no_grad()
+    def step_taken(self, loop: Any) -> None:
+        if loop.step % self.every:
+            return
+        for name, parameter in loop.trained().items():
+            self.slow[name].lerp_(parameter, 0.5)
+            parameter.copy_(self.slow[name])
+        self.num_back += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": self.slow, "num_back": self.num_back}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.slow, self.num_back = state["slow"], state["num_back"]
+
+
+class Prune:
+    """From a step on small weights are zero: a mask that is not there before."""
+
+    def __init__(self) -> None:
+        self.mask: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def step_taken(self, loop: Any) -> None:
+        if loop.step == 3:
+            self.mask = {name: (p.abs() > 0.05).to(p.dtype) for name, p in loop.trained().items()}
+        for name, mask in self.mask.items():
+            loop.trained()[name].mul_(mask)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mask": self.mask}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mask = state["mask"]
+
+
+class Grows:
+    """Keeps a tensor that is longer after each step."""
+
+    def __init__(self) -> None:
+        self.losses = torch.zeros(0, dtype=torch.float64)
+
+    def gradients_ready(self, loop: Any) -> None:
+        self.losses = torch.cat([self.losses, torch.tensor([loop.loss()], dtype=torch.float64)])
+
+    @torch.no_grad()
+    def step_taken(self, loop: Any) -> None:
+        for parameter in loop.trained().values():
+            parameter.mul_(1 - 1e-3 * float(self.losses.mean()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = state["losses"]
+
+
+class Loss:
+    """Keeps a small tensor and draws, and both matter."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(2, dtype=torch.float64)
+
+    def gradients_ready(self, loop: Any) -> None:
+        self.mean.mul_(0.5).add_(torch.tensor([loop.loss(), float(torch.rand(()))], dtype=torch.float64))
+
+    @torch.no_grad()
+    def step_taken(self, loop: Any) -> None:
+        for parameter in loop.trained().values():
+            parameter.mul_(1 - 1e-3 * float(self.mean.sum()))
+
+    def row(self, loop: Any) -> dict[str, float]:
+        return {"mean_loss": self.mean[0]}  # a tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+class Stopper:
+    """Ends the run by what it computes."""
+
+    def evaluated(self, loop: Any, split: str, row: dict[str, Any]) -> None:
+        if split == "val" and loop.step >= 2:
+            loop.stop("it is good enough")
+
+
+class Moments:
+    """Writes down when it is called, and what it could see."""
+
+    def __init__(self) -> None:
+        self._log = os.environ.get("MOMENTS")
+
+    def _note(self, loop: Any, moment: str) -> None:
+        if self._log and loop.is_main and "steadfast-" not in str(loop.directory):
+            with open(self._log, "a") as file:
+                print(loop.step, moment, file=file)
+
+    def begun(self, loop: Any) -> None:
+        self._note(loop, "begun")
+
+    def step_begun(self, loop: Any) -> None:
+        self._note(loop, f"step_begun {loop.has_row}")
+
+    def batch(self, loop: Any, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        self._note(loop, f"batch {len(inputs)}")
+        return inputs, targets
+
+    def gradients_ready(self, loop: Any) -> None:
+        self._note(loop, f"gradients_ready {len(loop.gradient_norms()) == len(loop.trained())}")
+
+    def step_taken(self, loop: Any) -> None:
+        self._note(loop, "step_taken")
+
+    def row(self, loop: Any) -> dict[str, float]:
+        self._note(loop, "row")
+        return {}
+
+    def evaluated(self, loop: Any, split: str, row: dict[str, Any]) -> None:
+        self._note(loop, f"evaluated {split} {row['step']} {loop.module.training}")
+
+    def saving(self, loop: Any) -> None:
+        self._note(loop, "saving")
+
+    def ended(self, loop: Any) -> None:
+        self._note(loop, "ended")
+
+
+# --- with a fault
+
+
+class Nothing:
+    """Has no moment."""
+
+    def step_takn(self, loop: Any) -> None: ...
+
+
+class HalfAState:
+    def step_taken(self, loop: Any) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Forgets:
+    """Counts, and no checkpoint knows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @torch.no_grad()
+    def step_taken(self, loop: Any) -> None:
+        self.count += 1
+        for parameter in loop.trained().values():
+            parameter.mul_(1 - 1e-3 * self.count)
+
+
+class Unstorable:
+    def step_taken(self, loop: Any) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"when": object()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class FailsLate:
+    def evaluated(self, loop: Any, split: str, row: dict[str, Any]) -> None:
+        raise KeyError("late")
+
+
+class OfRank:
+    """Does something else on each rank."""
+
+    @torch.no_grad()
+    def step_taken(self, loop: Any) -> None:
+        for parameter in loop.trained().values():
+            parameter.mul_(0.9 if loop.is_main else 1.1)
+
+
+class TakenColumn:
+    def row(self, loop: Any) -> dict[str, float]:
+        return {"loss": 7.0}
+
+
+class OddColumn:
+    def row(self, loop: Any) -> dict[str, Any]:
+        return {"when": object()}
+
+
+class NoDictionary:
+    def step_taken(self, loop: Any) -> None: ...
+
+    def state_dict(self) -> Any:
+        return 3
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class WholeMask:
+    """Draws a mask of the whole gradient, where a shard is due."""
+
+    def gradients_ready(self, loop: Any) -> None:
+        for parameter in loop.trained().values():
+            parameter.grad.mul_(torch.rand(parameter.grad.shape) > 0.5)
+
+
+class TensorOfRank:
+    def __init__(self) -> None:
+        self.mean = torch.zeros(3)
+
+    def step_taken(self, loop: Any) -> None:
+        self.mean += 1.0 if loop.is_main else 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+class StateOfRank:
+    def __init__(self) -> None:
+        self.norm = 0.0
+
+    def step_taken(self, loop: Any) -> None:
+        self.norm = 1.0 if loop.is_main else 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norm": self.norm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.norm = state["norm"]
+
+
+class BeginsLate:
+    """Counts from the fifth step on, which matters, and says nothing of it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @torch.no_grad()
+    def step_taken(self, loop: Any) -> None:
+        self.count += loop.step >= 5
+        for parameter in loop.trained().values():
+            parameter.mul_(1 - 1e-3 * self.count)
+
+
+class DeclaredLate(BeginsLate):
+    """The same, and says so; under another name, and as another type."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"so_far": [self.count]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        (self.count,) = state["so_far"]
+
+
+class OnOneRankLate:
+    """From the fifth step on, rank 0 has other weights."""
+
+    @torch.no_grad()
+    def step_taken(self, loop: Any) -> None:
+        if loop.step >= 5 and loop.is_main:
+            for parameter in loop.trained().values():
+                parameter.mul_(0.9)
+
+
+class Judges:
+    """Halves the weights of the next step after each evaluation that is worse than the best, which it does not declare."""
+
+    def __init__(self) -> None:
+        self.best = float("inf")
+
+    @torch.no_grad()
+    def evaluated(self, loop: Any, split: str, row: Any) -> None:
+        if row["loss"] > self.best:
+            for parameter in loop.trained().values():
+                parameter.mul_(0.5)
+        self.best = min(self.best, row["loss"])
+
+
+class StopsOnOneRank:
+    """Rank 0 has seen enough."""
+
+    def step_taken(self, loop: Any) -> None:
+        if loop.step == 4 and loop.is_main:
+            loop.stop("rank 0 has seen enough")

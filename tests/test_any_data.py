@@ -1,0 +1,261 @@
+"""Data that nobody here wrote: datasets of torch and Hugging Face as they are, shards, samplers, mixed samples; any number of processes."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.data.shards import write_tar
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished, slow_but
+from tests.test_resume import after_step, crash
+
+RUN = ["precision=fp64", "global_batch_size=10", "trainer.max_epochs=null", "trainer.max_steps=7", "trainer.eval_every=3", "trainer.log_every=1",
+       "optimizer.lr=0.01", "checkpoint.every=2"]  # fmt: skip
+MAP = [
+    "dataset=map_style",
+    "dataset.train._target_=tests.test_any_data.Pictures",
+    "dataset.facts={num_classes:4}",
+    "model._target_=tests.test_any_data.Net",
+]
+TWO = "launch.nproc_per_node=2"
+
+
+class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """As torchvision's are: transforms draw from the generators of torch, numpy and Python."""
+
+    def __init__(self, size: int = 40, damaged: int | None = None, alone: bool = False) -> None:
+        self.size, self.damaged, self.alone = size, damaged, alone
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.damaged:
+            raise OSError("cannot identify image file")
+        label = index % 4
+        picture = torch.full((12,), float(label)) + torch.randn(12) * 0.1 + np.random.uniform() + random.random()
+        return picture if self.alone else (picture, label)
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.flatten(1))
+
+
+class Words:
+    """Samples of other lengths, as dictionaries of lists: as Hugging Face's datasets give them."""
+
+    def __init__(self, size: int = 30) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = 2 + index % 5
+        return {
+            "ids": [(index * 7 + place) % 11 + 1 for place in range(length)],
+            "length": length,
+            "label": index % 4,
+            "text": "a" * length,
+        }
+
+
+class Padded:
+    """A collate function of a class with arguments: pads to the longest."""
+
+    def __init__(self, filler: int) -> None:
+        self.filler = filler
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        longest = max(len(sample["ids"]) for sample in samples)
+        ids = torch.full((len(samples), longest), self.filler)
+        for row, sample in zip(ids, samples):
+            row[: len(sample["ids"])] = torch.tensor(sample["ids"])
+        return {
+            "ids": ids,
+            "lengths": torch.tensor([s["length"] for s in samples]),
+            "label": torch.tensor([s["label"] for s in samples]),
+        }
+
+
+class Bag(nn.Module):
+    """Takes named inputs. What it computes depends on what is padded only by rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 8, padding_idx=0), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        return self.head(self.table(ids).sum(1) / lengths[:, None])
+
+
+def tar_line(folder: Path) -> list[str]:
+    for number, size in enumerate((9, 4, 17)):
+        records = [
+            {"npy": np.full(12, (number + i) % 4, dtype=np.float32) + i / 40, "cls": (number + i) % 4} for i in range(size)
+        ]
+        write_tar(folder / f"train-{number}.tar", records)
+    return [*shards_line("Tar", folder / "train-*.tar"), "dataset.inputs=npy", "dataset.targets=cls"]
+
+
+def json_line(folder: Path) -> list[str]:
+    for number, size in enumerate((9, 4, 17)):
+        rows = [{"x": [float((number + i) % 4)] * 12, "y": (number + i) % 4} for i in range(size)]
+        (folder / f"train-{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [*shards_line("JsonLines", folder / "train-*.jsonl"), "dataset.inputs=x", "dataset.targets=y"]
+
+
+def shards_line(kind: str, files: Path) -> list[str]:
+    return ["dataset=map_style", f"dataset.train._target_=framework.data.shards.{kind}", f"+dataset.train.files='{files}'",
+            "model._target_=tests.test_any_data.Net", "sampler=windowed", "sampler.window=8"]  # fmt: skip
+
+
+def hf_line(folder: Path) -> list[str]:
+    from datasets import Dataset
+
+    Dataset.from_list([Words()[i] for i in range(30)]).save_to_disk(str(folder / "words"))
+    return [
+        "dataset=map_style",
+        "dataset.train._target_=datasets.load_from_disk",
+        f"+dataset.train.dataset_path='{folder / 'words'}'",
+        *BAG,
+    ]
+
+
+BAG = ["dataset.inputs=[ids,lengths]", "dataset.targets=label", "+dataset.collate={_target_:tests.test_any_data.Padded,filler:0}",
+       "model._target_=tests.test_any_data.Bag"]  # fmt: skip
+LINES: dict[str, Any] = {
+    "a dataset of torch": lambda _: MAP,
+    "a dataset of Hugging Face": hf_line,
+    "lengths that differ": lambda _: ["dataset=map_style", "dataset.train._target_=tests.test_any_data.Words", *BAG, "sampler=length_grouped", "sampler.lengths=length"],
+    "tar shards": tar_line,
+    "lines of JSON": json_line,
+    "balanced classes": lambda _: [*MAP, "sampler=weighted"],
+    "mixed samples": lambda _: [*MAP, "+dataset.batch_transform={_target_:tests.test_any_data.MixUp,alpha:0.4}"],
+    "two sources": lambda _: ["dataset=map_style", "dataset.train={_target_:tests.test_any_data.two}", "model._target_=tests.test_any_data.Net", "sampler=mixture",
+                              "sampler.weights=[1,3]"],
+    "a curriculum": lambda _: [*MAP, "sampler=curriculum", "sampler.difficulty=targets"],
+}  # fmt: skip
+
+
+def two() -> Any:
+    return torch.utils.data.ConcatDataset([Pictures(20), Pictures(30)])
+
+
+class MixUp:
+    """As torchvision.transforms.v2.MixUp: one share for a batch, labels become shares of classes."""
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        share = float(torch.distributions.Beta(self.alpha, self.alpha).sample(()))
+        shares = nn.functional.one_hot(targets, 4).double()
+        return inputs * share + inputs.roll(1, 0) * (1 - share), shares * share + shares.roll(1, 0) * (1 - share)
+
+
+Make = Any
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    done: dict[str, tuple[list[str], Ended]] = {}
+
+    def run(what: str) -> tuple[list[str], Ended]:
+        if what not in done:
+            folder = tmp_path_factory.mktemp("data")
+            line = [*RUN, *LINES[what](folder), "micro_batch_size=3"]
+            done[what] = line, finished(*line, root=folder / "runs")
+        return done[what]
+
+    return run
+
+
+@pytest.mark.parametrize("what", slow_but(["a dataset of Hugging Face", "tar shards", "mixed samples"], [*LINES]))
+def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: str, one: Make, tmp_path: Path) -> None:
+    line, expected = one(what)
+    several = finished(*line, "parallel=ddp", TWO, "dataset.num_workers=2", root=tmp_path / "runs")
+    assert_close(several, expected)
+
+
+@pytest.mark.parametrize("what", slow_but(["tar shards"], [*LINES]))
+def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, one: Make, tmp_path: Path) -> None:
+    line, _ = one(what)
+    both = [*line, "parallel=fsdp", TWO]
+    assert command(*both, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
+    assert_same_bits(finished(*both, root=tmp_path / "cut"), finished(*both, root=tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("processes", slow_but([3], [2, 3]))
+def test_what_a_sample_draws_depends_on_its_number_also_without_micro_batches(processes: int, tmp_path: Path) -> None:
+    line = [*RUN, *MAP]
+    alone = finished(*line, root=tmp_path / "one")
+    several = finished(*line, "parallel=ddp", f"launch.nproc_per_node={processes}", root=tmp_path / "several")
+    assert_close(several, alone)
+
+
+def test_missing_splits_are_shares_of_the_first_and_share_no_sample(one: Make) -> None:
+    from framework.data.map_style import MapStyle
+
+    data = MapStyle(train=lambda: Pictures(), shares={"val": 0.2, "test": 0.1})
+    numbers = [set(data.load(split)._numbers) for split in ("train", "val", "test")]  # type: ignore[attr-defined, arg-type]
+    assert [len(part) for part in numbers] == [28, 8, 4] and set.union(*numbers) == set(range(40))
+
+
+def test_a_damaged_sample_is_named_and_skipped_only_if_asked(tmp_path: Path) -> None:
+    line = [
+        *RUN,
+        *MAP,
+        "+dataset.train.damaged=17",
+        "+dataset.val._target_=tests.test_any_data.Pictures",
+        "trainer.max_steps=9",
+        "launch.max_restarts=0",
+    ]
+    line = [
+        *(word.replace("+dataset.val._target_", "dataset.val._target_") for word in line),
+        "dataset.test._target_=tests.test_any_data.Pictures",
+    ]
+    failed = command(*line, root=tmp_path / "runs")
+    assert failed.code == 1
+    assert "sample 17 of train: OSError: cannot identify image file (dataset.on_error=skip takes the next one" in failed.output
+    ended = finished(*line, "dataset.on_error=skip", root=tmp_path / "one")
+    assert "sample 17 of train: OSError: cannot identify image file: skipped" in ended.output
+    several = finished(*line, "dataset.on_error=skip", "parallel=ddp", TWO, root=tmp_path / "several")
+    assert_close(several, ended)
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.zeros(12), 0
+
+
+REFUSED = {
+    "a stream": ([*MAP, "dataset.train._target_=tests.test_any_data.Endless"], "dataset: ... Endless has no length ... shards"),
+    "no pair": ([*MAP, "+dataset.train.alone=true"], "dataset: ... no pair of inputs and targets (dataset.inputs ..."),
+    "a wrong argument": ([*MAP, "+dataset.train.sise=3"], "dataset.train.sise: unknown key (did you mean dataset.train.size?)"),
+    "one key alone": ([*MAP, "dataset.inputs=x"], "dataset: ... dataset.inputs and dataset.targets go together ..."),
+    "no file": ([*MAP, "dataset.train={_target_:framework.data.shards.Tar,files:none-*.tar}"], "dataset: ... files=none-*.tar: there is no such file"),
+    "no lengths": ([*MAP, "sampler=length_grouped", "sampler.lengths=length"], "sampler: it cannot order this data: ... sampler.lengths=length: ... .npy file"),
+    "no sampler": ([*MAP, "sampler=randomly"], "sampler: no option 'randomly' ..."),
+    "a mean": ([*MAP, "+dataset.batch_transform={_target_:tests.test_any_data.MixUp}"], "dataset.batch_transform.alpha: is missing ..."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_used_is_refused_before_the_start(what: str, tmp_path: Path) -> None:
+    words, expected = REFUSED[what]
+    refused = command(*RUN, *words, "rehearse=true", root=tmp_path / "runs")
+    assert refused.code == 78, refused.output
+    assert refused.output == Says(expected), refused.output
+    assert not list((tmp_path / "runs").glob("*/*"))

@@ -1,0 +1,180 @@
+"""A user's own loss, step, data and metrics: under every strategy what one process computes, resumed to the same bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+
+from framework.build import components
+from framework.config.folders import options
+from framework.data.order import Order
+from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, slow_but
+from tests.test_conformance import MODELS, NOT_EQUAL, RUN, SMALL, layouts, name
+from tests.test_resume import after_step, crash
+
+STRATEGIES = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL)]
+IDS = [name(*strategy) for strategy in STRATEGIES]
+
+One = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> One:
+    done: dict[tuple[str, ...], Ended] = {}
+
+    def run(*line: str) -> Ended:
+        if line not in done:
+            done[line] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
+        return done[line]
+
+    return run
+
+
+# --- weights of targets
+
+MASKED = [*RUN, *MODELS["gpt, tied"], "dataset._target_=tests.trainings.Masked"]
+
+
+QUICK = [one for one in STRATEGIES if one[0] in ("ddp", "fsdp", "pipeline", "context")]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "mesh"), slow_but(QUICK, STRATEGIES, unpack=True), ids=IDS)
+def test_a_mean_over_tokens_is_that_of_one_process(
+    strategy: str, ranks: int, mesh: list[str], one: One, tmp_path: Path
+) -> None:
+    processes = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", "rehearse=false"]
+    assert_close(finished(*MASKED, *processes, root=tmp_path / "runs"), one(*MASKED))
+
+
+def test_a_mean_over_tokens_is_that_over_the_whole_global_batch(one: One) -> None:
+    first, *_, last = [row for row in one(*MASKED).rows if row["split"] == "train"]
+    config = checked(*MASKED)
+    dataset, model = components.dataset(config.dataset), components.model(config.model, seed=0).double()
+    source = dataset.load("train")
+    order = Order(num_samples=len(source), global_batch_size=14, seed=0, drop_last=False)
+    arrays = [torch.from_numpy(array) for array in source.gather(order.batch(0)[1])]
+    inputs, targets = dataset.transform(*arrays, keys=None)
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())  # torch's mean over what is not ignored
+    gradient = torch.autograd.grad(loss, list(model.parameters()))
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-10)
+    assert first["grad_norm"] == pytest.approx(torch.stack([g.norm() for g in gradient]).norm().item(), rel=1e-10)
+    assert last["loss"] != first["loss"]
+
+
+# --- steps of a task's own
+
+STEPS = {
+    "Consistency": [],
+    "Contrastive": ["checkpoint.monitor=val/loss"],
+    "Distillation": [],
+    "SelfDistillation": ["trainer.ema_decay=0.9"],
+    "GradientPenalty": ["precision=fp64"],
+}
+WHOLE = "the task has a step of its own"
+REFUSED = {
+    **{(task, strategy): WHOLE for task in STEPS for strategy in ("pipeline", "ddp+pp", "context")},
+    **{(task, "pp+fsdp+tp"): "does not answer chain()" for task in STEPS},
+    **{("GradientPenalty", strategy): "2 processes" for strategy in ("fsdp", "hsdp", "tensor", "fsdp+tp")},
+}
+CELLS = [(step, *strategy) for step in STEPS for strategy in STRATEGIES]
+QUICK = [cell for number, cell in enumerate(CELLS) if number % 4 == 0]
+
+
+def own_step(task: str) -> list[str]:
+    return [
+        *RUN,
+        *SMALL,
+        "optimizer.eps=1e-4",
+        "model._target_=tests.trainings.Net",
+        f"task._target_=tests.trainings.{task}",
+        *STEPS.get(task, []),
+    ]
+
+
+@pytest.mark.parametrize(("task", "strategy", "ranks", "mesh"), slow_but(QUICK, CELLS, unpack=True))
+def test_a_step_computes_what_it_does_on_one_process_or_is_refused(
+    task: str, strategy: str, ranks: int, mesh: list[str], one: One, tmp_path: Path
+) -> None:
+    line, processes = own_step(task), [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
+    words = REFUSED.get((task, strategy))
+    ended = command(*line, *processes, f"rehearse={str(words is not None).lower()}", root=tmp_path / "runs")
+    if words is not None:
+        assert ended.code == 78 and words in ended.output, ended.output
+        return
+    assert ended.code == 0, ended.output
+    assert_close(ended, one(*line))
+
+
+@pytest.mark.parametrize(
+    ("task", "line"), [("Contrastive", []), ("SelfDistillation", ["parallel=fsdp"]), ("Distillation", ["parallel=zero"])]
+)
+def test_a_step_passes_the_rehearsal_and_computes_the_same_on_three_processes(
+    task: str, line: list[str], one: One, tmp_path: Path
+) -> None:
+    many = [*(line or ["parallel=ddp"]), "launch.nproc_per_node=3", "rehearse=true"]
+    assert_close(finished(*own_step(task), *many, root=tmp_path / "runs"), one(*own_step(task)))
+
+
+KILLED = [("SelfDistillation", "ddp"), ("Contrastive", "fsdp"), ("Consistency", "fsdp")]
+
+
+@pytest.mark.parametrize(("task", "strategy"), slow_but(KILLED[:1], KILLED, unpack=True))
+def test_killed_a_step_of_ones_own_ends_with_the_same_bits(task: str, strategy: str, tmp_path: Path) -> None:
+    line = [*own_step(task), "checkpoint.every=2", f"parallel={strategy}", "launch.nproc_per_node=2"]
+    whole = finished(*line, root=tmp_path / "whole")
+    assert command(*line, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
+    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+
+
+def test_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
+    line = [*own_step("Consistency"), "invariance=bitwise"]
+    runs = [
+        finished(*line, *words, root=tmp_path / str(number))
+        for number, words in enumerate([[], ["parallel=ddp", "launch.nproc_per_node=3"]])
+    ]
+    assert_same_bits(*runs)
+
+
+FAULTS = {
+    "mean": ("MeanLoss", [], "task: its loss of a batch is the mean of its halves' losses"),
+    "trained teacher": ("TrainedTeacher", [], "task: its parameter teacher.stem.1.weight would not be trained"),
+    "no average": ("SelfDistillation", ["trainer.ema_decay=null"], "trainer.ema_decay: null, but the task's step asks for"),
+    "gather by micro-batches": (
+        "Contrastive",
+        ["invariance=bitwise"],
+        "invariance: bitwise, which runs each micro-batch alone",
+    ),
+    "some gather": ("SomeGather", [], "task: its step() calls gather() for some micro-batches"),
+    "no loss": ("NoLoss", [], "step() returns outputs, and no loss"),
+    "compression": (
+        "Consistency",
+        ["parallel=ddp", "parallel.compression=fp16", "launch.nproc_per_node=2"],
+        "parallel.compression: fp16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("task", "words", "expected"), FAULTS.values(), ids=FAULTS)
+def test_a_step_that_breaks_the_promise_is_refused_before_the_start(
+    task: str, words: list[str], expected: str, tmp_path: Path
+) -> None:
+    refused = command(*own_step(task), *words, "rehearse=true", root=tmp_path / "runs")
+    assert refused.code == 78 and expected in refused.output, refused.output
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_teacher_is_in_no_checkpoint_and_what_a_task_counts_in_a_buffer_is(one: One) -> None:
+    assert not [name for name in tensors_of(one(*own_step("Distillation"))) if "teacher" in name]
+    assert "task/centre" in tensors_of(one(*own_step("SelfDistillation")))
+
+
+def tensors_of(run: Ended) -> list[str]:
+    (checkpoint,) = (run.directory / "checkpoints").glob("step_*")
+    names: list[str] = []
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names += opened.keys()
+    return names

@@ -1,0 +1,88 @@
+"""mode=check: the model's layers and a rehearsal of the run; nothing is written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from framework.modules.summary import summary
+from framework.preflight import rehearsal
+from tests.harness import Says, command, finished, slow_but
+from tests.test_zoo import line as zoo_line
+
+LINE = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8", "model=vit",
+        "model.patch_size=4", "model.dim=16", "model.num_layers=3", "model.num_heads=2", "trainer.max_steps=2", "trainer.max_epochs=null"]  # fmt: skip
+
+
+def test_it_prints_the_layers_and_what_was_tried_and_writes_nothing(tmp_path: Path) -> None:
+    ended = command(*LINE, "mode=check", "rehearse=false", "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "runs")
+    assert ended.code == 0, ended.output
+    table = [line.split() for line in ended.output.splitlines()]
+    (blocks,) = [words for words in table if words and words[0] == "layers.0-2"]
+    assert blocks[1] == "Block" and blocks[blocks.index("3") : blocks.index("3") + 2] == ["3", "x"]
+    assert "the rehearsal finds nothing" in ended.output
+    assert not list((tmp_path / "runs").glob("*"))
+    run = finished(*LINE, "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "runs")
+    assert run.directory.name in ended.output and f"{run.summary['parameters']:,}" in ended.output
+
+
+def test_what_breaks_the_promise_is_found_whatever_rehearse_says(tmp_path: Path) -> None:
+    line = [
+        *(word for word in LINE if not word.startswith("model")),
+        "model._target_=tests.faulty.Counter",
+        "mode=check",
+        "rehearse=false",
+    ]
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 78 and refused.output.splitlines()[-1] == Says("model: ... num_calls ...")
+
+
+def test_a_rehearsal_that_was_not_finished_is_said(tmp_path: Path) -> None:
+    def out_of_time() -> None:
+        rehearsal._LIMIT_S = 0.0
+
+    refused = command(*LINE, "mode=check", root=tmp_path / "runs", before=out_of_time)
+    said = "rehearse: the rehearsal was not finished: it took more than 0 s (a run would start without it)"
+    assert refused.code == 78 and refused.output.splitlines()[-1] == said, refused.output
+
+
+@pytest.mark.parametrize("model", slow_but(["lstm"], ["hf llama", "timm convnext", "lstm"]))
+def test_models_of_others_have_a_table_too(model: str, tmp_path: Path) -> None:
+    ended = command(*zoo_line(model), "mode=check", root=tmp_path / "runs")
+    assert ended.code == 0, ended.output
+    assert "(the model)" in ended.output and "checked in" in ended.output
+
+
+def test_numbers_are_those_of_the_module() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.head = nn.Linear(8, 3).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    whole, layers, linear, head = summary(Net(), example=torch.empty(2, 8, device="meta"))
+    assert (whole["parameters"], whole["trained"], whole["flops"]) == (4 * 72 + 27, 4 * 72, 2 * (4 * 64 + 24))
+    assert layers["parameters"] == 4 * 72 and layers["shape"] == ""  # a list is not called
+    assert (linear["name"], linear["count"], linear["parameters"], linear["shape"], linear["flops"]) == (
+        "layers.0-3",
+        4,
+        72,
+        "N x 8",
+        128,
+    )
+    assert (head["trained"], head["shape"]) == (0, "N x 3")
+
+
+def test_a_model_that_reads_numbers_has_parameters_only() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * float(x.sum())
+
+    (row,) = summary(Net(8, 2), example=torch.empty(2, 8, device="meta"))
+    assert row["parameters"] == 18 and row["shape"] == "" and row["flops"] is None

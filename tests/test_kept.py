@@ -1,0 +1,131 @@
+"""What optimizers and modules keep besides tensors: saved, resumed to the same bits, moved between strategies, or refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework.checkpoint.kept import Unkept, decoded, encoded
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished, slow_but
+from tests.test_resume import after_step, crash, preempt
+
+RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
+       "model=mlp", "model.dim=12", "model.num_layers=2", "global_batch_size=8", "micro_batch_size=2", "precision=fp64",
+       "scheduler=constant", "trainer.max_epochs=null", "trainer.max_steps=9", "trainer.eval_every=2", "trainer.log_every=1",
+       "checkpoint.every=3"]  # fmt: skip
+OPTIMIZERS = {
+    "numbers everywhere": ["optimizer._target_=tests.faulty.Counting", "optimizer.lr=0.01"],
+    "factored": ["optimizer._target_=tests.faulty.Factored", "optimizer.lr=0.1"],
+    "schedule-free": ["optimizer._target_=schedulefree.AdamWScheduleFree", "optimizer.lr=0.01", "optimizer.warmup_steps=2"],
+    "schedule-free SGD": ["optimizer._target_=schedulefree.SGDScheduleFree", "optimizer.lr=0.1"],
+    "Prodigy": ["optimizer._target_=prodigyopt.Prodigy", "optimizer.lr=1.0"],
+    "D-Adaptation": ["optimizer._target_=dadaptation.DAdaptAdam", "optimizer.lr=1.0"],
+}
+STRATEGIES = {
+    "single": [],
+    "ddp 2": ["parallel=ddp", "launch.nproc_per_node=2"],
+    "fsdp 2": ["parallel=fsdp", "launch.nproc_per_node=2"],
+    "pipeline 2": ["parallel=pipeline", "launch.nproc_per_node=2"],
+    "zero 2": ["parallel=zero", "launch.nproc_per_node=2"],
+}
+SUMS_OVER_ALL = ("Prodigy", "D-Adaptation")  # they estimate one number from all parameters at once
+
+
+@pytest.mark.parametrize("strategy", slow_but(["single", "fsdp 2"], ["single", "ddp 2", "fsdp 2"]))
+@pytest.mark.parametrize("optimizer", slow_but(["numbers everywhere", "factored", "schedule-free"], OPTIMIZERS))
+def test_killed_it_ends_with_the_same_bits(optimizer: str, strategy: str, tmp_path: Path) -> None:
+    line = [*RUN, *OPTIMIZERS[optimizer], *STRATEGIES[strategy]]
+    if optimizer in SUMS_OVER_ALL and strategy == "fsdp 2":
+        refused = command(*line, "rehearse=true", root=tmp_path / "runs")
+        assert refused.code == 78 and refused.output.startswith("parallel: "), refused.output
+        return
+    whole = finished(*line, root=tmp_path / "whole")
+    assert command(*line, root=tmp_path / "cut", before=after_step(8, crash)).code < 0
+    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+
+
+CHANGES = [("single", "fsdp 2"), ("fsdp 2", "pipeline 2"), ("pipeline 2", "ddp 2")]
+
+
+@pytest.mark.parametrize("optimizer", ["numbers everywhere", "schedule-free"])
+@pytest.mark.parametrize(("first", "second"), slow_but(CHANGES[1:2], CHANGES, unpack=True))
+def test_it_goes_on_under_another_strategy(optimizer: str, first: str, second: str, tmp_path: Path) -> None:
+    line = [*RUN, *OPTIMIZERS[optimizer]]
+    whole = finished(*line, root=tmp_path / "whole")
+    begun = command(*line, *STRATEGIES[first], root=tmp_path / "begun", before=after_step(4, preempt))
+    assert begun.code == 75, begun.output
+    ended = finished(*line, *STRATEGIES[second], f"run.resume={begun.directory}", root=tmp_path / "ended")
+    assert_close(ended, whole)
+
+
+def test_evaluations_change_nothing_of_an_optimizer_that_averages(tmp_path: Path) -> None:
+    line = [*RUN, *OPTIMIZERS["schedule-free"], "checkpoint.every=null"]
+    often = finished(*line, "trainer.eval_every=1", root=tmp_path / "often")
+    seldom = finished(*line, "trainer.eval_every=null", root=tmp_path / "seldom")
+    assert all(torch.equal(often.weights[name], tensor) for name, tensor in seldom.weights.items())
+    last = [row for row in often.rows if row["split"] == "test"]
+    assert last == [row for row in seldom.rows if row["split"] == "test"]
+
+
+def test_a_checkpoint_is_evaluated_as_training_does(tmp_path: Path) -> None:
+    line = [*RUN, *OPTIMIZERS["schedule-free"], "trainer.max_steps=8", "checkpoint.keep_last=9"]
+    ended = finished(*line, "checkpoint.every=4", root=tmp_path / "runs")
+    again = finished(
+        "mode=eval", f"run.dir={ended.directory}", "eval.split=val", "run.checkpoint=4", root=tmp_path / "evaluations"
+    )
+    (row,) = [json.loads(text) for text in (ended.directory / "evaluations.jsonl").read_text().splitlines()]
+    (expected,) = [row for row in ended.rows if row["split"] == "val" and row["step"] == 4]
+    assert row["loss"] == pytest.approx(expected["loss"], abs=1e-12) and again.code == 0
+
+
+def test_where_the_optimizer_holds_a_part_only_an_own_average_is_refused(tmp_path: Path) -> None:
+    refused = command(*RUN, *OPTIMIZERS["schedule-free"], *STRATEGIES["zero 2"], root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output == Says("parallel: ... averages the weights itself ... ddp ...")
+
+
+def test_the_extra_state_of_modules_is_saved_and_given_back(tmp_path: Path) -> None:
+    line = [*RUN[:5], "model._target_=tests.faulty.Extra", *RUN[8:], "micro_batch_size=null"]
+    whole = finished(*line, root=tmp_path / "whole")
+    assert command(*line, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
+    cut = finished(*line, root=tmp_path / "cut")
+    assert_same_bits(cut, whole)
+    finished("mode=eval", f"run.dir={cut.directory}", "run.checkpoint=final", root=tmp_path / "evaluations")
+    assert loss_of(cut) == pytest.approx(whole.summary["metrics"]["test"]["last"]["loss"], abs=1e-12)
+
+
+def loss_of(run: Ended) -> Any:
+    return json.loads((run.directory / "evaluations.jsonl").read_text().splitlines()[-1])["loss"]
+
+
+# --- the values
+
+
+VALUES = [None, True, 3, -0.1, math.inf, "text", [1, (2.5, "x")], {"a": {1: None}}, {}, torch.tensor([0.1, math.inf], dtype=torch.float64),
+          torch.tensor(7), torch.zeros(2, 0), torch.tensor([[True, False]])]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=map(repr, VALUES))
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    back = decoded(json.loads(json.dumps(encoded(value), allow_nan=False)))
+    if isinstance(value, torch.Tensor):
+        assert back.dtype == value.dtype and torch.equal(back, value) and back.shape == value.shape
+    else:
+        assert back == value and type(back) is type(value)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), print, torch.zeros(100_000), 1j, [print]], ids=lambda v: type(v).__name__)
+def test_what_is_no_plain_value_is_not_kept(value: Any) -> None:
+    with pytest.raises(Unkept):
+        encoded(value)
+
+
+@pytest.mark.parametrize(
+    "data", [{"tensor": [1], "shape": [1], "dtype": "load"}, {"float": 3}, {"x": 1}, {"tuple": 5}, {"list": None}]
+)
+def test_what_a_stranger_writes_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match="no value that a run writes"):
+        decoded(data)

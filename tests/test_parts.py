@@ -1,0 +1,336 @@
+"""Parts of the loop: under every strategy what one process computes, resumed to the same bits, or refused before the start."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+
+from framework.build import components
+from framework.checkpoint.manifest import step_of
+from framework.config.folders import options
+from framework.data.loader import Loader
+from framework.data.order import Order
+from framework.engine.seam import Step
+from framework.parts.batch_warmup import BatchWarmup
+from framework.parts.swa import SWA
+from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, slow_but
+from tests.test_any_training import one  # noqa: F401  # a fixture
+from tests.test_conformance import MODELS, NOT_EQUAL, RUN, layouts, name
+from tests.test_resume import after_step, crash
+
+STRATEGIES = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL)]
+IDS = [name(*strategy) for strategy in STRATEGIES]
+One = Callable[..., Ended]
+
+
+def own(*kinds: str) -> list[str]:
+    """Return the line that gives a run these parts of tests/own_parts.py."""
+    return [f"+part.{kind.lower()}._target_=tests.own_parts.{kind}" for kind in kinds]
+
+
+OURS = ["part=[swa,unfreeze,gradient_norms,activations,length_warmup,batch_warmup]", "part.swa.start=0.5", "part.swa.every=2",
+        "part.unfreeze.groups=[[layers.1.*],[layers.0.*]]", "part.unfreeze.every=2", "part.activations.modules=[layers.*]",
+        "part.gradient_norms.depth=2", "part.length_warmup.start=4", "part.length_warmup.steps=3",
+        "part.length_warmup.multiple_of=2", "part.batch_warmup.start=5", "part.batch_warmup.samples=20"]  # fmt: skip
+GPT = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "mesh"),
+    slow_but([s for s in STRATEGIES if s[0] in ("ddp", "fsdp")], STRATEGIES, unpack=True),
+    ids=IDS,
+)
+@pytest.mark.parametrize("parts", [OURS, own("Lookahead", "Loss", "Prune", "Grows")], ids=["ours", "own"])
+def test_it_computes_what_one_process_does(
+    parts: list[str], strategy: str, ranks: int, mesh: list[str], one: One, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    processes = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", "rehearse=false"]
+    assert_close(finished(*GPT, *parts, *processes, root=tmp_path / "runs"), one(*GPT, *parts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline"])
+def test_sharpness_computes_what_one_process_does(strategy: str, one: One, tmp_path: Path) -> None:  # noqa: F811
+    line = [*GPT, "part=sharpness"]
+    assert_close(finished(*line, f"parallel={strategy}", "launch.nproc_per_node=2", root=tmp_path / "runs"), one(*line))
+
+
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp", "pipeline"]))
+@pytest.mark.parametrize("parts", slow_but([OURS], [OURS, own("Lookahead", "Loss", "Prune", "Grows")]), ids=["ours", "own"])
+def test_killed_it_ends_with_the_same_bits(parts: list[str], strategy: str, tmp_path: Path) -> None:
+    ranks = 1 if strategy == "single" else 2
+    line = [*GPT, *parts, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", "checkpoint.every=2"]
+    whole = finished(*line, root=tmp_path / "whole")
+    assert command(*line, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
+    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+
+
+@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp"), ("fsdp", "pipeline")])
+def test_it_goes_on_under_another_strategy(first: str, second: str, one: One, tmp_path: Path) -> None:  # noqa: F811
+    line = [*GPT, *own("Lookahead", "Loss", "Prune", "Grows"), "launch.nproc_per_node=2", "checkpoint.every=2"]
+    before = command(*line, f"parallel={first}", root=tmp_path / "first", before=after_step(4, crash))
+    again = finished(*line, f"parallel={second}", f"run.resume={before.directory}", root=tmp_path / "second")
+    assert_close(again, one(*GPT, *own("Lookahead", "Loss", "Prune", "Grows")))
+
+
+def test_the_moments_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "moments"
+    monkeypatch.setenv("MOMENTS", str(log))
+    line = [*RUN, *MODELS["cnn with BatchNorm"], *own("Moments"), "trainer.max_steps=2", "trainer.log_every=2",
+            "trainer.eval_every=null", "checkpoint.every=null", "micro_batch_size=7"]  # fmt: skip
+    finished(*line, root=tmp_path / "runs")
+    first, second = (["batch 7"] * 2, ["batch 7"] * 2)
+    assert log.read_text().splitlines() == [
+        "0 begun",
+        "0 step_begun False", *(f"0 {item}" for item in first), "0 gradients_ready True", "1 step_taken",
+        "1 step_begun True", *(f"1 {item}" for item in second), "1 gradients_ready True", "2 step_taken", "2 row",
+        "2 evaluated val 2 False", "2 evaluated test 2 False", "2 saving", "2 ended",
+    ]  # fmt: skip
+
+
+# --- what they do
+
+
+def test_stochastic_weight_averaging_is_the_mean_of_the_weights(tmp_path: Path) -> None:
+    swa = SWA(start=0.5, every=2)
+    values, mean = [1.0, 5.0, 2.0, 8.0, 4.0, 3.0, 7.0, 6.0], 0.0
+    for step, value in enumerate(values):
+        mean += swa.average_share(step, total_steps=len(values)) * (value - mean)
+    assert mean == pytest.approx((values[3] + values[5] + values[7]) / 3)
+    line = [*GPT, "part=swa", "part.swa.start=0", "checkpoint.every=1", "checkpoint.keep_last=99"]
+    ended = finished(*line, root=tmp_path / "runs")
+    weights: dict[str, list] = {}  # type: ignore[type-arg]
+    for folder in sorted((ended.directory / "checkpoints").iterdir()):
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():
+                    if key.startswith("model/"):
+                        weights.setdefault(key.removeprefix("model/"), []).append(tensors.get_tensor(key))
+    with safe_open(ended.directory / "model.safetensors", framework="pt") as final:
+        for key, steps in weights.items():
+            start = checked_weights(line)[key]
+            expected = (start + sum(steps)) / (1 + len(steps))
+            assert (final.get_tensor(key) - expected).abs().max() < 1e-12, key
+
+
+def checked_weights(line: list[str]) -> dict:  # type: ignore[type-arg]
+    config = checked(*line)
+    return dict(components.model(config.model, seed=config.seed).double().state_dict())
+
+
+def test_frozen_groups_do_not_move_before_their_turn(tmp_path: Path) -> None:
+    line = [*GPT, "part=unfreeze", "part.unfreeze.groups=[[layers.1.*],[layers.0.*]]", "part.unfreeze.every=2",
+            "optimizer.weight_decay=0.5", "checkpoint.every=1", "checkpoint.keep_last=99"]  # fmt: skip
+    ended = finished(*line, root=tmp_path / "runs")
+    start = checked_weights(line)
+    moved: dict[str, int] = {}
+    for folder in sorted((ended.directory / "checkpoints").iterdir()):
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                for key in (key for key in tensors.keys() if key.startswith("model/") and key.endswith(".weight")):
+                    own_name = key.removeprefix("model/")
+                    if not tensors.get_tensor(key).equal(start[own_name]):
+                        moved.setdefault(own_name, step_of(folder))
+    first = {part: min(step for key, step in moved.items() if key.startswith(part)) for part in ("layers.0.", "layers.1.")}
+    rest = min(step for key, step in moved.items() if not key.startswith("layers."))
+    assert (rest, first["layers.1."], first["layers.0."]) == (1, 3, 5)
+
+
+def test_batches_grow_and_the_epochs_have_every_sample_once() -> None:
+    warmup = BatchWarmup(start=2, samples=30, multiple_of=2)
+    order = Order(num_samples=50, global_batch_size=8, seed=0, drop_last=False,
+                  grow=lambda seen: warmup.batch_size(seen, global_batch_size=8))  # fmt: skip
+    sizes, seen = [], 0
+    samples: list[int] = []
+    for _ in range(order.steps_in(2)):
+        sizes.append(order.size(seen))
+        samples += order.batch(seen)[1].tolist()
+        seen += sizes[-1]
+    assert seen == 100 and sorted(samples[:50]) == sorted(samples[50:]) == list(range(50))
+    assert sizes[:6] == [2, 2, 2, 2, 2, 4] and max(sizes) == 8
+
+
+def test_a_time_limit_ends_a_run_as_finished(tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["cnn with BatchNorm"], "part=time_limit", "part.time_limit.hours=1e-9", "part.time_limit.every=2"]
+    ended = finished(*line, root=tmp_path / "runs")
+    assert ended.summary["status"] == "finished" and ended.summary["step"] == 2
+    assert [row["split"] for row in ended.rows if row["split"] != "train"] == ["val", "test"]
+    assert "its 1e-09 hours are over" in ended.output, ended.output
+    again = finished(*line, root=tmp_path / "runs")
+    assert "finished already" in again.output, again.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_part_ends_a_run_at_the_same_step_on_any_number_of_processes(ranks: int, tmp_path: Path) -> None:
+    line = [
+        *RUN,
+        *MODELS["gpt, tied"],
+        *own("Stopper"),
+        "trainer.eval_every=2",
+        "parallel=ddp",
+        f"launch.nproc_per_node={ranks}",
+    ]
+    ended = finished(*line, root=tmp_path / "runs")
+    assert ended.summary["step"] == 2 and "it is good enough" in ended.output, ended.output
+    assert [row["split"] for row in ended.rows if row["split"] != "train"] == ["val", "test"]
+
+
+def far_off_at(position: int) -> Callable[[], None]:
+    """Return what makes the loss of the batch at this position far too large."""
+
+    def plant() -> None:
+        original = Loader._train_step
+
+        def train_step(self: Loader, samples_seen: int) -> Step:
+            step = original(self, samples_seen)
+            if samples_seen == position:
+                step = step._replace(micro_batches=[m._replace(inputs=m.inputs * 1e4) for m in step.micro_batches])
+            return step
+
+        Loader._train_step = train_step  # type: ignore[method-assign]
+
+    return plant
+
+
+def test_a_loss_spike_rolls_back(tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["mlp"], "part=loss_spikes", "part.loss_spikes.window=3", "part.loss_spikes.factor=3", "checkpoint.every=2", "trainer.divergence.action=rollback", "parallel=ddp", "launch.nproc_per_node=2"]  # fmt: skip
+    ended = finished(*line, root=tmp_path / "runs", before=far_off_at(56))
+    assert ended.summary["num_divergences"] == 1 and "the median of 3 is" in ended.output, ended.output
+    assert all(math.isfinite(row["loss"]) for row in ended.rows)
+
+
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp", "tensor"]))
+def test_texts_are_written_alike_by_any_strategy(strategy: str, tmp_path: Path) -> None:
+    line = ["dataset=text", "dataset.seq_len=16", "dataset.max_bytes=4000", "model=gpt", "model.dim=16", "model.num_layers=1", "model.num_heads=2",
+            "trainer.max_steps=2", "trainer.eval_every=1", "precision=fp64", "global_batch_size=8", "part=text_samples",
+            "part.text_samples.tokens=30"]  # fmt: skip
+    alone = finished(*line, root=tmp_path / "one")
+    many = finished(*line, f"parallel={strategy}", "launch.nproc_per_node=2", root=tmp_path / "many")
+    for step in (1, 2):
+        text = (alone.directory / "samples" / f"{step}.txt").read_text()
+        assert text.startswith("def ") and text == (many.directory / "samples" / f"{step}.txt").read_text()
+    assert (alone.directory / "samples/1.txt").read_text() != (alone.directory / "samples/2.txt").read_text()
+
+
+def test_details_are_in_the_rows_and_not_on_the_terminal(tmp_path: Path) -> None:
+    line = [*GPT, "part=[gradient_norms,activations]", "part.activations.modules=[layers.0]", "trainer.clip_grad_norm=1e-3"]
+    ended = finished(*line, root=tmp_path / "runs")
+    row = next(row for row in exact_rows(ended) if row["split"] == "train")
+    norms = [value for key, value in row.items() if key.startswith("grad_norm:")]
+    assert math.sqrt(sum(norm**2 for norm in norms)) == pytest.approx(row["grad_norm"], rel=1e-12)
+    assert row["activation_rms:layers.0"] > 0 and "grad_norm:" not in ended.output
+
+
+def test_sharpness_is_the_gradient_of_a_point_uphill(tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["cnn with BatchNorm"], "part=sharpness", "part.sharpness.radius=0.5", "trainer.max_steps=1",
+            "optimizer=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.lr=1", "scheduler=constant",
+            "scheduler.warmup_steps=0", "trainer.clip_grad_norm=null", "model.dropout=0"]  # fmt: skip
+    ended = finished(*line, root=tmp_path / "runs")
+    config = checked(*line)
+    dataset, model = components.dataset(config.dataset), components.model(config.model, seed=0).double().train()
+    source = dataset.load("train")
+    order = Order(num_samples=len(source), global_batch_size=14, seed=0, drop_last=False)
+    inputs, targets = (torch.from_numpy(array) for array in source.gather(order.batch(0)[1]))
+    inputs, targets = dataset.transform(inputs, targets, keys=None)
+    inputs = inputs.double()
+
+    def gradient(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        total = {name: torch.zeros_like(value) for name, value in weights.items()}
+        for start in range(0, 14, 4):
+            buffers = {name: value.clone() for name, value in model.named_buffers()}
+            wanted = {name: value.detach().requires_grad_() for name, value in weights.items()}
+            outputs = torch.func.functional_call(model, wanted | buffers, (inputs[start : start + 4],))
+            loss = F.cross_entropy(outputs, targets[start : start + 4], reduction="sum") / 14
+            for name, value in zip(wanted, torch.autograd.grad(loss, list(wanted.values()))):
+                total[name] += value
+        return total
+
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    first = gradient(start)
+    norm = torch.stack([value.norm() for value in first.values()]).norm()
+    uphill = gradient({name: value + 0.5 * first[name] / norm for name, value in start.items()})
+    with safe_open(ended.directory / "model.safetensors", framework="pt") as final:
+        for name, value in start.items():
+            assert (final.get_tensor(name) - (value - uphill[name])).abs().max() < 1e-10, name
+
+
+# --- what is refused before the start
+
+REFUSED = {
+    "Nothing": "part.nothing: a Nothing has no method that the loop calls (one of begun, ...",
+    "HalfAState": "part.halfastate: a HalfAState has one of state_dict and load_state_dict: ...",
+    "Forgets": "part.forgets: count goes on from step to step, and no checkpoint holds it (return it from state_dict(), ...",
+    "Unstorable": "part.unstorable.when: is a value of type object, which no checkpoint can hold ...",
+    "FailsLate": "part.failslate: it fails in a rehearsal: KeyError: 'late' ...",
+    "OfRank": "parallel: ...",
+    "TakenColumn": "part.takencolumn: its column loss is another's (a name of its own; ...",
+    "OddColumn": "part.oddcolumn: its column when is a object (a number, or a list of numbers; ...",
+    "NoDictionary": "part.nodictionary: state_dict() returns a int (a dictionary; ...",
+    "WholeMask": "part.wholemask: it fails in a rehearsal: RuntimeError: ... DTensor ...",
+    "TensorOfRank": "part.tensorofrank.mean: differs between the processes ...",
+    "Judges": "part.judges: best goes on from evaluation to evaluation, and no checkpoint holds it (return it from ...",
+    "StateOfRank": "part.stateofrank.norm: differs between the processes ...",
+}
+
+
+@pytest.mark.parametrize("part", slow_but(["Forgets", "Judges", "OfRank", "WholeMask"], REFUSED))
+def test_what_breaks_the_promise_is_refused_before_the_start(part: str, tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["gpt, tied"], *own(part), "rehearse=true", "parallel=fsdp", "launch.nproc_per_node=2"]
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 78, refused.output
+    assert refused.output.splitlines()[-1] == Says(REFUSED[part]), refused.output
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("config.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["part=swa", "trainer.ema_decay=0.9"], "trainer.ema_decay: 0.9, but part.swa averages the weights too (one of them)"),
+        (["part=unfreeze"], "part.unfreeze.groups: ..."),
+        (["part=unfreeze", "part.unfreeze.groups=[[nothing.*]]"], "part.unfreeze.groups=nothing.*: matches no parameter ..."),
+        (["part=swa", "part.swa.start=2"], "part.swa: start=2 is out of range (from 0 to below 1)"),
+        (["part=swa", "part.swa.begin=2"], "part.swa.begin: unknown key ..."),
+        (["part=nothing"], "part: no option nothing ..."),
+        (["part=swa", "parallel=local-sgd", "launch.nproc_per_node=2"], "part: swa, but between its averages ..."),
+        (["part=text_samples"], "part.text_samples.a Synthetic has no encode(text) and decode(tokens) ..."),
+    ],
+)
+def test_a_wrong_part_is_refused(line: list[str], said: str, tmp_path: Path) -> None:
+    refused = command(*RUN, *MODELS["gpt, tied"], *line, "rehearse=true", root=tmp_path / "runs")
+    assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
+
+
+# --- what only the run can show
+
+
+@pytest.mark.slow
+def test_state_that_begins_late_is_warned_of_once_unless_it_is_declared(tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["gpt, tied"], *own("BeginsLate", "DeclaredLate"), "rehearse=true", "checkpoint.every=1"]
+    ended = finished(*line, root=tmp_path / "runs")
+    late = [line for line in ended.output.splitlines() if "for the first time" in line]
+    assert len(late) == 1 and late[0] == Says(LATE), ended.output
+
+
+LATE = (
+    "[rank 0] WARNING: part.beginslate.count has changed for the first time since the start, and no checkpoint holds it: if "
+    "anything depends on it, a run that is continued computes something else (docs/extend.md)"
+)
+
+
+def test_replicas_that_part_end_the_run_before_a_checkpoint(tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["gpt, tied"], *own("OnOneRankLate"), "rehearse=true", "checkpoint.every=2", "parallel=ddp"]
+    ended = command(*line, "launch.nproc_per_node=2", root=tmp_path / "runs")
+    assert ended.code == 1 and "is not the same on ranks 0 and 1" in ended.output, ended.output
+    steps = [step_of(path) for path in (tmp_path / "runs").rglob("checkpoints/step_*")]
+    assert steps and max(steps) == 4
+
+
+@pytest.mark.slow
+def test_one_rank_that_stops_ends_the_run_on_all(tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["gpt, tied"], *own("StopsOnOneRank"), "rehearse=false", "parallel=ddp", "launch.nproc_per_node=2"]
+    ended = finished(*line, root=tmp_path / "runs")
+    assert ended.summary["step"] == 4 and "rank 0 has seen enough" in ended.output, ended.output

@@ -1,0 +1,238 @@
+"""Code is part of a run: a record of each start, and no run goes on, or counts as finished, with other code unless it is accepted."""
+
+import ast
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import framework.runs.provenance
+from framework.config.code import changed, functions_of
+from framework.runs.provenance import git_state
+from tests.harness import Ended, Says, typed
+
+NET = '''"""A model."""
+
+import torch
+from torch import nn
+
+from helpers import width
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes: int = 10):
+        super().__init__()
+        self.first, self.last = nn.Linear(192, width()), nn.Linear(width(), num_classes)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x.flatten(1))))
+'''
+LINE = ["model=net", "dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
+        "global_batch_size=8", "trainer.max_epochs=null", "trainer.max_steps=6", "checkpoint.every=2", "rehearse=false"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "net.yaml").write_text("_target_: net.Net\n")
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "helpers.py").write_text("def width():\n    return 12\n")
+    return tmp_path
+
+
+def run(folder: Path, *words: str, **options: Any) -> Ended:
+    return typed(*LINE, *words, directory=folder, **options)
+
+
+def edit(folder: Path, old: str, new: str, *, file: str = "net.py") -> None:
+    path = folder / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def record(ended: Ended) -> dict[str, Any]:
+    return json.loads((ended.directory / "provenance.json").read_text())
+
+
+def test_a_finished_run_with_other_code_is_not_finished(folder: Path) -> None:
+    assert run(folder).code == 0
+    edit(folder, "torch.tanh", "torch.relu")
+    refused = run(folder)
+    assert refused.code == 78
+    assert refused.output == Says("run.code: ... net.py: Net.forward ... run.resume=never ... run.code=accept ...")
+    accepted = run(folder, "run.code=accept")
+    assert accepted.code == 0 and "finished already" in accepted.output
+    assert record(accepted)["starts"][-1]["accepted"] == ["net.py: Net.forward"]
+    assert run(folder).code == 0, "it is not asked for again"
+    anew = run(folder, "run.resume=never")
+    assert anew.code == 0 and "finished already" not in anew.output
+    edit(folder, "torch.relu", "torch.tanh")
+    assert run(folder).code == 78, "the run that was started over is the other code's"
+
+
+def test_a_run_does_not_go_on_with_other_code_unless_it_is_accepted_and_recorded(folder: Path) -> None:
+    begun = run(folder, "trainer.max_steps=6", before=stop_after_3)
+    assert begun.code == 75, begun.output
+    edit(folder, "return 12", "return 6 * 2", file="helpers.py")
+    refused = run(folder)
+    assert refused.code == 78
+    assert refused.output == Says("run.code: ... helpers.py: width ...")
+    ended = run(folder, "run.code=accept")
+    assert ended.code == 0 and "continuing from" in ended.output
+    starts = record(ended)["starts"]
+    assert [start.get("accepted") for start in starts] == [None, ["helpers.py: width"]]
+    assert run(folder).code == 0, "what was accepted is the run's code now"
+
+
+def test_code_is_followed_through_texts_that_name_modules(folder: Path) -> None:
+    (folder / "acts").mkdir()
+    for name in ("first", "second"):
+        (folder / "acts" / f"{name}.py").write_text("def act(x):\n    return x.tanh()\n")
+    edit(folder, "return self.last(", 'x = importlib.import_module("acts.first").act(x)\n        return self.last(')
+    edit(folder, "import torch\n", "import importlib\n\nimport torch\n")
+    edit(folder, "num_classes: int = 10", 'num_classes: int = 10, act="none"')
+    (folder / "conf" / "model" / "net.yaml").write_text("_target_: net.Net\nact: acts.second.act\n")
+    assert run(folder).code == 0
+    for name in ("first", "second"):
+        edit(folder, "tanh", "sigmoid", file=f"acts/{name}.py")
+        assert run(folder).output == Says(f"run.code: ... acts/{name}.py: act ...")
+        edit(folder, "sigmoid", "tanh", file=f"acts/{name}.py")
+
+
+def test_evaluations_with_other_code_are_warned_of(folder: Path) -> None:
+    ended = run(folder)
+    edit(folder, "torch.tanh", "torch.relu")
+    evaluated = typed("mode=eval", f"run.dir={ended.directory}", directory=folder)
+    assert evaluated.code == 0
+    assert "the code has changed since the run's last start: net.py: Net.forward" in evaluated.output
+
+
+def test_a_sweep_shows_the_runs_that_other_code_began_and_starts_none(folder: Path) -> None:
+    sweep = ["-m", "seed=0,1"]
+    assert run(folder, "seed=0").code == 0
+    edit(folder, "torch.tanh", "torch.relu")
+    before = sorted(folder.glob("runs/*/*"))
+    plan = run(folder, "mode=plan", *sweep)
+    assert [line.split()[1] for line in plan.output.splitlines()[:2]] == ["stale", "missing"]
+    refused = run(folder, *sweep)
+    assert refused.code == 78
+    assert refused.output == Says("run.code: 1 of 2 runs ... net.py: Net.forward ... run.code=accept ...")
+    assert sorted(folder.glob("runs/*/*")) == before
+    assert run(folder, *sweep, "run.code=accept").code == 0
+    states = [line.split()[1] for line in run(folder, "mode=plan", *sweep).output.splitlines()[:2]]
+    assert states == ["finished", "finished"]
+
+
+def stop_after_3() -> None:
+    from tests.test_resume import after_step, preempt
+
+    after_step(3, preempt)()
+
+
+def test_comments_docstrings_and_formatting_do_not_count(folder: Path) -> None:
+    assert run(folder).code == 0
+    edit(folder, '"""A model."""', '"""Another text."""\n\n# a comment')
+    edit(folder, "import torch\nfrom torch import nn\n", "from torch import nn\nimport torch\n")
+    edit(folder, "        return self.last(torch.tanh(", '        "says nothing"\n        return self.last( torch.tanh(')
+    (folder / "unrelated.py").write_text("x = 1\n")
+    again = run(folder)
+    assert again.code == 0 and "finished already" in again.output
+
+
+def test_a_record_says_by_what_and_on_what_a_run_began(folder: Path) -> None:
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "x"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    edit(folder, "torch.tanh", "torch.relu")
+    ended = run(folder, before=with_git)
+    (start,) = record(ended)["starts"]
+    assert start["git"]["commit"] == git(folder, "rev-parse", "HEAD").strip()
+    assert "-        return self.last(torch.tanh" in start["git"]["diff"] and "runs/" in start["git"]["untracked"]
+    assert start["packages"].keys() >= {"torch"} and start["python"] and start["framework"] and start["command"]
+    assert [workers["devices"] for workers in start["workers"]] == [["cpu"]]
+
+
+def with_git() -> None:
+    framework.runs.provenance.git_state = git_state  # for which the harness has put nothing
+
+
+def git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"starts": 3, "code": {}}', '{"starts": [1], "code": []}'])
+def test_a_damaged_record_stops_nobody(folder: Path, damage: str) -> None:
+    first = run(folder)
+    (first.directory / "provenance.json").write_text(damage)
+    assert run(folder).code == 0
+
+
+def test_a_checkpoint_of_another_run_is_not_continued_from(folder: Path) -> None:
+    other = run(folder, "seed=1", "run.root=other")
+    mine = run(folder, before=stop_after_3)
+    for path in (mine.directory / "checkpoints").iterdir():
+        subprocess.run(["rm", "-r", str(path)], check=True)
+    theirs = next((folder / "other").rglob("checkpoints"))
+    newest = max(theirs.iterdir())
+    os.rename(newest, mine.directory / "checkpoints" / newest.name)
+    refused = run(folder)
+    assert refused.code == 65, refused.output
+    assert "was written by another run" in refused.output and other.code == 0
+
+
+# --- the fingerprint
+
+
+def parts(text: str) -> dict[str, str]:
+    return functions_of(ast.parse(text))
+
+
+SAME = {
+    "a comment": ("def f():\n    return 1\n", "def f():\n    # one\n    return 1\n"),
+    "a docstring": ("def f():\n    return 1\n", 'def f():\n    "one"\n    return 1\n'),
+    "spaces and quotes": ("x = {'a':1}\n", 'x = { "a": 1 }\n'),
+    "the order of imports": ("import a\nfrom b import c, d\n", "from b import d\nimport a\nfrom b import c\n"),
+    "the docstring of a class": ("class A:\n    x = 1\n", 'class A:\n    """A."""\n\n    x = 1\n'),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_what_does_not_count(what: str) -> None:
+    one, other = SAME[what]
+    assert parts(one) == parts(other)
+
+
+OTHER = {
+    "a default": ("def f(a=1):\n    return a\n", "def f(a=2):\n    return a\n", "f"),
+    "a method": ("class A:\n    def f(self):\n        return 1\n", "class A:\n    def f(self):\n        return 2\n", "A.f"),
+    "a class attribute": ("class A:\n    x = 1\n", "class A:\n    x = 2\n", "A"),
+    "a base class": ("class A(B):\n    x = 1\n", "class A(C):\n    x = 1\n", "A"),
+    "a constant": ("X = 1\n", "X = 2\n", "the top level"),
+    "what an import means": ("import a as x\n", "import b as x\n", "the top level"),
+    "a decorator": ("@one\ndef f():\n    pass\n", "@two\ndef f():\n    pass\n", "f"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_what_counts(what: str) -> None:
+    one, other, name = OTHER[what]
+    assert changed({"pkg.net": parts(one)}, {"pkg.net": parts(other)}) == [f"pkg/net.py: {name}"]
+
+
+def test_folders_that_the_code_adds_to_the_path_are_followed_at_the_next_start_too(folder: Path) -> None:
+    (folder / "src").mkdir()
+    (folder / "src" / "inner.py").write_text("SCALE = 1.0\n")
+    (folder / "dunder.py").write_text("LIMIT = 1\n")
+    head = "import sys\nfrom pathlib import Path\n\nsys.path.insert(0, str(Path(__file__).parent / 'src'))\nimport inner\n"
+    edit(folder, "import torch", f"{head}__import__('dunder')\nimport torch")
+    assert run(folder).code == 0
+    again = run(folder)
+    assert again.code == 0 and "finished already" in again.output
+    edit(folder, "1.0", "2.0", file="src/inner.py")
+    assert "inner.py: the top level" in run(folder).output
+    edit(folder, "2.0", "1.0", file="src/inner.py")
+    edit(folder, "LIMIT = 1", "LIMIT = 2", file="dunder.py")
+    assert "dunder.py: the top level" in run(folder).output

@@ -1,0 +1,280 @@
+"""The rehearsal: what would break the promise is found before the start, with its cure; what keeps it is left alone."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from framework.build.training import Builder
+from framework.distributed.world import World
+from framework.preflight.player import Finding
+from framework.preflight.rehearsal import perform
+from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, slow_but
+from tests.test_resume import after_step, crash
+from tests.test_zoo import line as zoo_line
+
+RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
+       "global_batch_size=8", "trainer.max_epochs=null", "trainer.max_steps=4", "trainer.log_every=1", "optimizer.lr=0.01"]  # fmt: skip
+
+
+def model(name: str) -> list[str]:
+    return [*RUN, f"model._target_=tests.faulty.{name}"]
+
+
+def task(name: str) -> list[str]:
+    return [*model("Net"), f"task._target_=tests.faulty.{name}", "task.label_smoothing=0.0"]
+
+
+def optimizer(name: str) -> list[str]:
+    return [*model("Net"), f"optimizer._target_=tests.faulty.{name}"]
+
+
+def dataset(name: str) -> list[str]:
+    return [*model("Net"), f"dataset._target_=tests.faulty.{name}"]
+
+
+TWO = "launch.nproc_per_node=2"
+FOUND = {
+    "a counter": (model("Counter"), "model: ... num_calls ... register_buffer()"),
+    "an average": (model("Average"), "model: ... mean ... register_buffer()"),
+    "a generator of its own": (model("OwnGenerator"), "model: ... other numbers each time ... draw from torch"),
+    "the time": (model("Clock"), "model: ... other numbers each time ... draw from torch"),
+    "a buffer that is not saved": (model("Forgotten"), "model: ... outside its parameters and persistent buffers"),
+    "a parameter made late": (model("Late"), "model: ... makes a parameter (weight) ... constructor"),
+    "a teacher, on two": ([*model("Teacher"), "parallel=ddp", TWO], "model: ... moves teacher.weight ... register_buffer()"),
+    "an odd extra state": (model("Odd"), "optimizer: ... extra state ... of type object"),
+    "means": (task("Means"), "task: ... mean ... reduction='sum'"),
+    "a matrix of a metric": (task("Confusion"), "task: ... confusion is of shape [10, 10] ... shape ()"),
+    "a hidden momentum": (optimizer("Hidden"), "optimizer: ... Hidden takes another step ... optimizer.state"),
+    "a set": (optimizer("Unkept"), "optimizer: ... of type set"),
+    "a clamp, on two": ([*model("Clamped"), "parallel=ddp", TWO], "model: ... moves last.weight ... parametrize ..."),
+    "a buffer made late": (model("LateBuffer"), "model: ... makes a parameter or buffer (mean) ... constructor"),
+    "SyncBatchNorm": ([*model("Synchronised"), "parallel=ddp", TWO], "model: ... trainer.sync_batchnorm=true"),
+    "a sparse gradient": (model("Sparse"), "model: table.weight ... sparse=False"),
+    "a task with a parameter": (task("Weighted"), "task: ... log_variance would not be trained ..."),
+    "an optimizer that cannot be restored": (optimizer("Stubborn"), "optimizer: its state cannot be restored: ValueError: the state of a stranger ..."),
+    "a counting optimizer": (optimizer("Lookahead"), "optimizer: Lookahead keeps count ... optimizer.state ..."),
+    "data from an own generator": ([*dataset("Shuffled"), "dataset.own=true"], "dataset: ... generator of its own ... keys ..."),
+    "a type that no checkpoint has": ([*model("ComplexWeight"), "precision=fp64"], "model: turn is torch.complex128, a type that no checkpoint has ..."),
+    "data that count": (dataset("Progressive"), "dataset: the same samples are other numbers ..."),
+    "data that evaluations cannot have": ([*dataset("Keyed"), "dataset.augment=true"], "dataset: its validation split ..."),
+    "what is drawn once for all": (model("Cached"), "model: restored from a checkpoint, it computes something else ..."),
+    "what is drawn once for all, on two": ([*model("Cached"), "parallel=ddp", TWO, "micro_batch_size=4"], "..."),
+    "a hook with a dictionary": (model("PartialHook"), "model: last.hook(args)[0]['n'] goes on from step to step ... register_buffer()"),
+    "a static method": (model("Static"), "model: Static.anneal()(defaults)[0]['n'] goes on from step to step ... register_buffer()"),
+    "a counter behind much": (model("BehindMuch"), "model: schedule.num_calls goes on from step to step ... register_buffer()"),
+    "a number of C": (model("OfC"), "model: n(0)[1][1] goes on from step to step ... register_buffer()"),
+    "a hidden model": (model("Hidden2"), "model: average[0].weight goes on from step to step ... register_buffer()"),
+    "an evaluation that moves a buffer": ([*model("Calibrated"), "parallel=ddp", TWO], "model: an evaluation moves its buffer largest ..."),
+    "an evaluation that trains": (model("TrainsOn"), "model: an evaluation puts the model into training mode ..."),
+    "a rank": ([*model("OfRank"), "parallel=ddp", TWO], "parallel: 2 processes compute something else ..."),
+    "deep within": (model("Deep"), "model: bank['a'][0]['b']['c'][0] goes on ... no checkpoint ..."),
+    "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
+    "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute something else ... first in the output of last; loss of step 1 is ... instead of"),
+}  # fmt: skip
+
+
+def found(line: list[str]) -> list[Finding]:
+    findings, fate = perform(Builder(checked(*line), world=World.alone()))
+    assert not fate
+    return findings
+
+
+@pytest.mark.parametrize("seed", slow_but([1], [1, 2]))
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp", "zero"]))
+def test_a_block_that_is_passed_over_now_and_then_is_found(strategy: str, seed: int) -> None:
+    (finding,) = found([*model("LayerDrop"), f"seed={seed}", "micro_batch_size=4", f"parallel={strategy}", TWO])
+    assert finding.refuses and "find_unused_parameters=true" in finding.cure
+
+
+def said(finding: Finding) -> str:
+    return f"{finding.key}: {finding.what} ({finding.cure})"
+
+
+@pytest.mark.parametrize("what", slow_but([what for number, what in enumerate(FOUND) if number % 2], [*FOUND]))
+def test_what_breaks_the_promise_is_found(what: str) -> None:
+    line, expected = FOUND[what]
+    (finding,) = found(line)
+    assert finding.refuses
+    assert said(finding) == Says(expected)
+
+
+RIGHT = {
+    "latest activations": model("LastSeen"),
+    "a clamp, alone": model("Clamped"),
+    "a fixed micro-batch": [*model("Fixed"), "micro_batch_size=16", "global_batch_size=32", "dataset.num_train=64"],
+    "an optimizer that draws": optimizer("Langevin"),
+    "data from common generators": dataset("Shuffled"),
+    "evaluations that draw": model("AlwaysDropping"),
+    "a model": model("Net"),
+    "a constructor that reads numbers": model("Rates"),
+    "a constructor that reads numbers, on two": [*model("Rates"), "parallel=fsdp", TWO],
+    "complex numbers": model("Rotary"),
+    "the same model again": model("cached"),
+    "a scripted model": model("scripted"),
+    "not a number": model("Unknown"),
+    "memory that is laid out otherwise": model("Strided"),
+    "lists of tensors in groups": optimizer("Lookback"),
+    "a teacher, alone": model("Teacher"),
+    "an extra state": model("Extra"),
+    "an optimizer that counts": optimizer("Counting"),
+    "a layer that is read, cut": [*model("Reader"), "parallel=tensor", TWO],
+    "a model of a library": zoo_line("hf llama"),
+}
+
+
+@pytest.mark.parametrize("what", slow_but([what for number, what in enumerate(RIGHT) if number % 2], [*RIGHT]))
+def test_what_keeps_it_is_left_alone(what: str) -> None:
+    assert found(RIGHT[what]) == []
+
+
+WARNED = {
+    "a loss over pairs": (task("Coupled"), "task: ... neither the sum nor the mean ..."),
+    "functional dropout": (model("Dropping"), "model: ... draws random numbers ..."),
+    "an own normalisation": (model("Coupling"), "model: ... couples the samples ..."),
+}
+
+
+@pytest.mark.parametrize("what", WARNED)
+def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> None:
+    line, expected = WARNED[what]
+    assert found(line) == []  # one process
+    ddp = [*line, "parallel=ddp", TWO]
+    (finding,) = found(ddp)
+    assert not finding.refuses and said(finding) == Says(
+        expected + " depends on the number of processes (set micro_batch_size)"
+    )
+    assert found([*ddp, "micro_batch_size=2"]) == []
+
+
+GOES_ON = {
+    "a counter": ([*model("Patient"), "+model.kind=counter"], "model: num_calls ... no checkpoint ... register_buffer() ..."),
+    "an object": ([*model("Patient"), "+model.kind=object"], "model: memory ... no checkpoint ..."),
+    "a generator": ([*model("Patient"), "+model.kind=generator"], "model: noise draws without a key ..."),
+    "an object that can be called": (model("Scheduled"), "model: temperature.num_calls goes on ... no checkpoint"),
+    "a mean teacher": (model("Teacher2"), "model: averaged[0].weight goes on ... no checkpoint"),
+    "a default": ([*model("Defaults"), "+model.kind=default"], "model: ... (defaults)[0][0] goes on ... no checkpoint"),
+    "a hook": ([*model("Defaults"), "+model.kind=hook"], "model: last.hook(count)[0] goes on ... no checkpoint"),
+    "an attribute of a parameter": (
+        [*model("Defaults"), "+model.kind=attribute"],
+        "model: first.weight.calls goes on ... no checkpoint",
+    ),
+    "an iterator": ([*model("Defaults"), "+model.kind=iterator"], "model: numbers goes on ... no checkpoint"),
+    "a closure": (model("Closed"), "model: scale(count) goes on ... no checkpoint"),
+    "a class": (model("OfClass"), "model: ... OfClass.num_calls goes on ... no checkpoint"),
+    "a global variable": (model("OfModule"), "model: tests.faulty.COUNTS['calls'] goes on ... no checkpoint"),
+    "a counter in the task": (task("Annealed"), "task: num_calls ... no checkpoint ..."),
+}
+
+
+@pytest.mark.parametrize("what", GOES_ON)
+def test_what_goes_on_from_step_to_step_is_refused_before_it_matters(what: str) -> None:
+    line, expected = GOES_ON[what]
+    (finding,) = found(line)
+    assert finding.refuses and said(finding) == Says(expected)
+
+
+@pytest.mark.parametrize(
+    "line", [model("AlwaysDropping"), dataset("Shuffled"), optimizer("Langevin")], ids=["model", "data", "optimizer"]
+)
+def test_what_data_evaluations_and_optimizers_draw_has_keys(line: list[str], tmp_path: Path) -> None:
+    line = [*line, "precision=fp64", "micro_batch_size=2", "trainer.eval_every=2", "checkpoint.every=1", "rehearse=false"]
+    one = finished(*line, root=tmp_path / "one")
+    assert_close(finished(*line, "parallel=ddp", TWO, root=tmp_path / "two"), one)
+    assert command(*line, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
+    assert_same_bits(finished(*line, root=tmp_path / "cut"), one)
+
+
+def test_it_is_reported_before_anything_is_made(tmp_path: Path) -> None:
+    refused = command(*model("Counter"), "rehearse=true", root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output == Says("model: ... num_calls ... rehearse=false starts without a rehearsal)")
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_it_can_be_switched_off_and_is_no_part_of_the_identity(tmp_path: Path) -> None:
+    ended = finished(*model("Counter"), "rehearse=false", root=tmp_path / "runs")
+    assert checked(*model("Net"), "rehearse=false").run.id == checked(*model("Net"), "rehearse=true").run.id
+    assert ended.summary["status"] == "finished"
+
+
+def test_it_says_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    with_it = finished(*model("Noisy"), "rehearse=true", root=tmp_path / "with")
+    without = finished(*model("Noisy"), "rehearse=false", root=tmp_path / "without")
+    # without it, the model's shapes are looked at once
+    assert with_it.output.count("said by the model") == without.output.count("said by the model") - 1
+    assert_close(with_it, without, tolerance=0.0)
+
+
+def fatal() -> None:
+    os.environ["FATAL"] = str(os.getpid())
+
+
+def test_a_rehearsal_that_dies_is_a_warning_and_the_run_starts(tmp_path: Path) -> None:
+    ended = finished(*model("Killed"), "rehearse=true", root=tmp_path / "runs", before=fatal)
+    assert "the rehearsal was not finished: its process was killed by SIGKILL" in ended.output
+
+
+def test_a_state_of_no_parameter_is_refused_with_and_without_it(tmp_path: Path) -> None:
+    refused = command(*optimizer("ForAll"), "rehearse=false", root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output == Says("optimizer: ForAll keeps 'all' in its state, an entry of no parameter ...")
+
+
+def test_statistics_that_other_processes_do_not_have_are_not_read(tmp_path: Path) -> None:
+    line = [
+        *model("FreezesStatistics"),
+        "micro_batch_size=4",
+        "trainer.max_steps=8",
+        "trainer.eval_every=null",
+        "checkpoint.every=null",
+    ]
+    finished(*line, root=tmp_path / "one")
+    refused = command(*line, "parallel=ddp", TWO, root=tmp_path / "two")
+    assert refused.code == 78
+    assert (
+        "a BatchNorm1d goes into evaluation mode within a run, and rank 0 alone has its statistics (keep it" in refused.output
+    )
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_with_the_reason(tmp_path: Path) -> None:
+    refused = command(*optimizer("ByClosure"), root=tmp_path / "runs")
+    assert refused.code == 78 and refused.output == Says("optimizer: ByClosure takes steps by a closure ...")
+
+
+def test_what_a_rehearsal_computes_no_run_inherits(tmp_path: Path) -> None:
+    """Nor what is computed without storage: the process that starts the workers has not called the model."""
+    line = [*model("Cached"), "rehearse=true", "micro_batch_size=4"]
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 78
+    ended = finished(*model("cached"), "rehearse=true", root=tmp_path / "cached")
+    assert ended.summary["status"] == "finished"
+
+
+@pytest.mark.parametrize("strategy", slow_but(["ddp", "fsdp"], ["ddp", "fsdp", "zero"]))
+def test_a_backward_pass_sees_the_gradients_of_one_process(strategy: str, tmp_path: Path) -> None:
+    line = [*model("ClampsGradients"), "precision=fp64", "micro_batch_size=2", "rehearse=true"]
+    one = finished(*line, root=tmp_path / "one")
+    assert_close(finished(*line, f"parallel={strategy}", "launch.nproc_per_node=3", root=tmp_path / "three"), one)
+
+
+def test_complex_weights_are_trained_saved_and_continued(tmp_path: Path) -> None:
+    line = [*model("ComplexWeight"), "micro_batch_size=2", "checkpoint.every=1", "parallel=ddp", TWO, "rehearse=true"]
+    assert command(*line, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
+    whole = finished(*line, root=tmp_path / "whole")
+    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+    one = finished(*line[:-3], "parallel=single", root=tmp_path / "one")
+    losses = [[row["loss"] for row in run.rows] for run in (whole, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and whole.weights["turn"].is_complex()
+
+
+def test_memory_that_is_laid_out_otherwise_is_saved_and_continued(tmp_path: Path) -> None:
+    line = [*model("Strided"), "checkpoint.every=1"]
+    assert command(*line, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
+    assert_same_bits(finished(*line, root=tmp_path / "cut"), finished(*line, root=tmp_path / "whole"))
+
+
+def test_what_is_trained_may_not_change_within_a_run(tmp_path: Path) -> None:
+    refused = command(*model("FreezesLater"), "trainer.max_steps=8", "checkpoint.every=2", root=tmp_path / "runs")
+    assert refused.code == 78
+    assert "other parameters are trained than at the start (requires_grad), and no checkpoint holds which" in refused.output

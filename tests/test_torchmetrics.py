@@ -1,0 +1,223 @@
+"""Metrics of torchmetrics: each sample once, the same value for any number of processes and strategy, monitors by any of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.runtime.torchvision_fix import watch_for_torchvision
+from framework.tasks.classification import Classification
+from tests.harness import Ended, Says, assert_same_bits, checked, command, finished, slow_but
+from tests.test_evaluate import evaluated
+from tests.test_resume import after_step, crash
+
+watch_for_torchvision()
+
+from torchmetrics import Metric  # noqa: E402  # it imports torchvision
+from torchmetrics.functional import auroc, f1_score  # noqa: E402
+
+CLASSES = 5
+RUN = ["dataset=synthetic", f"dataset.num_classes={CLASSES}", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=31",
+       "dataset.num_test=29", "model=vit", "model.dim=16", "model.num_layers=2", "model.num_heads=2", "model.patch_size=4", "precision=fp64",
+       "global_batch_size=14", "micro_batch_size=3", "trainer.max_epochs=null", "trainer.max_steps=4", "trainer.eval_every=2",
+       "checkpoint.every=2"]  # fmt: skip
+METRICS = ["metric=[f1,auroc,calibration,confusion_matrix,precision_recall]", "metric.f1.average=none"]
+OWN = ["metric.confusion_matrix._target_=tests.test_torchmetrics.Odd"]
+TWO = "launch.nproc_per_node=2"
+
+
+class Odd(Metric):
+    """States of every kind: a list that keeps the order of the samples, a largest and a smallest, one that is stacked."""
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", default=[], dist_reduce_fx=None)
+        self.add_state("largest", default=torch.tensor(-1.0), dist_reduce_fx="max")
+        self.add_state("count", default=torch.tensor(0), dist_reduce_fx=None)
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        self.seen += list(logits[:, 0])
+        self.largest = torch.maximum(self.largest, logits.max())
+        self.count = self.count + len(targets)
+
+    def compute(self) -> dict[str, Any]:
+        in_order = torch.stack(self.seen)
+        weights = torch.arange(1, len(in_order) + 1, dtype=in_order.dtype)
+        return {"order": (in_order * weights).sum(), "largest": self.largest, "count": self.count.sum(), "pair": (1, 2.0)}
+
+
+def whole_rows(run: Ended) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def columns(run: Ended) -> list[dict[str, Any]]:
+    known = ("f1", "auroc", "calibration", "confusion_matrix", "precision", "recall")
+    rows = [row for row in whole_rows(run) if row["split"] != "train"]
+    return [{name: value for name, value in row.items() if name.startswith(known)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*RUN, *METRICS, root=tmp_path_factory.mktemp("one") / "runs")
+
+
+STRATEGIES = {
+    "ddp": [TWO], "fsdp": [TWO], "zero": ["launch.nproc_per_node=3"], "tensor": [TWO, "model.dropout=0"], "pipeline": [TWO], "ddp+pp": ["launch.nproc_per_node=4"],
+    "fsdp+tp": ["launch.nproc_per_node=4"], "parameter-server": [TWO], "hsdp": ["launch.nproc_per_node=4"], "pp+fsdp+tp": ["launch.nproc_per_node=8"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", slow_but(["tensor", "pipeline"], [*STRATEGIES]))
+def test_values_do_not_depend_on_the_number_of_processes(strategy: str, one: Ended, tmp_path: Path) -> None:
+    several = finished(*RUN, *METRICS, f"parallel={strategy}", *STRATEGIES[strategy], root=tmp_path / "runs")
+    expected, found = columns(one), columns(several)
+    assert len(found) == 3 and all(len(row) == 6 for row in found)
+    for row, other in zip(found, expected):
+        for name, value in row.items():
+            assert torch.tensor(value).allclose(torch.tensor(other[name]), rtol=1e-12, atol=0), name
+
+
+@pytest.mark.parametrize("processes", slow_but([3], [2, 3, 5]))
+def test_states_of_every_kind_are_those_of_one_process(processes: int, tmp_path: Path) -> None:
+    line = [*RUN, "metric=confusion_matrix", *OWN]
+    alone = finished(*line, root=tmp_path / "one")
+    several = finished(*line, "parallel=ddp", f"launch.nproc_per_node={processes}", root=tmp_path / "several")
+    pairs = list(zip(columns(several), columns(alone)))
+    assert len(pairs) == 3
+    for found, expected in pairs:
+        assert found.keys() == expected.keys() and found["confusion_matrix_pair"] == [1.0, 2.0]
+        for name in ("order", "largest", "count"):
+            assert found[f"confusion_matrix_{name}"] == pytest.approx(expected[f"confusion_matrix_{name}"], rel=1e-12)
+
+
+def test_they_are_what_the_library_computes_of_all_samples_at_once(one: Ended) -> None:
+    outputs, targets = outputs_of(one)
+    row = columns(one)[-1]
+    assert row["auroc"] == pytest.approx(float(auroc(outputs, targets, task="multiclass", num_classes=CLASSES)), rel=1e-9)
+    f1 = f1_score(outputs, targets, task="multiclass", num_classes=CLASSES, average="none")
+    assert row["f1"] == pytest.approx(f1.tolist(), rel=1e-6)
+    counts = torch.tensor(row["confusion_matrix"])
+    assert counts.shape == (CLASSES, CLASSES)
+    assert counts.sum(1).tolist() == torch.bincount(targets, minlength=CLASSES).tolist()
+
+
+def outputs_of(run: Ended) -> tuple[Tensor, Tensor]:
+    """Return what the run's model gives for its test split, and the targets."""
+    from framework import load
+    from framework.build import components
+
+    dataset = components.dataset(checked(*RUN).dataset)
+    source = dataset.load("test")
+    inputs, targets = dataset.transform(*map(torch.from_numpy, source.gather(range(len(source)))), keys=None)  # type: ignore[arg-type]
+    model = load(run.directory)
+    with torch.no_grad():
+        return model(inputs.to(torch.float64)), targets
+
+
+def test_only_the_file_has_lists_of_numbers(one: Ended) -> None:
+    for row in one.summary["metrics"]["val"].values():
+        assert "auroc" in row and not any(isinstance(value, list) for value in row.values())
+    assert "confusion_matrix" not in one.output and "auroc 0." in one.output
+
+
+def test_killed_it_ends_with_the_same_bits_and_rows(one: Ended, tmp_path: Path) -> None:
+    line = [*RUN, *METRICS, "parallel=ddp", TWO]
+    assert command(*line, root=tmp_path / "runs", before=after_step(3, crash)).code < 0
+    ended = finished(*line, root=tmp_path / "runs")
+    assert_same_bits(ended, finished(*line, root=tmp_path / "whole"))
+    assert len(columns(ended)) == len(columns(one))
+
+
+def test_best_and_patience_follow_the_metric_in_its_direction(one: Ended, tmp_path: Path) -> None:
+    more = ["checkpoint.monitor=val/auroc", "trainer.early_stopping.monitor=val/auroc", "trainer.early_stopping.patience=9"]
+    config = checked(*RUN, *METRICS, *more)
+    assert config.checkpoint.mode == "max" and config.trainer.early_stopping.mode == "max"
+    assert checked(*RUN, *METRICS, "checkpoint.monitor=val/calibration").checkpoint.mode == "min"
+    assert checked(*RUN, *METRICS, "checkpoint.monitor=val/accuracy").checkpoint.mode == "max"
+    ended = finished(*RUN, *METRICS, *more, "checkpoint.keep_best=1", root=tmp_path / "runs")
+    values = [row["auroc"] for row in columns(ended)[:-1]]
+    assert ended.summary["metrics"]["val"]["best"]["auroc"] == max(values)
+
+
+def test_it_is_measured_in_an_evaluation_too(one: Ended, tmp_path: Path) -> None:
+    row = evaluated(one.directory, "parallel=ddp", TWO, root=tmp_path / "none")
+    assert row["auroc"] == pytest.approx(columns(one)[-1]["auroc"], rel=1e-12)
+
+
+class ByMeans(Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("share", default=torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, logits: Tensor, targets: Tensor) -> None: ...
+
+    def compute(self) -> Tensor:
+        return self.share
+
+
+class Steps(Classification):
+    loss = None  # type: ignore[assignment]
+
+    def step(self, call: Any, batch: Any, context: Any) -> Any:
+        return call(batch.inputs).square().sum()
+
+
+def not_a_metric() -> nn.Module:
+    return nn.Linear(1, 1)
+
+
+REFUSED = {
+    "no option": (["metric=f2"], "metric: no option 'f2' ..."),
+    "a wrong argument": (["metric=f1", "metric.f1.avrage=micro"], "metric.f1: ... Unexpected keyword arguments: `avrage`"),
+    "a wrong value": (["metric=f1", "metric.f1.average=none_of_them"], "metric.f1.average: 'none_of_them' is not valid ..."),
+    "no metric": (["metric=f1", "metric.f1._target_=tests.test_torchmetrics.not_a_metric"], "metric.f1: ... gives a Linear (a torchmetrics.Metric)"),
+    "another task": (["metric=r2"], "metric.r2: does not take this task's outputs and targets: ... predictions() ..."),
+    "averages": (["metric=f1", "metric.f1._target_=tests.test_torchmetrics.ByMeans", "parallel=ddp", TWO], "metric.f1: ByMeans averages its state share ..."),
+    "an unknown direction": ([*METRICS, "checkpoint.monitor=val/confusion_matrix"], "checkpoint.mode: null, but nothing says ... (min or max)"),
+    "an unknown monitor": ([*METRICS, "checkpoint.monitor=val/f3"], "checkpoint.monitor: ... did you mean val/f1?"),
+    "an own step": (["metric=f1", "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "metric: ... measures by its step() ..."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_measured_is_refused_before_the_start(what: str, tmp_path: Path) -> None:
+    words, expected = REFUSED[what]
+    refused = command(*RUN, *words, "rehearse=true", root=tmp_path / "runs")
+    assert refused.code == 78, refused.output
+    assert refused.output == Says(expected)
+    assert not list((tmp_path / "runs").glob("*/*"))
+
+
+def test_context_refuses_them(tmp_path: Path) -> None:
+    line = [
+        "dataset=synthetic",
+        "dataset.kind=tokens",
+        "task=language_modeling",
+        "model=gpt",
+        "model.dropout=0",
+        "dataset.seq_len=8",
+    ]
+    line += ["metric=f1", "metric.f1.num_classes=64", "metric.f1.ignore_index=-100", "parallel=context", TWO]
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 78 and refused.output == Says("metric: takes the outputs of whole samples ...")
+
+
+def test_tokens_are_classes_in_a_dimension_that_torchmetrics_expects(tmp_path: Path) -> None:
+    line = ["dataset=synthetic", "dataset.kind=tokens", "dataset.num_train=8", "dataset.num_val=5", "dataset.num_test=5",
+            "dataset.seq_len=6", "dataset.vocab_size=12", "task=language_modeling", "model=gpt", "model.dim=16", "model.num_layers=1",
+            "model.num_heads=2", "model.dropout=0", "global_batch_size=4", "trainer.max_epochs=1", "metric=f1", "metric.f1.num_classes=12",
+            "metric.f1.average=micro"]  # fmt: skip
+    ended = finished(*line, root=tmp_path / "runs")
+    row = ended.summary["metrics"]["test"]["last"]
+    assert row["f1"] == pytest.approx(row["accuracy"])
+
+
+def test_ids_of_runs_without_metrics_are_what_they_were() -> None:
+    assert checked().run.id == "430a368aced3"  # as in README.md
+    assert checked(*RUN, "checkpoint.mode=min").run.id == checked(*RUN).run.id
+    assert checked(*RUN, "metric=f1").run.id != checked(*RUN).run.id

@@ -1,0 +1,144 @@
+"""Turns: sets of parameters, each with its own optimizer, under every strategy what one process computes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+
+from framework.build import components
+from framework.config.folders import options
+from framework.data.order import Order
+from framework.randomness import key
+from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but
+from tests.test_any_training import one  # noqa: F401  # a fixture
+from tests.test_conformance import NOT_EQUAL, RUN, SMALL, layouts, name
+from tests.test_evaluate import evaluated, measured
+from tests.test_resume import after_step, crash
+from tests.trainings import Gan
+
+STRATEGIES = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL)]
+IDS = [name(*strategy) for strategy in STRATEGIES]
+TURNS = ("optimizer.turns={critic: {match: critic.*, lr: 0.02, clip_grad_norm: 0.5}, generator: {match: [generator.*], every: 2, "
+         "optimizer: 1, _target_: torch.optim.RMSprop, lr: 0.01, scheduler: {_target_: framework.optim.schedules.constant, warmup_steps: 0}}}")  # fmt: skip
+TURNS = TURNS.replace("optimizer: 1, ", "")
+GAN = [*RUN, *SMALL, "model._target_=tests.trainings.Gan", "task._target_=tests.trainings.Adversarial", TURNS, "trainer.max_steps=6",
+       "trainer.clip_grad_norm=null", "checkpoint.every=2"]  # fmt: skip
+REFUSED = {
+    **dict.fromkeys(("pipeline", "ddp+pp", "context"), "the task has a step of its own"),
+    "pp+fsdp+tp": "does not answer chain()",
+    "parameter-server": "several optimizers",
+}
+One = Callable[..., Ended]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "mesh"),
+    slow_but([s for s in STRATEGIES if s[0] in ("ddp", "fsdp", "zero")], STRATEGIES, unpack=True),
+    ids=IDS,
+)
+def test_it_computes_what_one_process_does_or_is_refused(
+    strategy: str, ranks: int, mesh: list[str], one: One, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    line = [*GAN, f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", "rehearse=false"]
+    ended = command(*line, root=tmp_path / "runs")
+    if strategy in REFUSED:
+        assert ended.code == 78 and REFUSED[strategy] in ended.output, ended.output
+        return
+    assert ended.code == 0, ended.output
+    assert_close(ended, one(*GAN))
+
+
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp", "zero"]))
+def test_killed_it_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
+    line = [*GAN, f"parallel={strategy}", "launch.nproc_per_node=2", "rehearse=true"]
+    whole = finished(*line, root=tmp_path / "whole")
+    assert command(*line, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
+    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+
+
+def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
+    line = [*GAN, "micro_batch_size=null", "scheduler=constant", "scheduler.warmup_steps=0", "optimizer=adam"]
+    ended = finished(*line, root=tmp_path / "runs")
+    config = checked(*line)
+    dataset, model = components.dataset(config.dataset), components.model(config.model, seed=0).double()
+    assert isinstance(model, Gan)
+    source = dataset.load("train")
+    order = Order(num_samples=len(source), global_batch_size=14, seed=0, drop_last=False)
+    critic = torch.optim.Adam(
+        model.critic.parameters(), lr=0.02, betas=tuple(config.optimizer["betas"]), eps=config.optimizer["eps"]
+    )
+    generator = torch.optim.RMSprop(model.generator.parameters(), lr=0.01)
+    seen, losses = 0, []
+    for step in range(6):
+        inputs, targets = (torch.from_numpy(array) for array in source.gather(order.batch(seen)[1]))
+        inputs = dataset.transform(inputs, targets, keys=None)[0].double()
+        seen += len(inputs)
+
+        def noise(turn: str, step: int = step, size: int = len(inputs)) -> torch.Tensor:
+            drawn = torch.Generator().manual_seed(key(0, "step", step, 0, "turn", turn))
+            return torch.randn(size, 8, generator=drawn, dtype=torch.float64)
+
+        model.zero_grad()
+        fake = model(noise("critic"), "generate").detach()
+        loss = (F.softplus(-model(inputs, "judge")) + F.softplus(model(fake, "judge"))).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.critic.parameters(), 0.5)
+        critic.step()
+        losses.append({"critic_loss": loss.item()})
+        if step % 2:
+            model.zero_grad()
+            loss = F.softplus(-model(model(noise("generator"), "generate"), "judge")).mean()
+            loss.backward()
+            generator.step()
+            losses[-1]["generator_loss"] = loss.item()
+    rows = [row for row in ended.rows if row["split"] == "train"]
+    for row, expected in zip(rows, losses, strict=True):
+        assert {name: row[name] for name in ("critic_loss", "generator_loss") if name in row} == pytest.approx(
+            expected, rel=1e-10
+        )
+        assert row["loss"] == pytest.approx(sum(expected.values()), rel=1e-10)
+    with safe_open(ended.directory / "model.safetensors", framework="pt") as final:
+        for own, parameter in model.named_parameters():
+            assert (final.get_tensor(own) - parameter).abs().max() < 1e-12, own
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            ["optimizer.turns.critic.match=critique.*"],
+            "optimizer.turns.critic.match: critique.* matches no parameter that is trained ...",
+        ),
+        (["optimizer.turns.critic.match=critic.0.*"], "optimizer.turns: none of them has critic.2.weight (name it in one, ..."),
+        (["optimizer.turns.critic.match='*'"], "optimizer.turns: critic and generator have generator.0.weight (one of them)"),
+        (["optimizer.turns.critic.every=3"], "optimizer.turns: some steps would take none of them (every: 1 for one)"),
+        (["optimizer.turns.critic.every=0"], "optimizer.turns.critic.every: 0 is not valid (a number of steps, at least 1)"),
+        (
+            ["optimizer.turns.critic.learning_rate=1"],
+            "optimizer.turns.critic.learning_rate: unknown key (did you mean optimizer.lr?)",
+        ),
+        (["precision=fp16"], "precision: fp16, whose loss scale is about whole steps, but optimizer.turns divides them ..."),
+        (["trainer.divergence.action=skip"], "trainer.divergence.action: skip, but a step of several turns ..."),
+        (
+            ["parallel=local-sgd", "launch.nproc_per_node=2", "trainer.eval_every=null", "checkpoint.every=null"],
+            "optimizer.turns: are several optimizers, ...",
+        ),
+    ],
+)
+def test_wrong_turns_are_refused_before_the_start(line: list[str], said: str, tmp_path: Path) -> None:
+    refused = command(*GAN, *line, root=tmp_path / "runs")
+    assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
+    assert not list((tmp_path / "runs").rglob("config.yaml"))
+
+
+def test_it_is_evaluated_afterwards_as_in_training(tmp_path: Path) -> None:
+    run = finished(*GAN, root=tmp_path / "runs")
+    row = evaluated(run.directory, "eval.split=test", "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "none")
+    expected = measured(run, step=6, split="test")
+    numbers = {column: value for column, value in expected.items() if isinstance(value, float)}
+    assert "loss" in numbers
+    for column, value in numbers.items():
+        assert abs(row[column] - value) <= 1e-10 * max(1.0, abs(value)), (column, row, expected)

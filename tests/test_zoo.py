@@ -1,0 +1,108 @@
+"""The promise for models that nobody here wrote: under every strategy the same numbers, or refused before the start."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.config.folders import options
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
+from tests.test_conformance import NOT_EQUAL, layouts, name
+from tests.test_resume import after_step, crash
+from tests.zoo import IMAGES, TOKENS, make
+
+RUN = ["precision=fp64", "global_batch_size=12", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=3",
+       "trainer.eval_every=2", "trainer.log_every=1", "checkpoint.every=null", "optimizer.lr=0.001", "optimizer.eps=1e-4", "dataset=synthetic",
+       "dataset.num_train=28", "dataset.num_val=6", "dataset.num_test=6"]  # fmt: skip
+DATA = {
+    "images": ["dataset.image_size=16", "dataset.num_classes=10"],
+    "tokens": ["dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=12", "dataset.vocab_size=32"],
+}
+STRATEGIES = [
+    (strategy, *next(layout for layout in layouts(strategy) if layout[0] <= 2))
+    for strategy in options("parallel")
+    if strategy not in ("single", *NOT_EQUAL)
+]
+LEAN = {"hf mamba": 1e-6}  # it computes partly in float32
+
+# Which strategies refuse which models, and the words that say why. All else computes what one process does.
+NO_CHAIN, NO_ROW, UNSHARDED = (
+    "does not answer chain()",
+    "and its forward cannot be cut at its blocks",
+    "only these can be sharded",
+)
+PIPELINES = ("pipeline", "ddp+pp")
+ALONE = ("dp", "model-parallel")  # one process
+ALL = [strategy for strategy, *_ in STRATEGIES if strategy not in (*ALONE, "context", *PIPELINES, "pp+fsdp+tp")]
+LISTED = ("functional dropout", "spectral norm", "weight norm")  # an nn.Sequential, or a chain()
+NOT_IN_A_ROW = ["hf resnet", "timm convnext", "timm swin", "torchvision swin", "torchvision densenet", "layer drop", "codebook", "queue",
+                "frozen part", "moe", "one moe", "unet", "autograd function", "gradient penalty", "hf mixtral", "x-transformers", "lstm",
+                "nn.MultiheadAttention"]  # fmt: skip
+REFUSED = {
+    **{(model, "context"): "does not answer mixers()" for model in (*IMAGES, *TOKENS)},
+    **{(model, "pp+fsdp+tp"): UNSHARDED for model in (*IMAGES, *TOKENS) if model not in LISTED},
+    **{(model, strategy): NO_ROW for model in NOT_IN_A_ROW for strategy in PIPELINES},
+    **{(model, strategy): "divides the features of no linear layer" for strategy in ("tensor", "fsdp+tp")
+       for model in ("hf gpt2", "hf gpt2, in eval mode", "weight norm")},
+    **{(model, strategy): "parallel.find_unused_parameters=true" for model in ("moe", "one moe")
+       for strategy in ("ddp", "ddp+mp", "zero", "auto", "fsdp", "hsdp")},
+    **{("gradient penalty", strategy): "2 processes" for strategy in ("fsdp", "hsdp", "tensor", "fsdp+tp")},
+    **{("teacher", strategy): "its forward moves teacher.0.weight" for strategy in ALL},
+    **{("teacher", strategy): NO_ROW for strategy in PIPELINES},
+}  # fmt: skip
+
+
+def line(model: str) -> list[str]:
+    return [*RUN, *DATA["images" if model in IMAGES else "tokens"], "model._target_=tests.zoo.make", f"model.name='{model}'"]
+
+
+@pytest.fixture(scope="session")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    done: dict[str, Ended] = {}
+
+    def run(model: str) -> Ended:
+        if model not in done:
+            done[model] = finished(*line(model), root=tmp_path_factory.mktemp("one") / "runs")
+        return done[model]
+
+    return run
+
+
+def cells() -> Iterator[Any]:
+    for number, model in enumerate([*IMAGES, *TOKENS]):
+        for other, (strategy, ranks, mesh) in enumerate(STRATEGIES):
+            is_quick = (number + other) % 29 == 0  # every model and every strategy, a few times
+            yield pytest.param(model, strategy, ranks, mesh, id=f"{model}-{name(strategy, ranks, mesh)}",
+                               marks=[] if is_quick else [pytest.mark.slow])  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "strategy", "ranks", "mesh"), [*cells()])
+def test_a_model_computes_what_it_does_on_one_process_or_is_refused(
+    model: str, strategy: str, ranks: int, mesh: list[str], one: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    make(model)  # what it imports, the command's processes then have
+    words = REFUSED.get((model, strategy))
+    rehearse = "rehearse=true" if words is not None else "rehearse=false"
+    ended = command(
+        *line(model), f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", rehearse, root=tmp_path / "runs"
+    )
+    if words is None:
+        assert ended.code == 0, ended.output
+        assert_close(ended, one(model), tolerance=LEAN.get(model, 1e-10))
+        return
+    assert ended.code == 78, ended.output
+    assert words in ended.output
+    assert not list((tmp_path / "runs").iterdir())
+
+
+FAMILIES = ["hf gpt2", "hf mixtral", "timm vit", "torchvision mobilenet", "x-transformers", "peft lora", "codebook", "queue",
+            "spectral norm", "weight norm", "layer drop", "lstm"]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", slow_but(["hf gpt2", "torchvision mobilenet", "codebook", "spectral norm"], FAMILIES))
+def test_killed_it_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
+    both = [*line(model), "checkpoint.every=2", "parallel=ddp", "launch.nproc_per_node=2"]
+    whole = finished(*both, root=tmp_path / "whole")
+    assert command(*both, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
+    assert_same_bits(finished(*both, root=tmp_path / "cut"), whole)
