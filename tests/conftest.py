@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are CPUs: a test that waits leaves its CPU to another."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="of the tests that were chosen, run one part of several: 1/2, then 2/2")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of `--part`: by their names, so that each test always is in the same part."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    in_part = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
+    config.hook.pytest_deselected(items=[item for item, is_in in zip(items, in_part) if not is_in])
+    items[:] = [item for item, is_in in zip(items, in_part) if is_in]
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.data.synthetic import Synthetic
+from framework.modules.tensors import local
 from framework.tasks.classification import Classification
 
 
@@ -345,6 +346,19 @@ class ForAll(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         self.state["all"] = {"step": self.state["all"].get("step", 0) + 1}
+
+
+class CouplesLate(torch.optim.SGD):
+    """From its sixth step on, it scales its updates by the norm of all gradients that it has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["count"] = group.get("count", 0) + 1
+        gradients = [local(p.grad) for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        for p, gradient in zip(group["params"], gradients):
+            local(p).add_(gradient, alpha=-0.1 / (float(norm) if group["count"] > 5 else 1.0))
 
 
 class Langevin(torch.optim.SGD):

@@ -88,7 +88,7 @@ def uses_slurm(command: Command) -> bool:
 QUICK: list[str] = []
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)  # beside others
 @pytest.mark.parametrize("page", slow_but(QUICK, [page for page in EVERY if not all(map(is_slow, EVERY[page]))]))
 def test_the_commands_of_a_page_run_in_its_order(page: str, tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
@@ -107,7 +107,7 @@ ALONE = list(dict.fromkeys(command for page in EVERY.values() for command in pag
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)  # beside others
 @pytest.mark.parametrize("command", [command for command in ALONE if not uses_slurm(command)], ids=str)
 def test_a_command_that_takes_long_runs(command: Command, tmp_path: Path) -> None:
     give(command, prepared(command, tmp_path / "project"))

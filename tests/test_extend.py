@@ -51,13 +51,18 @@ def test_two_files_of_each_kind() -> None:
     assert used >= KINDS.keys(), "a command for each"
 
 
-QUICK = [command for command in commands(PAGE) if "gpt2" not in command.line]  # Hugging Face's takes a minute
+QUICK = [
+    command for command in commands(PAGE) if "gpt2" not in command.line
+]  # Hugging Face's takes a minute, three beside others
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("command", slow_but(QUICK, commands(PAGE)), ids=lambda command: command.line)
 def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) -> None:
     program, *words = shlex.split(command.line)
-    ended = typed(*words, "trainer.max_steps=3", "trainer.log_every=1", f"run.root={tmp_path}/runs", directory=extended)
+    ended = typed(
+        *words, "trainer.max_steps=3", "trainer.log_every=1", f"run.root={tmp_path}/runs", directory=extended, timeout_s=380
+    )
     assert program == "steadfast" and ended.code == 0, ended.output
     assert "test  loss" in ended.output
     (metrics,) = tmp_path.rglob("metrics.jsonl")

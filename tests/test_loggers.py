@@ -130,8 +130,8 @@ def test_tensorboard_holds_the_rows_of_metrics_jsonl(base: Ended, tmp_path: Path
     assert_same_bits(run, base)
 
 
-@pytest.mark.parametrize("strategy", [[], DDP], ids=["single", "ddp 2"])
-@pytest.mark.parametrize("act", [preempt, crash])
+@pytest.mark.parametrize("strategy", slow_but([DDP], [[], DDP]), ids=["single", "ddp 2"])
+@pytest.mark.parametrize("act", slow_but([crash], [preempt, crash]))
 def test_tensorboard_holds_each_step_once_after_interruptions(
     strategy: list[str], act: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -297,7 +297,7 @@ def test_wandb_has_the_configuration_as_a_tree_and_the_last_and_best_metrics(tmp
     assert summary["best/val/loss"] == min(row["loss"] for row in run.rows if row["split"] == "val")
 
 
-@pytest.mark.parametrize("lost", ["summary.json", "checkpoints", None])
+@pytest.mark.parametrize("lost", slow_but(["checkpoints"], ["summary.json", "checkpoints", None]))
 def test_the_record_keeps_its_id(lost: str | None, tmp_path: Path) -> None:
     """Also where a run was killed before its first checkpoint, and where its summary is gone."""
     line = [*RUN, *OFFLINE]
@@ -320,7 +320,7 @@ def test_another_run_and_one_that_starts_over_have_ids_of_their_own(tmp_path: Pa
     assert len(known | {again["record_id"]}) == 3
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("asked", slow_but([True], [False, True]))
 def test_wandb_gets_the_checkpoints_that_are_kept_on_demand(asked: bool, tmp_path: Path) -> None:
     run = finished(*RUN, *OFFLINE, f"logger.wandb.log_checkpoints={asked}", root=tmp_path / "runs")
     (file,) = wandb_files(run.directory)
@@ -337,6 +337,7 @@ def test_wandb_gets_the_checkpoints_that_are_kept_on_demand(asked: bool, tmp_pat
     assert len(kept) == (2 if asked else 0)
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_sweep_share_a_group(tmp_path: Path) -> None:
     ended = command(
         *RUN, *OFFLINE, "trainer.max_epochs=1", "seed=0,1", root=tmp_path / "runs", run=lambda line: sweep(line, [])
@@ -470,6 +471,7 @@ def test_a_server_that_dies_after_the_start_is_a_warning(base: Ended, tmp_path: 
 # --- several
 
 
+@pytest.mark.slow
 def test_tensorboard_and_wandb_at_once(base: Ended, tmp_path: Path) -> None:
     run = finished(*RUN, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline", root=tmp_path / "runs")
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
@@ -486,7 +488,7 @@ def test_no_sink_leaves_a_file_without_its_option(base: Ended) -> None:
 
 
 @pytest.mark.parametrize("method", ["open", "log", "close"])
-@pytest.mark.parametrize("strategy", [[], DDP], ids=["single", "ddp 2"])
+@pytest.mark.parametrize("strategy", slow_but([DDP], [[], DDP]), ids=["single", "ddp 2"])
 def test_a_sink_that_raises_is_a_warning_and_the_run_finishes(method: str, strategy: list[str], tmp_path: Path) -> None:
     def plant() -> None:
         def fail(self: TensorBoard, *args: object) -> None:
@@ -524,7 +526,7 @@ def test_a_sink_has_no_longer_than_is_left_before_the_signal_that_kills(tmp_path
     assert re.search(r"logger tensorboard is off for the rest of this run: it did not end within [012] s", stopped.output)
 
 
-@pytest.mark.parametrize("method", ["__init__", "open", "log", "close"])
+@pytest.mark.parametrize("method", slow_but(["log"], ["__init__", "open", "log", "close"]))
 def test_a_sink_that_dies_is_a_warning_and_the_run_finishes(method: str, base: Ended, tmp_path: Path) -> None:
     def plant() -> None:
         setattr(TensorBoard, method, lambda self, *args: os.kill(os.getpid(), signal.SIGKILL))

@@ -66,7 +66,9 @@ def cases() -> Iterator[Any]:
     for model in MODELS:
         for case in PAIRS:
             refused = refusal(case[0], model)
-            is_quick = (model == "Chained" and case[1] == 2) or (refused is not None and "does not answer" not in refused)
+            is_quick = (model == "Chained" and case[1] == 2 and case[0] in ("ddp", "zero", "fsdp", "tensor", "pipeline")) or (
+                refused is not None and "does not answer" not in refused
+            )
             yield pytest.param(model, case, id=f"{model}-{name(*case)}", marks=[] if is_quick else [pytest.mark.slow])
 
 

@@ -34,6 +34,7 @@ def dataset(name: str) -> list[str]:
 
 
 TWO = "launch.nproc_per_node=2"
+COUPLED = "parallel: 2 processes compute something else ... after ... more updates by the same gradients: ..."
 FOUND = {
     "a counter": (model("Counter"), "model: ... num_calls ... register_buffer()"),
     "an average": (model("Average"), "model: ... mean ... register_buffer()"),
@@ -69,6 +70,8 @@ FOUND = {
     "an evaluation that trains": (model("TrainsOn"), "model: an evaluation puts the model into training mode ..."),
     "a rank": ([*model("OfRank"), "parallel=ddp", TWO], "parallel: 2 processes compute something else ..."),
     "deep within": (model("Deep"), "model: bank['a'][0]['b']['c'][0] goes on ... no checkpoint ..."),
+    "late for all that a rank has, zero": ([*optimizer("CouplesLate"), "parallel=zero", TWO], COUPLED),
+    "late for all that a rank has, pipeline": ([*RUN, "model=mlp", "optimizer._target_=tests.faulty.CouplesLate", "parallel=pipeline", TWO], COUPLED),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute something else ... first in the output of last; loss of step 1 is ... instead of"),
 }  # fmt: skip
@@ -258,6 +261,7 @@ def test_a_backward_pass_sees_the_gradients_of_one_process(strategy: str, tmp_pa
     assert_close(finished(*line, f"parallel={strategy}", "launch.nproc_per_node=3", root=tmp_path / "three"), one)
 
 
+@pytest.mark.slow
 def test_complex_weights_are_trained_saved_and_continued(tmp_path: Path) -> None:
     line = [*model("ComplexWeight"), "micro_batch_size=2", "checkpoint.every=1", "parallel=ddp", TWO, "rehearse=true"]
     assert command(*line, root=tmp_path / "cut", before=after_step(3, crash)).code < 0

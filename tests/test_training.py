@@ -17,7 +17,7 @@ from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues, Noise
 from framework.training.trainer import Trainer
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, MODELS, RUN, SMALL, name
 from tests.test_divergence import infinite_gradient
@@ -109,7 +109,9 @@ def assert_frozen(ended: Ended) -> None:
 # --- after a kill, and to the last bit
 
 
-@pytest.mark.parametrize("parallel", [[], ["parallel=fsdp", "launch.nproc_per_node=2"]], ids=["single", "fsdp 2"])
+@pytest.mark.parametrize(
+    "parallel", slow_but([[]], [[], ["parallel=fsdp", "launch.nproc_per_node=2"]]), ids=["single", "fsdp 2"]
+)
 def test_killed_it_ends_with_the_same_bits(parallel: list[str], tmp_path: Path) -> None:
     line = [*LINES["all"], *parallel, "checkpoint.every=3"]
     whole = finished(*line, root=tmp_path / "whole")

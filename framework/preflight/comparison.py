@@ -73,7 +73,7 @@ def compare(build: Builder) -> list[Finding]:
     of_parts: list[Finding] = []
 
     def fault(node: Node) -> str:
-        ranks = _run(alone.altered(parallel=node), source, count=count, first=expected.first)
+        ranks = _run(alone.altered(parallel=node), source, count=count, like=expected)
         of_parts.extend(rank.of_part for rank in ranks[:1] if rank.of_part is not None)
         if faults := [rank.fault for rank in ranks if rank.fault]:
             first = min(faults, key=_is_consequence)
@@ -114,6 +114,8 @@ def _difference(expected: Seen, ranks: list[Seen]) -> str:
         worst = worst or _other_sums(expected, ranks, step, where=f"step {step + 1}")
         worst = worst or _far(expected.gradients[step], gradients[step], what=f"step {step + 1}: the gradient of")
     worst = worst or _far(expected.weights, weights, what="after two steps:") or _kept_otherwise(expected, ranks)
+    updated = {name: sketch for rank in ranks[::-1] for name, sketch in rank.updated.items()}
+    worst = worst or _far(expected.updated, updated, what=f"after {expected.num_updates} more updates by the same gradients:")
     worst = worst or _other_sums(expected, ranks, 2, where="an evaluation")
     if not worst:
         return ""
@@ -169,15 +171,15 @@ def _distance(one: Sketch, other: Sketch) -> float:
 # --- the processes
 
 
-def _run(build: Builder, source: Source, *, count: int, first: int | None = None) -> list[Seen]:
+def _run(build: Builder, source: Source, *, count: int, like: Seen | None = None) -> list[Seen]:
     """Take two steps on so many processes, forked from this one; return what each has seen, rank by rank.
 
-    `first` is the number of the first step; None: one process finds the step that asks most of several.
+    The same steps, and as many updates, as in `like`; None: one process finds the step that asks most of several.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="rehearsal_") as scratch:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
-        shared = build, source, count, first, Path(scratch)
+        shared = build, source, count, like, Path(scratch)
         ranks = [context.Process(target=_rank, args=(rank, pipe[1], *shared)) for rank, pipe in enumerate(pipes)]
         for process in ranks:
             process.start()
@@ -199,7 +201,7 @@ def _run(build: Builder, source: Source, *, count: int, first: int | None = None
         return seen
 
 
-def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: int, first: int | None, scratch: Path) -> None:
+def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: int, like: Seen | None, scratch: Path) -> None:
     die_with_parent()
     torch.set_num_threads(1)
     seen = Seen()
@@ -208,7 +210,10 @@ def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: 
         environment.export()
         world = World.start(environment, backend="gloo", timeout_s=WAIT_S, scratch=scratch)
         build = build.altered(world=world)
-        seen.first, seen.do_part = first_to_part(build, source) if first is None else (first, False)
+        if like is None:
+            seen.first, seen.do_part = first_to_part(build, source)
+        else:
+            seen.first, seen.num_updates = like.first, like.num_updates
         two_steps(build.altered(), source, seen)  # with a task of its own
         world.agreement.barrier()
     except Refused as refused:

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from framework.training.evaluation import totals
 
 SINGLE: Node = {"_target_": "framework.parallel.single.single"}
 WAIT_S = 30.0  # for another process
+_MOST_UPDATES, _FEWEST_UPDATES, _UPDATES_S = 30, 8, 0.5  # for an optimizer that begins late to look at several parameters
 _TOTAL_STEPS = 100  # of the run, as far as schedules and parts know
 
 
@@ -149,13 +151,33 @@ class Player:
             if number > 0:
                 sums = self._turn(turn, index=index)
             self.parts.gradients_ready(sums, self._step._replace(turn=turn.name if turn is not None else ""))
-            norm = self.engine.clip_grad_norm(turn.clip_grad_norm if turn is not None else None)
-            self.update.take(index, grad_norm=norm, is_last=number == len(self._turns) - 1)
+            is_last = number == len(self._turns) - 1
+            if is_last:
+                self._gradients = [(p, p.grad.clone()) for p in self.engine.module.parameters() if p.grad is not None]
+            self._update(turn, index=index, is_last=is_last)
         progress = self.parts.loop.progress
         progress.step, progress.samples_seen = index + 1, (index + 1) * self._step.num_samples
         self.parts.step_taken()
         with blamed("part", "its row fails", "see docs/parts.md"):
             self.parts.columns()
+
+    def _update(self, turn: Turn | None, *, index: int, is_last: bool = True) -> None:
+        norm = self.engine.clip_grad_norm(turn.clip_grad_norm if turn is not None else None)
+        self.update.take(index, grad_norm=norm, is_last=is_last)
+
+    def take_more(self, count: int, *, first: int) -> int:
+        """Take so many updates by the last gradients, the first as step `first`; return how many. Collective.
+
+        0: as many as are quick on this process.
+        """
+        until = time.monotonic() + _UPDATES_S
+        for number in range(count or _MOST_UPDATES):
+            if not count and number >= _FEWEST_UPDATES and time.monotonic() > until:
+                return number
+            for parameter, gradient in self._gradients:  # an update may reduce, scale or free them
+                parameter.grad = gradient.clone()
+            self._update(self._turns[-1], index=first + number)
+        return count or _MOST_UPDATES
 
     def evaluate(self, step: Step, *, shares: Sequence[float]) -> Sums:
         """Evaluate a batch as a run does a split; the parts are told of one row for each share: its numbers, so much of them.

@@ -29,10 +29,12 @@ class Seen:
 
     outputs: dict[str, Sketch] = field(default_factory=dict)  # of modules in the first micro-batch, in the order of their ends
     gradients: list[dict[str, Sketch]] = field(default_factory=list)  # of each step
-    weights: dict[str, Sketch] = field(default_factory=dict)
+    weights: dict[str, Sketch] = field(default_factory=dict)  # after two steps
+    updated: dict[str, Sketch] = field(default_factory=dict)  # and after more updates
     sums: list[dict[str, float]] = field(default_factory=list)  # of each step, and of an evaluation
     kept: dict[str, Any] = field(default_factory=dict)  # what the optimizer keeps in its groups, by parameter and key
     first: int = 0  # the number of the first step
+    num_updates: int = 0  # after the two steps
     do_part: bool = False  # its samples enter different modules
     fault: str = ""
     of_part: Finding | None = None  # whatever the strategy
@@ -79,7 +81,10 @@ def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
 
 
 def two_steps(build: Builder, source: Source, seen: Seen) -> None:
-    """Take two steps from `seen.first` on, and evaluate a batch; note in `seen` what is computed. Collective."""
+    """Take two steps from `seen.first` on, `seen.num_updates` more updates by the last gradients, and evaluate a batch.
+
+    Notes in `seen` what is computed. 0 updates: as many as half a second allows. Collective.
+    """
     player = Player(build)
     engine = player.engine
     for index, step in _steps(build, source, engine, first=seen.first, count=2):
@@ -105,6 +110,8 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
         seen.kept |= {f"{key} (of {name})": value for name in group.names for key, value in group.values.items()}
     seen.weights = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
     seen.weights |= {f"the state of part.{name}": state for name, state in states.items()}
+    seen.num_updates = player.take_more(seen.num_updates, first=seen.first + 2)
+    seen.updated = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
     loader = build.loader(source, "val", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
     loader.num_workers = 0
     engine.sync_buffers()

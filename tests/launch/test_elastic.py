@@ -292,21 +292,19 @@ def test_another_command_on_another_node_is_refused(cluster: Callable[..., Clust
 
 # --- the long ones
 
-BITWISE = [*RUN, "invariance=bitwise", "trainer.max_steps=1200", "trainer.eval_every=200"]
-ROUNDS = [*RUN, "trainer.max_steps=1200", "trainer.eval_every=200"]
+BITWISE = [*RUN, "invariance=bitwise", "trainer.max_steps=600", "trainer.eval_every=200"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("line", "num_lost"), [(BITWISE, 3), (ROUNDS, 2)], ids=["bitwise", "samples"])
-def test_nodes_lost_and_back(line: list[str], num_lost: int, tmp_path: Path, cluster: Callable[..., Cluster]) -> None:
-    reference = finished(*line, root=tmp_path / "one")
-    rng, both = random.Random(0), cluster(*line, *ELASTIC)
+def test_nodes_lost_and_back(tmp_path: Path, cluster: Callable[..., Cluster]) -> None:
+    reference = finished(*BITWISE, root=tmp_path / "one")
+    rng, both = random.Random(0), cluster(*BITWISE, *ELASTIC)
     began = time.time()
     alive = [both.start_cold(), both.start_cold()]
     both.wait_for_step(world_size=2, after=began, within_s=90)
     lost, joined = [], []
-    for number in range(num_lost):
+    for number in range(3):
         killed_at = time.time()
         alive.pop(0 if number == 0 else rng.randrange(2)).kill()  # at first the one that began
         lost.append(both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S))
@@ -318,12 +316,9 @@ def test_nodes_lost_and_back(line: list[str], num_lost: int, tmp_path: Path, clu
     both.finish()
     ended = [node.end(timeout_s=240) for node in alive]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert ended[0].summary["restarts"] == 2 * num_lost
-    if line is BITWISE:
-        assert digest(ended[0]) == digest(reference)
-        assert exact_rows(ended[0]) == exact_rows(reference)
-    else:
-        assert_close(ended[0], reference)
+    assert ended[0].summary["restarts"] == 6
+    assert digest(ended[0]) == digest(reference)
+    assert exact_rows(ended[0]) == exact_rows(reference)
 
 
 @pytest.mark.slow
@@ -333,7 +328,7 @@ def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Clust
     reference = finished(*BITWISE, root=tmp_path / "one")
     rng, both = random.Random(1), cluster(*BITWISE, *ELASTIC)
     alive = [both.start(), both.start()]
-    for _ in range(6):
+    for _ in range(4):
         time.sleep(rng.uniform(0.0, 14.0))
         for _ in range(rng.choice([1, 1, 2])):
             alive.pop(rng.randrange(len(alive))).kill()

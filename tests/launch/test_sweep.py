@@ -21,7 +21,7 @@ from framework.sweep.jobs import Job, Pool, exit_code
 from framework.sweep.line import Interval, read
 from framework.sweep.picture import draw, panels
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, wait_for
+from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, slow_but, wait_for
 from tests.test_resume import RUN, after_step, preempt
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -116,6 +116,7 @@ def test_a_job_that_fails_does_not_stop_the_others_and_is_named_at_the_end(tmp_p
     assert again.code == 70 and again.output.count("finished already") == 2
 
 
+@pytest.mark.slow
 def test_the_table_tells_what_the_runs_tell(tmp_path: Path) -> None:
     ended = swept(
         *RUN,
@@ -140,6 +141,7 @@ def test_the_table_tells_what_the_runs_tell(tmp_path: Path) -> None:
     assert next(ended.root.glob("sweeps/*/sweep.png")).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_other_sweeps_have_other_tables_and_the_same_has_one(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     for line in (["seed=1,2"], ["seed=2,1", "checkpoint.every=7"], ["seed=1,2,3"]):
@@ -213,7 +215,7 @@ def test_of_a_sweep_that_is_killed_no_process_is_left_and_its_command_continues_
     assert [job(ended, row).summary["restarts"] for row in table(ended)] == [1, 1, 0]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", slow_but([signal.SIGINT], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_to_a_sweep_ends_all_its_jobs_with_a_checkpoint(signum: int, tmp_path: Path) -> None:
     line, root, folder = [*RUN, *TWO_AT_A_TIME, "seed=1,2,3"], tmp_path / "runs", tmp_path / "held"
     process = begin(*line, root=root, run=multirun, before=held_at(6, folder))
@@ -308,6 +310,7 @@ def test_jobs_that_are_the_same_run_are_run_once(tmp_path: Path) -> None:
     assert len(table(ended)) == 1
 
 
+@pytest.mark.slow
 def test_a_second_sweep_of_the_same_runs_waits_for_nobody(tmp_path: Path) -> None:
     line, root, folder = [*SHORT, "seed=1,2"], tmp_path / "runs", tmp_path / "held"
     process = begin(*line, root=root, run=multirun, before=held_at(1, folder))
