@@ -9,7 +9,8 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from safetensors.torch import load_file
 import framework.modes.train
 import framework.runs.provenance
 from framework.cli.run import checked_line, start
+from framework.config.compose import compose_line
 from framework.config.schema import RunConfig
 from framework.runs.metrics_file import MACHINE
 from train import main
@@ -32,6 +34,7 @@ from train import main
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the fork
 
 _FORK = multiprocessing.get_context("fork")
+_COMPOSED = set[tuple[str, ...]]()
 
 
 @dataclass(frozen=True)
@@ -118,11 +121,21 @@ def begin(
     """
     root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # so that a child's collector does not touch (and so copy) what it inherits
+    compose_once(overrides)
     rehearse = [] if any(word.startswith(("rehearse=", "mode=")) for word in overrides) else ["rehearse=false"]
     line = [*overrides, *rehearse, f"run.root={root}"]
     process = _FORK.Process(target=_child, args=(line, _output(root), before, leave, with_curves, run))
     process.start()
     return process
+
+
+def compose_once(overrides: Sequence[str]) -> None:
+    """Compose the options that are chosen here, so that the children inherit what it takes: Hydra's parsers and files."""
+    choices = tuple(word for word in overrides if re.match(r"\w+=[\w+-]+$", word))
+    if choices not in _COMPOSED:
+        _COMPOSED.add(choices)
+        with suppress(Exception):  # the command itself will tell
+            compose_line([*overrides])
 
 
 def _output(root: Path) -> Path:

@@ -11,6 +11,8 @@ import yaml
 from framework.runtime.environment import variables
 from framework.runtime.torchvision_fix import watch_for_torchvision
 
+YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
+
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or of the installation
 PACKAGED = Path(__file__).resolve().parents[1] / "conf"  # in an installation
 CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
@@ -66,7 +68,7 @@ def option_node(group: str, option: str) -> dict[str, Any]:
 
 def _content(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

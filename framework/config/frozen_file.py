@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from framework.config.folders import YAML_LOADER
 from framework.config.renamed import renamed
 from framework.config.schema import RunConfig
 from framework.runtime.files import write_atomically
@@ -54,7 +55,7 @@ def recall(directory: Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the configuration in a file; None if its hash is wrong or it cannot be read."""
     try:
-        config = yaml.safe_load(path.read_text())
+        config = yaml.load(path.read_text(), YAML_LOADER)
         return config if config.pop("hash") == digest_of(config) else None
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from framework.config.folders import YAML_LOADER
 from framework.runs.directory import RECORD_FILES, RunDirectory
 from framework.runs.metrics_file import Row, is_curve, is_maximised, rows_in
 from framework.runtime.problem import shown
@@ -20,7 +21,6 @@ _MOVED_ASIDE = re.compile(r"\.old-\d+$")
 _MOST_POINTS = 300  # of a training curve: a screen shows no more
 _MOST_KEYS = 2000  # of a configuration
 _TRAIN = b'"split": "train"'
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
 _NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # of a configuration: the place of a run, which its label says
 
 Curve = tuple[list[float], list[float]]  # steps, values
@@ -100,7 +100,7 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
 
 def _read_config(path: Path) -> tuple[dict[str, str], bool]:
     try:
-        config = _LOADER(path.read_bytes()).get_single_data()
+        config = YAML_LOADER(path.read_bytes()).get_single_data()
         return dict(islice(_flat(config), _MOST_KEYS)), not isinstance(config, dict)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}, True
