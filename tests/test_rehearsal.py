@@ -1,12 +1,19 @@
 """The rehearsal: what would break the promise is found before the start, with its cure; what keeps it is left alone."""
 
+import math
+import multiprocessing
 import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from framework.build.training import Builder
 from framework.distributed.world import World
+from framework.preflight import comparison
 from framework.preflight.player import Finding
 from framework.preflight.rehearsal import perform
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, slow_but
@@ -282,3 +289,26 @@ def test_what_is_trained_may_not_change_within_a_run(tmp_path: Path) -> None:
     refused = command(*model("FreezesLater"), "trainer.max_steps=8", "checkpoint.every=2", root=tmp_path / "runs")
     assert refused.code == 78
     assert "other parameters are trained than at the start (requires_grad), and no checkpoint holds which" in refused.output
+
+
+def compute(answer: Connection) -> None:
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        pass
+    answer.send("done")
+    signal.pause()
+
+
+def wait(answer: Connection) -> None:
+    signal.pause()
+
+
+@pytest.mark.parametrize(("act", "comes"), [(compute, True), (wait, False)])
+def test_who_computes_is_waited_for_and_who_waits_is_not(
+    act: Callable[[Connection], None], comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "_IDLE_S", 1.0)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=act, args=(theirs,))
+    process.start()
+    assert comparison._comes(ours, [process], deadline=math.inf) is comes

@@ -1,11 +1,13 @@
 """The other half of a rehearsal: two steps under the run's strategy, on a few processes, against the same on one."""
 
 import inspect
+import math
 import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -15,10 +17,11 @@ from framework.config.folders import option_node
 from framework.config.schema import Node
 from framework.config.targets import locate
 from framework.data.source import Source
+from framework.distributed.hang.diagnose import busy_s
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.world import World
 from framework.preflight.child import end_of
-from framework.preflight.player import SINGLE, WAIT_S, Finding, Refused
+from framework.preflight.player import SINGLE, Finding, Refused
 from framework.preflight.processes import axes_of
 from framework.preflight.two_steps import Seen, Sketch, first_to_part, two_steps
 from framework.runtime.environment import Environment
@@ -28,6 +31,8 @@ from framework.runtime.problem import shown
 
 _SMALL = 2  # processes along an axis
 _MOST = 4  # processes
+_IDLE_S, _IDLE_SHARE = 15.0, 0.05  # all wait, and none for a CPU: for each other, for ever
+_LIMIT_S = 600.0  # a rehearsal has ended before
 _TOLERANCE = 1e-6  # in float64; what is computed wrongly differs by more than a thousandth, rounding by less than 1e-10
 _NONE = "launch.nproc_per_node=1: neither do ddp and fsdp"
 
@@ -185,11 +190,11 @@ def _run(build: Builder, source: Source, *, count: int, like: Seen | None = None
             process.start()
         for _, theirs in pipes:
             theirs.close()
-        deadline, seen = time.monotonic() + WAIT_S, list[Seen]()
+        deadline, seen = math.inf, list[Seen]()
         for (ours, _), process in zip(pipes, ranks):
             try:
-                is_there = ours.poll(max(0.0, deadline - time.monotonic()))
-                seen.append(ours.recv() if is_there else Seen(fault=f"waits for another process after {WAIT_S:g} s"))
+                is_there = _comes(ours, ranks, deadline=deadline)
+                seen.append(ours.recv() if is_there else Seen(fault="waits for another process, which does not come"))
             except EOFError:
                 process.join()
                 seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}"))
@@ -201,6 +206,21 @@ def _run(build: Builder, source: Source, *, count: int, like: Seen | None = None
         return seen
 
 
+def _comes(answer: Connection, ranks: Sequence[BaseProcess], *, deadline: float) -> bool:
+    """Wait for an answer; return False if it has not come by the deadline, or if no rank has had anything to do for long.
+
+    How long a step takes on this machine, which may be busy, is not known.
+    """
+    busy, since = 0.0, time.monotonic()
+    while not answer.poll(max(0.0, min(0.5, deadline - time.monotonic()))):
+        now, current = time.monotonic(), sum(busy_s(rank.pid) for rank in ranks if rank.pid is not None)
+        if now >= deadline or now - since > _IDLE_S:
+            return False
+        if abs(current - busy) > _IDLE_SHARE * (now - since):
+            busy, since = current, now
+    return True
+
+
 def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: int, like: Seen | None, scratch: Path) -> None:
     die_with_parent()
     torch.set_num_threads(1)
@@ -208,7 +228,7 @@ def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: 
     try:
         environment = Environment(rank=rank, local_rank=rank, world_size=count, local_world_size=count)
         environment.export()
-        world = World.start(environment, backend="gloo", timeout_s=WAIT_S, scratch=scratch)
+        world = World.start(environment, backend="gloo", timeout_s=_LIMIT_S, scratch=scratch)
         build = build.altered(world=world)
         if like is None:
             seen.first, seen.do_part = first_to_part(build, source)

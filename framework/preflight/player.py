@@ -31,7 +31,6 @@ from framework.runtime.exits import Unfit
 from framework.training.evaluation import totals
 
 SINGLE: Node = {"_target_": "framework.parallel.single.single"}
-WAIT_S = 30.0  # for another process
 _MOST_UPDATES, _FEWEST_UPDATES, _UPDATES_S = 30, 8, 0.5  # for an optimizer that begins late to look at several parameters
 _TOTAL_STEPS = 100  # of the run, as far as schedules and parts know
 

@@ -169,26 +169,26 @@ def _is_stopped(slot: RankSlot) -> bool:
 
 def _process_state(slot: RankSlot) -> str:
     """Return the letter of /proc/PID/stat: T is stopped, Z a zombie; an empty string if there is no such process."""
-    return (_stat(slot) or [""])[0]
+    return (_stat(slot.pid) or [""])[0]
 
 
-def _busy_s(slot: RankSlot) -> float:
+def busy_s(pid: int) -> float:
     """Return the seconds on a CPU, and those for which the first thread waited for a CPU, where the kernel counts them."""
-    fields, waited_s = _stat(slot), 0.0
-    with suppress(OSError), open(f"/proc/{slot.pid}/schedstat") as file:
+    fields, waited_s = _stat(pid), 0.0
+    with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
         waited_s = int(file.read().split()[1]) / 1e9
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited_s if fields else 0.0
 
 
-def _stat(slot: RankSlot) -> list[str]:
-    with suppress(OSError), open(f"/proc/{slot.pid}/stat") as file:
+def _stat(pid: int) -> list[str]:
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return []
 
 
 def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     """Find the rank that hangs, log it and post it. Returns False if a rank has ended: then no rank hangs."""
-    started_at, busy_s = time.monotonic(), {slot.local_rank: _busy_s(slot) for slot in board.others()}
+    started_at, busy = time.monotonic(), {slot.local_rank: busy_s(slot.pid) for slot in board.others()}
     _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
     if _has_ended(board):
         return False
@@ -203,7 +203,7 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
         if local_rank in stopped:
             manner = "is stopped (by SIGSTOP, or a debugger)"
         elif local_rank in silent:
-            computes = (_busy_s(slot) - busy_s[local_rank]) / elapsed_s > 0.5
+            computes = (busy_s(slot.pid) - busy[local_rank]) / elapsed_s > 0.5
             manner = _manner(slot, stack, computes=computes)
         else:
             manner = _lateness(slot, board)
