@@ -11,7 +11,7 @@ import yaml
 from framework.runtime.environment import variables
 from framework.runtime.torchvision_fix import watch_for_torchvision
 
-YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or of the installation
 PACKAGED = Path(__file__).resolve().parents[1] / "conf"  # in an installation
@@ -66,9 +66,14 @@ def option_node(group: str, option: str) -> dict[str, Any]:
     return _content(option_file(group, option))
 
 
+def parse_yaml(text: str | bytes) -> Any:
+    """Return what a text in YAML holds: plain values. yaml.YAMLError or ValueError if it is none."""
+    return _LOADER(text).get_single_data()
+
+
 def _content(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text(), YAML_LOADER)
+        content = parse_yaml(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from framework.config.folders import YAML_LOADER
+from framework.config.folders import parse_yaml
 from framework.config.renamed import renamed
 from framework.config.schema import RunConfig
 from framework.runtime.files import write_atomically
@@ -55,7 +55,7 @@ def recall(directory: Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the configuration in a file; None if its hash is wrong or it cannot be read."""
     try:
-        config = yaml.load(path.read_text(), YAML_LOADER)
+        config = parse_yaml(path.read_text())
         return config if config.pop("hash") == digest_of(config) else None
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from framework.config.folders import YAML_LOADER
+from framework.config.folders import parse_yaml
 from framework.runs.directory import RECORD_FILES, RunDirectory
 from framework.runs.metrics_file import Row, is_curve, is_maximised, rows_in
 from framework.runtime.problem import shown
@@ -100,7 +100,7 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
 
 def _read_config(path: Path) -> tuple[dict[str, str], bool]:
     try:
-        config = YAML_LOADER(path.read_bytes()).get_single_data()
+        config = parse_yaml(path.read_bytes())
         return dict(islice(_flat(config), _MOST_KEYS)), not isinstance(config, dict)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}, True
