@@ -348,6 +348,44 @@ class ForAll(torch.optim.SGD):
         self.state["all"] = {"step": self.state["all"].get("step", 0) + 1}
 
 
+class OfOtherTypes(torch.optim.SGD):
+    """Keeps, from its third step on, momentum in bfloat16 and a mask, under keys with a slash."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["count"] = group.get("count", 0) + 1
+        for p in group["params"]:
+            momentum = self.state[p].setdefault("ema/grad", torch.zeros_like(p, dtype=torch.bfloat16))
+            momentum.mul_(0.9).add_(p.grad.to(torch.bfloat16))
+            is_big = self.state[p].setdefault("is/big", torch.ones_like(p, dtype=torch.bool))
+            if group["count"] > 3:
+                is_big.logical_and_(p.grad.abs() > 1e-6)
+                p.sub_(torch.where(is_big, momentum.to(p.dtype), p.grad), alpha=group["lr"])
+
+
+class NormOfShards(torch.optim.SGD):
+    """Keeps a number for each parameter: of a shard, a sum that is not taken yet."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["norm"] = p.grad.square().sum()
+            p.sub_(p.grad, alpha=0.01)
+
+
+class OneForAll(torch.optim.SGD):
+    """Keeps one tensor as the state of every parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        first, *_ = self.param_groups[0]["params"]
+        steps = self.state[first].setdefault("steps", torch.zeros(()))
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["steps"] = steps.add_(1.0)
+            p.sub_(p.grad, alpha=0.01)
+
+
 class CouplesLate(torch.optim.SGD):
     """From its sixth step on, it scales its updates by the norm of all gradients that it has."""
 
@@ -965,3 +1003,12 @@ class OfHashes(Net):
         for name in sorted(self.parts):
             x = x + self.parts[name](x) * self.scale
         return x
+
+
+class TiedByData(Net):
+    """Two parameters in one memory: a cast, a restore or a shard would part them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(self.last.in_features, self.last.out_features)
+        self.again.weight.data = self.last.weight.data

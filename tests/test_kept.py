@@ -19,6 +19,7 @@ RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dat
 OPTIMIZERS = {
     "numbers everywhere": ["optimizer._target_=tests.faulty.Counting", "optimizer.lr=0.01"],
     "factored": ["optimizer._target_=tests.faulty.Factored", "optimizer.lr=0.1"],
+    "other types": ["optimizer._target_=tests.faulty.OfOtherTypes", "optimizer.lr=0.1"],
     "schedule-free": ["optimizer._target_=schedulefree.AdamWScheduleFree", "optimizer.lr=0.01", "optimizer.warmup_steps=2"],
     "schedule-free SGD": ["optimizer._target_=schedulefree.SGDScheduleFree", "optimizer.lr=0.1"],
     "Prodigy": ["optimizer._target_=prodigyopt.Prodigy", "optimizer.lr=1.0"],
@@ -35,7 +36,7 @@ SUMS_OVER_ALL = ("Prodigy", "D-Adaptation")  # they estimate one number from all
 
 
 @pytest.mark.parametrize("strategy", slow_but(["single", "fsdp 2"], ["single", "ddp 2", "fsdp 2"]))
-@pytest.mark.parametrize("optimizer", slow_but(["numbers everywhere", "factored", "schedule-free"], OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", slow_but(["other types", "factored", "schedule-free"], OPTIMIZERS))
 def test_killed_it_ends_with_the_same_bits(optimizer: str, strategy: str, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer], *STRATEGIES[strategy]]
     if optimizer in SUMS_OVER_ALL and strategy == "fsdp 2":

@@ -91,9 +91,22 @@ def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     # the parameter of a rank that updates nothing (optim.stand_in) has no name
     state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}
-    # through load_state_dict, which puts each value on the device and into the dtype that this optimizer wants
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    load_states(optimizer, state)
     give_back(kept, held, late={name.removeprefix("part/"): tensor for name, tensor in fresh.items()})
+
+
+def load_states(optimizer: Optimizer, states: dict[int, dict[str, Tensor]]) -> None:
+    """Give an optimizer its states, by the places of its parameters.
+
+    Through load_state_dict, which puts each value on the device that this optimizer wants. It also casts to the parameter's
+    type, which would be another state: momentum in bfloat16, a mask.
+    """
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    for number, parameter in enumerate(_optimized(optimizer)):
+        live = optimizer.state.get(parameter, {})
+        for key, value in states.get(number, {}).items():
+            if key in live and live[key].dtype != value.dtype:
+                live[key] = value.to(live[key].device)
 
 
 def _fresh_parts(
@@ -159,13 +172,15 @@ def _optimizer_targets(inventory: Mapping[str, Any], module: nn.Module, optimize
     """
     optimized = {id(parameter) for parameter in _optimized(optimizer)}
     states: dict[str, dict[str, Tensor]] = {}
+    names = [name for name, _ in module.named_parameters()]
     for name, parameter in module.named_parameters():
         if id(parameter) not in optimized:
             continue
         prefix = f"optimizer/{name}/"
+        longer = tuple(f"optimizer/{other}/" for other in names if other.startswith(f"{name}/"))
         for stored, entry in inventory.items():
             key = stored.removeprefix(prefix)
-            if stored.startswith(prefix) and "/" not in key:
+            if stored.startswith(prefix) and not stored.startswith(longer):
                 if entry.size == parameter.shape:
                     empty = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
                 else:

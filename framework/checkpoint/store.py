@@ -13,6 +13,7 @@ from framework.checkpoint import manifest
 from framework.checkpoint.state import read_state
 from framework.checkpoint.tensors import check_tensors
 from framework.distributed.world import World
+from framework.modules.tensors import local
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
 from framework.runtime.files import flush_directory, make_directory, write_atomically
 from framework.runtime.log import LOGGER
@@ -59,12 +60,11 @@ class CheckpointStore:
         # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors
         writer = HuggingFaceStorageWriter(str(staging), save_distributed=True, thread_count=1)
         try:
-            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}  # of channels last, a copy
-            save(contiguous, storage_writer=writer, **self.world.agreement.among())
+            save(_apart(tensors), storage_writer=writer, **self.world.agreement.among())
         except CheckpointException as error:
             for rank, (failure, _) in error.failures.items():
                 if not isinstance(failure, OSError):  # a full disk is expected; this is our error, or the model's
-                    raise RuntimeError(f"checkpoint: rank {rank}: {failure}") from error
+                    raise RuntimeError(f"checkpoint: rank {rank}: {' '.join(str(failure).split())}") from error
                 if rank == self.world.rank:
                     raise failure from error
         return {path.name: manifest.digest(path) for path in staging.glob(f"shard-{self.world.rank + 1:05d}-*")}
@@ -158,6 +158,16 @@ class CheckpointStore:
         except OSError as error:
             fault = f"cannot be read ({error.strerror})"
         return next((f for f in self.world.agreement.gather(fault) if f is not None), None)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as safetensors takes them: contiguous (of channels last, a copy), each in memory of its own."""
+    apart, memories = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        memory = local(tensor).untyped_storage().data_ptr()
+        apart[name] = tensor.clone().contiguous() if memory in memories else tensor.contiguous()
+        memories.add(memory)
+    return apart
 
 
 def _monitor(path: Path) -> float | None:

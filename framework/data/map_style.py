@@ -133,11 +133,19 @@ class OneByOne:
         key: Any = name if name != "targets" else 1 if self._targets is None else self._targets
         if key in (getattr(self.samples, "column_names", None) or ()):
             values = np.asarray(self.samples[key])
-        elif hasattr(self.samples, name):
-            values = np.asarray(getattr(self.samples, name))
+        elif (whole := self._attribute(name)) is not None:
+            values = whole
         else:
             values = np.asarray([self.samples[number][key] for number in range(len(self.samples))])
         return values if self._numbers is None else values[self._numbers]
+
+    def _attribute(self, name: str) -> np.ndarray | None:
+        """Return a value of every sample that the dataset keeps in an attribute, as torchvision's do their targets."""
+        if name == "targets" and self._targets is not None:
+            return None
+        found: Any = getattr(self.samples, name, None)
+        is_column = hasattr(found, "__len__") and not isinstance(found, str) and len(found) == len(self.samples)
+        return np.asarray(found) if is_column and np.ndim(found) == 1 else None
 
     @property
     def groups(self) -> np.ndarray:

@@ -199,4 +199,10 @@ def _content_of(value: Any) -> bytes:
         file = io.BytesIO()
         np.save(file, value, allow_pickle=False)
         return file.getvalue()
+    if isinstance(value, (dict, list)):
+        return json.dumps(value).encode()
+    if not isinstance(value, (bytes, str, int, float)):
+        raise TypeError(
+            f"a {type(value).__name__} is no part of a record: bytes, text, a number, an array of NumPy, a dict or list are"
+        )
     return value if isinstance(value, bytes) else str(value).encode()

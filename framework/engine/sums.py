@@ -9,6 +9,14 @@ Value = Tensor | tuple[Tensor, Tensor]  # what a task returns: a sum over sample
 Sums = dict[str, Tensor]  # by name; a weight under `weight_of` the name
 
 
+def over_turns(earlier: Sums, later: Sums) -> Sums:
+    """Return the sums of a step's turns: losses are added up; of all else, the last turn's that has it, with its own weight."""
+    loss = ("loss", weight_of("loss"))
+    stale = {weight_of(name) for name in later} - {*loss}
+    added = {name: earlier[name] + later[name] for name in loss if name in earlier and name in later}
+    return {name: value for name, value in earlier.items() if name not in stale} | later | added
+
+
 def weight_of(name: str) -> str:
     """Return the name under which the weight of a sum is kept."""
     return f"weight of {name}"

@@ -66,7 +66,7 @@ def _digests_of_numbers(value: object) -> Iterator[str]:
     if isinstance(value, (Tensor, np.ndarray)) and len(value.shape) == 0:
         yield repr(value.item())
     if isinstance(value, (int, float, list, tuple)):
-        with suppress(ValueError, TypeError, OverflowError):
+        with suppress(ValueError, TypeError, OverflowError, RuntimeError):  # a list of shards, for one, has no numbers here
             numbers = np.asarray(value)
             if numbers.dtype.kind in "bif":
                 yield from (str(_plain(numbers.astype(kind))) for kind in ("float64", "float32", "int64", "bool"))

@@ -3,7 +3,7 @@
 import copy
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from framework.build.training import Builder
-from framework.checkpoint.canonical import is_storable, state_tensors
+from framework.checkpoint.canonical import is_storable, load_states, state_tensors
 from framework.checkpoint.held import Held
 from framework.checkpoint.kept import Kept, Unkept, give_back, kept_here
 from framework.config.code import code_of
@@ -23,6 +23,7 @@ from framework.engine.seam import Engine, Step
 from framework.engine.sums import Sums, means
 from framework.modules.aside import kept_aside, kept_by_modules
 from framework.modules.structure import freeze_parameters, in_eval_mode
+from framework.modules.tensors import local
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.turns import Turn
 from framework.optim.update import Update
@@ -81,6 +82,16 @@ def _of_part(name: str) -> Iterator[None]:
             raise Unfit(f"{key}.{error}") from error
 
 
+def _require_own_memory(tensors: Mapping[str, Tensor], *, key: str, cure: str) -> None:
+    """Refuse two tensors in one memory: restored or sharded, they would be two."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        memory = local(tensor).data_ptr()  # 0: it has none
+        first = names.setdefault(memory, name)
+        if first != name and memory:
+            raise Refused(key, f"{first} and {name} are two tensors in one memory: restored or sharded, they would part", cure)
+
+
 def small(build: Builder, *, size: int) -> Builder:
     """Return what builds a rehearsal: steps of two micro-batches of so many samples."""
     config = build.config
@@ -104,6 +115,7 @@ class Player:
         self._own = code_of(config.targets()).modules
         with blamed("model", "it cannot be built", "the same arguments build it in a plain script"):
             self.module = build.model()
+        _require_own_memory(dict(self.module.named_parameters()), key="model", cure="assign the parameter, not its .data")
         self.module.train()
         freeze_parameters(self.module, config.trainer.freeze)
         hidden = hidden_matrices(self.module)
@@ -209,6 +221,8 @@ class Player:
         except Unkept as error:
             raise Refused("optimizer", f"its state, or the model's extra state, holds {error}, which no checkpoint can",
                           "keep numbers, text and tensors, in lists or dictionaries") from None  # fmt: skip
+        of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
+        _require_own_memory(of_optimizer, key="optimizer", cure="keep one for each parameter")
         if odd := [name for name, tensor in tensors.items() if not is_storable(tensor.dtype)]:
             what = f"{odd[0].partition('/')[2]} is {tensors[odd[0]].dtype}, a type that no checkpoint has"
             raise Refused("model", what, "precision=fp32, or a real tensor of two parts (torch.view_as_real)")
@@ -248,7 +262,7 @@ class Player:
             own = {name: _laid_out(value, like=parameter) for name, value in given.items()}
             if own:
                 states[number] = own
-        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+        load_states(optimizer, states)
         give_back(kept, self.held(), late=self._late)
 
 

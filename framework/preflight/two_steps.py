@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.build.training import Builder
+from framework.checkpoint.canonical import state_tensors
 from framework.checkpoint.kept import kept_here, require_same_parts
 from framework.data.source import Source
 from framework.engine.seam import Engine, Step
@@ -111,6 +112,12 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
     seen.weights = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
     seen.weights |= {f"the state of part.{name}": state for name, state in states.items()}
     seen.num_updates = player.take_more(seen.num_updates, first=seen.first + 2)
+    for name, tensor in state_tensors(player.held()).items():
+        if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+            what = (
+                f"{name} is a sum over the processes that is not taken yet, which no checkpoint holds (full_tensor() takes it)"
+            )
+            raise Refused("optimizer", what, "parallel=ddp")
     seen.updated = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
     loader = build.loader(source, "val", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
     loader.num_workers = 0

@@ -256,9 +256,10 @@ class LoopParts:
             with self._blame(name):
                 state = state_dict() | kept
                 for path, tensor in late.items():
-                    part, entry, *inner = path.split("/", 2)
-                    if part == name and inner:
-                        state[entry] = {**(state[entry] if isinstance(state.get(entry), dict) else {}), inner[0]: tensor}
+                    part, _, entry = path.partition("/")
+                    within, _, inner = entry.partition("/")
+                    if part == name and inner and entry not in state:
+                        state[within] = {**(state[within] if isinstance(state.get(within), dict) else {}), inner: tensor}
                     elif part == name:
                         state[entry] = tensor
                 self.by_name[name].load_state_dict(state)

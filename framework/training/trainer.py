@@ -18,7 +18,7 @@ from framework.data.loader import Splits
 from framework.data.source import Split
 from framework.distributed.world import World
 from framework.engine.seam import Engine, Step
-from framework.engine.sums import Sums, means, weight_of
+from framework.engine.sums import Sums, means, over_turns, weight_of
 from framework.optim.turns import Turn
 from framework.optim.update import Update
 from framework.runs.metrics_file import Row, numbers_of
@@ -137,11 +137,7 @@ class Trainer:
         sums, norms = Sums(), list[Tensor]()
         for turn in turns:
             more, norm = self.take_turn(turn, step, measure=measure, is_last=turn is turns[-1])
-            sums = (
-                sums
-                | more
-                | {name: sums[name] + more[name] for name in ("loss", weight_of("loss")) if name in sums and name in more}
-            )
+            sums = over_turns(sums, more)
             norms += [norm] if norm is not None else []
         self.speed.enter("loop")
         self.loss_watch += sums["loss"]
