@@ -212,6 +212,19 @@ def test_missing_splits_are_shares_of_the_first_and_share_no_sample(one: Make) -
     assert [len(part) for part in numbers] == [28, 8, 4] and set.union(*numbers) == set(range(40))
 
 
+def test_a_column_is_of_the_samples_and_not_what_the_dataset_calls_alike() -> None:
+    from framework.data.map_style import MapStyle
+
+    class Labelled(list[dict[str, int]]):
+        targets, n, ages = [7, 7, 7], 3, torch.tensor([4, 5, 6])
+
+    samples = Labelled({"fine": i, "n": 10 * i, "x": i} for i in range(3))
+    source: Any = MapStyle(train=lambda: samples, val=lambda: samples, test=lambda: samples, inputs="x", targets="fine").load(
+        "train"
+    )
+    assert [source.column(name).tolist() for name in ("targets", "n", "ages")] == [[0, 1, 2], [0, 10, 20], [4, 5, 6]]
+
+
 def test_a_damaged_sample_is_named_and_skipped_only_if_asked(tmp_path: Path) -> None:
     line = [
         *RUN,

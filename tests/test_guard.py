@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from framework.distributed.agreement import Agreement
+from framework.modules.aside import digests
 from framework.modules.structure import in_eval_mode
 from framework.runtime.exits import Unfit
 from framework.training import guard
@@ -138,3 +139,11 @@ def test_what_a_part_declares_in_another_form_is_known(
     guarding.saving(state)
     guard.LOGGER.removeHandler(caplog.handler)
     assert ("part.mine.value" in caplog.text) != is_known, caplog.text
+
+
+def test_what_has_no_numbers_has_no_digest_of_them() -> None:
+    class Sharded:
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            raise RuntimeError(".numpy() is not supported for tensor subclasses")
+
+    assert digests([[0.5, Sharded()]]) == digests([[0.5, Sharded()]])

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from framework.build import components
 from framework.config.folders import options
 from framework.data.order import Order
+from framework.engine.sums import means, over_turns
 from framework.randomness import key
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but
 from tests.test_any_training import one  # noqa: F401  # a fixture
@@ -142,3 +143,14 @@ def test_it_is_evaluated_afterwards_as_in_training(tmp_path: Path) -> None:
     assert "loss" in numbers
     for column, value in numbers.items():
         assert abs(row[column] - value) <= 1e-10 * max(1.0, abs(value)), (column, row, expected)
+
+
+def test_a_metric_of_two_turns_is_the_last_ones_by_its_own_weight_and_losses_are_added() -> None:
+    critic = {
+        "loss": torch.tensor(3.0),
+        "gap": torch.tensor(4.0),
+        "weight of gap": torch.tensor(16.0),
+        "real": torch.tensor(8.0),
+    }
+    generator = {"loss": torch.tensor(1.0), "gap": torch.tensor(4.0)}
+    assert means(over_turns(critic, generator), num_samples=4) == {"loss": 1.0, "gap": 1.0, "real": 2.0}

@@ -129,14 +129,17 @@ class OneByOne:
         return _chosen(batch, self._inputs), _chosen(batch, self._targets)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a value of every sample, by its key; `targets` is what dataset.targets names."""
+        """Return a value of every sample, by its key; `targets` is what dataset.targets names.
+
+        From a table's column, or an attribute of the dataset with as many values, if there is one.
+        """
         key: Any = name if name != "targets" else 1 if self._targets is None else self._targets
         if key in (getattr(self.samples, "column_names", None) or ()):
             values = np.asarray(self.samples[key])
         elif (whole := self._attribute(name)) is not None:
             values = whole
         else:
-            values = np.asarray([self.samples[number][key] for number in range(len(self.samples))])
+            return np.asarray([self.sample(number)[key] for number in range(len(self))])
         return values if self._numbers is None else values[self._numbers]
 
     def _attribute(self, name: str) -> np.ndarray | None:

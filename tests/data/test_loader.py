@@ -166,11 +166,15 @@ RUN = ["dataset=digits", "dataset.augment=true", "model=mlp", "model.dim=8", "gl
        "checkpoint.every=null"]  # fmt: skip
 
 
+def signal_group(signum: int = signal.SIGTERM) -> None:
+    os.killpg(0, signum)
+    while not PREEMPTION.requested:  # until our own handler has run
+        pass
+
+
 def signal_group_and_go_on() -> None:
     for signum in SIGNALS:
-        os.killpg(0, signum)
-        while not PREEMPTION.requested:  # until our own handler has run
-            pass
+        signal_group(signum)
         PREEMPTION.reset()
 
 
@@ -179,6 +183,6 @@ def test_a_run_with_loader_processes_has_the_bits_of_one_without_also_after_sign
     line = [*RUN, "dataset.num_workers=2"]
     signalled = finished(*line, root=tmp_path / "signalled", before=after_step(5, signal_group_and_go_on))
     assert_same_bits(signalled, plain)
-    stopped = command(*line, root=tmp_path / "stopped", before=after_step(21, lambda: os.killpg(0, signal.SIGTERM)))
+    stopped = command(*line, root=tmp_path / "stopped", before=after_step(21, signal_group))
     assert stopped.code == 75, stopped.output
     assert_same_bits(finished(*line, root=tmp_path / "stopped"), plain)
