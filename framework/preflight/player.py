@@ -2,7 +2,6 @@
 
 import copy
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from framework.runtime.exits import Unfit
 from framework.training.evaluation import totals
 
 SINGLE: Node = {"_target_": "framework.parallel.single.single"}
-_MOST_UPDATES, _FEWEST_UPDATES, _UPDATES_S = 30, 8, 0.5  # for an optimizer that begins late to look at several parameters
 _TOTAL_STEPS = 100  # of the run, as far as schedules and parts know
 
 
@@ -176,19 +174,12 @@ class Player:
         norm = self.engine.clip_grad_norm(turn.clip_grad_norm if turn is not None else None)
         self.update.take(index, grad_norm=norm, is_last=is_last)
 
-    def take_more(self, count: int, *, first: int) -> int:
-        """Take so many updates by the last gradients, the first as step `first`; return how many. Collective.
-
-        0: as many as are quick on this process.
-        """
-        until = time.monotonic() + _UPDATES_S
-        for number in range(count or _MOST_UPDATES):
-            if not count and number >= _FEWEST_UPDATES and time.monotonic() > until:
-                return number
+    def take_more(self, count: int, *, first: int) -> None:
+        """Take so many updates by the last gradients, the first as step `first`. Collective."""
+        for index in range(first, first + count):
             for parameter, gradient in self._gradients:  # an update may reduce, scale or free them
                 parameter.grad = gradient.clone()
-            self._update(self._turns[-1], index=first + number)
-        return count or _MOST_UPDATES
+            self._update(self._turns[-1], index=index)
 
     def evaluate(self, step: Step, *, shares: Sequence[float]) -> Sums:
         """Evaluate a batch as a run does a split; the parts are told of one row for each share: its numbers, so much of them.

@@ -19,6 +19,8 @@ from framework.modules.tensors import whole
 from framework.preflight.differences import real
 from framework.preflight.player import Finding, Player, Refused, blamed
 
+# after the two steps, for an optimizer that begins late to look at several parameters
+_UPDATES, _UPDATES_IF_LARGE, _SMALL = 50, 10, 10_000_000  # updates; parameters
 _SEARCHED, _SEARCH_S = 16, 0.5  # steps, for one that asks much of a strategy
 
 Sketch = tuple[float, float]  # of a tensor: its norm, and a projection
@@ -84,7 +86,7 @@ def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
 def two_steps(build: Builder, source: Source, seen: Seen) -> None:
     """Take two steps from `seen.first` on, `seen.num_updates` more updates by the last gradients, and evaluate a batch.
 
-    Notes in `seen` what is computed. 0 updates: as many as half a second allows. Collective.
+    Notes in `seen` what is computed. 0 updates: as many as the model's size allows. Collective.
     """
     player = Player(build)
     engine = player.engine
@@ -111,7 +113,9 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
         seen.kept |= {f"{key} (of {name})": value for name in group.names for key, value in group.values.items()}
     seen.weights = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
     seen.weights |= {f"the state of part.{name}": state for name, state in states.items()}
-    seen.num_updates = player.take_more(seen.num_updates, first=seen.first + 2)
+    is_small = sum(parameter.numel() for parameter in engine.module.parameters()) < _SMALL
+    seen.num_updates = seen.num_updates or (_UPDATES if is_small else _UPDATES_IF_LARGE)
+    player.take_more(seen.num_updates, first=seen.first + 2)
     for name, tensor in state_tensors(player.held()).items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
             what = (
