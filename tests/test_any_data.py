@@ -216,7 +216,7 @@ def test_a_column_is_of_the_samples_and_not_what_the_dataset_calls_alike() -> No
     from framework.data.map_style import MapStyle
 
     class Labelled(list[dict[str, int]]):
-        targets, n, ages = [7, 7, 7], 3, torch.tensor([4, 5, 6])
+        targets, n, ages = [7, 7, 7], torch.tensor(3), torch.tensor([4, 5, 6])
 
     samples = Labelled({"fine": i, "n": 10 * i, "x": i} for i in range(3))
     source: Any = MapStyle(train=lambda: samples, val=lambda: samples, test=lambda: samples, inputs="x", targets="fine").load(

@@ -147,8 +147,8 @@ class OneByOne:
         if name == "targets" and self._targets is not None:
             return None
         found: Any = getattr(self.samples, name, None)
-        is_column = hasattr(found, "__len__") and not isinstance(found, str) and len(found) == len(self.samples)
-        return np.asarray(found) if is_column and np.ndim(found) == 1 else None
+        is_column = hasattr(found, "__len__") and np.ndim(found) == 1 and len(found) == len(self.samples)
+        return np.asarray(found) if is_column else None
 
     @property
     def groups(self) -> np.ndarray:

@@ -201,7 +201,7 @@ def _content_of(value: Any) -> bytes:
         return file.getvalue()
     if isinstance(value, (dict, list)):
         return json.dumps(value).encode()
-    if not isinstance(value, (bytes, str, int, float)):
+    if not isinstance(value, (bytes, str, int, float, np.generic)):
         raise TypeError(
             f"a {type(value).__name__} is no part of a record: bytes, text, a number, an array of NumPy, a dict or list are"
         )
