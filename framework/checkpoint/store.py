@@ -164,7 +164,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors as safetensors takes them: contiguous (of channels last, a copy), each in memory of its own."""
     apart, memories = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():
-        memory = local(tensor).untyped_storage().data_ptr()
+        memory = local(tensor).untyped_storage()._cdata  # not its address: some devices have none
         apart[name] = tensor.clone().contiguous() if memory in memories else tensor.contiguous()
         memories.add(memory)
     return apart
