@@ -9,6 +9,7 @@ from framework import __version__
 from framework.cli.convert import convert
 from framework.cli.run import checked_line, start
 from framework.config.arguments import split_flags
+from framework.config.code import begin_program
 from framework.config.compose import as_yaml, print_by_hydra
 from framework.config.folders import ROOT, config_name, folders
 from framework.config.help import help_text, version_text
@@ -26,6 +27,7 @@ TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
 
 def main(arguments: list[str]) -> int:
     """Run a command line and return the exit code."""
+    begin_program()
     if arguments[:1] == ["init"]:
         return _init(arguments[1:])
     if arguments[:1] == ["convert"]:

@@ -236,3 +236,59 @@ def test_folders_that_the_code_adds_to_the_path_are_followed_at_the_next_start_t
     edit(folder, "2.0", "1.0", file="src/inner.py")
     edit(folder, "LIMIT = 1", "LIMIT = 2", file="dunder.py")
     assert "dunder.py: the top level" in run(folder).output
+
+
+def registry(folder: Path) -> None:
+    """A model whose activations are plug-ins: looked for in a folder, imported by a computed name, or run as a file."""
+    (folder / "acts").mkdir()
+    (folder / "acts" / "__init__.py").write_text("")
+    (folder / "acts" / "soft.py").write_text("def act(x):\n    return x.tanh()\n")
+    (folder / "acts" / "late.py").write_text("def act(x):\n    return x * 1\n")
+    (folder / "plain.py").write_text("def act(x):\n    return x * 1\n")
+    head = """import importlib
+import importlib.util
+import pkgutil
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FOUND = [m.name for m in pkgutil.iter_modules([str(HERE / "acts")]) if m.name != "la" + "te"]
+ACTS = {name: importlib.import_module("ac" + "ts." + name).act for name in FOUND}
+PLAIN = importlib.util.spec_from_file_location("of_a_file", HERE / ("pla" + "in.py"))
+MODULE = importlib.util.module_from_spec(PLAIN)
+__import__("sys").modules["of_a_file"] = MODULE
+PLAIN.loader.exec_module(MODULE)
+
+import torch
+"""
+    edit(folder, "import torch\n", head)
+    late = "importlib.import_module('ac' + 'ts.la' + 'te').act(x)"
+    edit(folder, "        return self.last(", f"        x = {late}\n        return self.last(")
+
+
+@pytest.mark.parametrize(("file", "named"), [("acts/soft.py", "acts/soft.py: act"), ("acts/late.py", "acts/late.py: act"), ("plain.py", "of_a_file.py: act")])  # fmt: skip
+def test_modules_to_which_no_import_leads_are_the_runs_code_too(folder: Path, file: str, named: str) -> None:
+    registry(folder)
+    begun = run(folder, before=stop_after_3)
+    assert begun.code == 75, begun.output
+    assert sorted(record(begun)["starts"][-1]["loaded"]) == ["acts", "acts.late", "acts.soft", "of_a_file"]
+    old, new = ("tanh", "sigmoid") if "soft" in file else ("x * 1", "x * 2")
+    edit(folder, old, new, file=file)
+    assert run(folder).output == Says(f"run.code: ... {named} ...")
+    edit(folder, new, old, file=file)
+    ended = run(folder)
+    assert ended.code == 0 and "continuing from" in ended.output
+    edit(folder, old, new, file=file)
+    assert run(folder).code == 78, "a finished run has its code too"
+
+
+def test_a_plug_in_that_is_new_is_other_code(folder: Path) -> None:
+    registry(folder)
+    assert run(folder, before=stop_after_3).code == 75
+    (folder / "acts" / "extra.py").write_text("def act(x):\n    return x\n")
+    refused = run(folder)
+    assert refused.code == 78
+    assert refused.output == Says("[rank 0] ERROR: run.code: ... acts/extra.py is new ... run.code=accept ...")
+    ended = run(folder, "run.code=accept")
+    assert ended.code == 0 and "continuing from" in ended.output
+    (accepted,) = record(ended)["starts"][-1]["accepted"]
+    assert accepted.endswith("acts/extra.py is new")

@@ -15,7 +15,7 @@ from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import warm_start
-from framework.config.code import code_of
+from framework.config.code import own_modules
 from framework.config.init_from import entries_of
 from framework.config.renamed import first_target
 from framework.config.schema import RunConfig
@@ -247,7 +247,7 @@ class Builder:
         if self.config.rehearse:
             holders = {"model": engine.module, "task": self.task, "optimizer": update.optimizer}
             holders |= {f"part.{name}": part for name, part in parts.items()}
-        own = code_of(self.config.targets()).modules if holders else ()
+        own = own_modules(self.config.targets()) if holders else ()
         guard = Guard(holders, module=engine.module, world=self.world, own=own, without=[loop, engine, self.world])
         return LoopParts(parts, loop, guard, blame=blame)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
+from types import MappingProxyType, ModuleType
 
 from framework.config.folders import ROOT, enter_project
 from framework.config.frozen_file import digest_of
@@ -26,6 +27,8 @@ TOP_LEVEL = "the top level"
 _FRAMEWORK = Path(__file__).resolve().parents[1]
 
 Functions = dict[str, str]  # the hash of each function's code, by its name within its module
+_loaded_before: set[str] = set()  # modules of the program that calls this one
+_reached: set[str] = set()  # modules to which the imports of some component have led, of this run's or another's
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,15 @@ class Code:
         return digest_of(self.modules)[:16]
 
 
-def code_of(targets: Iterable[str], *, folders: Iterable[str] = ()) -> Code:
+def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapping[str, str] = MappingProxyType({})) -> Code:
     """Return the code that components of these dotted paths reach, followed through the imports in their modules.
 
     A text that is the dotted path of a module counts as its import. `folders` are searched too: the user's code may add some
-    to the path when it is imported.
+    to the path when it is imported. `loaded` are modules, each with its file, to which no import leads: see `loaded_unseen`.
     """
     enter_project()
     searched, found_in = tuple(folders), set[str]()
-    waiting = [name for target in targets for name in _prefixes(current_target(target))]
+    waiting = [name for target in targets for name in _prefixes(current_target(target))] + [*loaded]
     modules: dict[str, Functions] = {}
     packages: set[str] = set()
     seen: set[str] = set()
@@ -59,6 +62,8 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = ()) -> Code:
             continue
         seen.add(name)
         spec = _find(name, searched)
+        if spec is None and Path(loaded.get(name, "")).is_file():
+            spec = importlib.util.spec_from_file_location(name, loaded[name])
         if spec is None:
             continue
         if spec.origin is None or not _is_users(Path(spec.origin)):
@@ -66,11 +71,33 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = ()) -> Code:
             continue
         if "." not in name:
             found_in.add(str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]))
-        tree = _tree(Path(spec.origin))
-        modules[name] = functions_of(tree) if tree is not None else {TOP_LEVEL: _hash(Path(spec.origin).read_bytes())}
         package = name if spec.submodule_search_locations else name.rpartition(".")[0]
-        waiting += _imported(tree, package=package) if tree is not None else []
+        modules[name], imported = _read(Path(spec.origin).read_bytes(), package=package)
+        waiting += imported
+    if loaded:
+        code_of(targets, folders=searched)
+    else:
+        _reached.update(modules)
     return Code(modules, frozenset(packages - {"framework"} - sys.stdlib_module_names), tuple(sorted(found_in)))
+
+
+def begin_program() -> None:
+    """Note which modules are loaded before a command line is run: they are not a run's, unless its components reach them."""
+    _loaded_before.update(sys.modules)
+
+
+def own_modules(targets: Iterable[str]) -> dict[str, ModuleType]:
+    """Return the user's modules that are loaded: those that components of these dotted paths reach, and any others."""
+    names = code_of(targets).modules.keys() | loaded_unseen().keys()
+    return {name: sys.modules[name] for name in sorted(names) if name in sys.modules}
+
+
+def loaded_unseen() -> dict[str, str]:
+    """Return the user's modules, each with its file, that are loaded and to which no import leads that `code_of` can follow:
+    those whose names are computed, plug-ins that are looked for in a folder, a file that is executed as a module."""
+    names = sorted(sys.modules.keys() - _loaded_before - _reached - {"__main__", "__mp_main__"})
+    origins = {name: getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) for name in names}
+    return {name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(Path(origin))}
 
 
 def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> list[str]:
@@ -139,6 +166,7 @@ def _installed() -> list[Path]:
     return [Path(path).resolve() for path in {*paths, site.getusersitepackages()}]
 
 
+@functools.cache
 def _is_users(path: Path) -> bool:
     """Return whether a module is somebody's own: neither Python's, nor an installed package, nor the framework."""
     path = path.resolve()
@@ -149,11 +177,14 @@ def _is_users(path: Path) -> bool:
 # --- sources
 
 
-def _tree(path: Path) -> ast.Module | None:
+@functools.cache  # a start asks several times, and each job of a sweep
+def _read(source: bytes, *, package: str) -> tuple[Functions, list[str]]:
+    """Return a source's functions, and what it imports."""
     try:
-        return ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return {TOP_LEVEL: _hash(source)}, []
+    return functions_of(tree), _imported(tree, package=package)
 
 
 def _imported(tree: ast.Module, *, package: str) -> list[str]:

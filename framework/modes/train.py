@@ -22,13 +22,14 @@ from framework.checkpoint.manifest import checkpoints_of, step_of
 from framework.checkpoint.state import kept_of
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
+from framework.config.code import loaded_unseen
 from framework.loggers.sink import RunInfo, Samples
 from framework.modules.flops import device_name
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.curves import draw_curves
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import read_rows, write_rows
-from framework.runs.provenance import Provenance
+from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.exits import Exit, NoValidCheckpoint, RunEnded, Unfit, headline
 from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
@@ -96,6 +97,7 @@ def _continue(trainer: Trainer, build: Builder) -> None:
         LOGGER.info("run.resume=%s is where this run begins: it has checkpoints of its own by now", resume)
     if found is None:
         return
+    _require_known_code(build)
     path, state = found
     writer = str(state.get("record_id") or build.config.run.id).partition("-")[0]
     if path.parent == directory.checkpoints and writer != build.config.run.id:
@@ -124,6 +126,22 @@ def _continue(trainer: Trainer, build: Builder) -> None:
         world.agreement.together(take_over_rows, what=f"the rows of {path} not taken over", rank_0_only=True)
     if world.rank == 0:
         LOGGER.info("continuing from %s", path)
+
+
+def _require_known_code(build: Builder) -> None:
+    """End a run that goes on with modules that it had not loaded before, unless that is accepted: plug-ins in a folder, say.
+
+    What a component's imports lead to was compared before the start.
+    """
+    lines, run = list[str](), build.config.run
+    if build.world.rank == 0 and (loaded := loaded_unseen()):
+        provenance = Provenance(build.directory.path)
+        lines = [f"{file} is new" for name, file in loaded.items() if name in provenance.unknown(loaded)]
+        if lines and run.code == "accept":
+            provenance.add_loaded(loaded, accepted=lines)
+            lines = []
+    if lines := build.world.agreement.from_rank_0(lines):
+        raise Unfit(f"run.code: {CHANGED.format(run.dir)}: {'; '.join(lines)} ({WAYS})")
 
 
 def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:

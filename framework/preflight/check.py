@@ -24,7 +24,7 @@ from framework.preflight.monitors import directed, monitors_are_metrics
 from framework.preflight.processes import backend_problems, with_processes
 from framework.preflight.rules import RULES, folder_holds_samples
 from framework.runs.directory import RunDirectory
-from framework.runs.provenance import Provenance
+from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 
@@ -202,14 +202,10 @@ def place_problems(run: RunSection) -> list[Problem]:
     return problems + _check_resume(run.resume, directory)
 
 
-WAYS = "run.resume=never starts over, run.code=accept goes on and records it; or put the code back"
-
-
 def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
     """Refuse to go on with other code than the run began with, unless the user accepts it, or starts over."""
     lines = changed_code(run, targets)
-    what = f"the code of {run.dir} has changed since its last start: {'; '.join(lines)}"
-    return [Problem("run.code", what, WAYS)] if lines else []
+    return [Problem("run.code", f"{CHANGED.format(run.dir)}: {'; '.join(lines)}", WAYS)] if lines else []
 
 
 def changed_code(run: RunSection, targets: list[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """What plays in a rehearsal: a model with its engine and optimizer, and what is found of them."""
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from framework.build.training import Builder
 from framework.checkpoint.canonical import is_storable, load_states, state_tensors
 from framework.checkpoint.held import Held
 from framework.checkpoint.kept import Kept, Unkept, give_back, kept_here
-from framework.config.code import code_of
+from framework.config.code import own_modules
 from framework.config.schema import Node
 from framework.engine.seam import Engine, Step
 from framework.engine.sums import Sums, means
@@ -110,7 +109,6 @@ class Player:
 
     def __init__(self, build: Builder) -> None:
         config, self._build, self.task, self._dataset = build.config, build, build.task, build.dataset
-        self._own = code_of(config.targets()).modules
         with blamed("model", "it cannot be built", "the same arguments build it in a plain script"):
             self.module = build.model()
         _require_own_memory(dict(self.module.named_parameters()), key="model", cure="assign the parameter, not its .data")
@@ -129,7 +127,7 @@ class Player:
 
     def attributes(self) -> dict[tuple[str, str], str]:
         """Return what the run's objects, and the user's modules, keep beside their state, by the object's key and a path."""
-        own = {name: sys.modules[name] for name in self._own if name in sys.modules}
+        own = own_modules(self._build.config.targets())
         holders: dict[str, Any] = {f"part.{name}": part for name, part in self.parts.by_name.items()}
         holders |= {"task": self.task, "dataset": self._dataset, "model": self.module, "optimizer": self.update.optimizer}
         kept = {("modules", path): value for path, value in kept_by_modules(own).items()}

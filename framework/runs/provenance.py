@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from framework.runtime.files import write_atomically
 from framework.runtime.secrets import redact
 from framework.runtime.version import __version__
 
+CHANGED = "the code of {} has changed since its last start"
+WAYS = "run.resume=never starts over, run.code=accept goes on and records it; or put the code back"
 _LARGEST_DIFF = 1 << 18  # characters
 _GIT_TIMEOUT_S = 10.0
 
@@ -44,19 +46,22 @@ class Provenance:
         return changed(_modules(before), self._code(targets).modules) if isinstance(before, dict) else []
 
     def _code(self, targets: Iterable[str]) -> Code:
+        start = self._latest()
+        folders = [folder for folder in _texts(start, "folders") if os.path.isdir(folder)]
+        return code_of(targets, folders=folders, loaded=_loaded(start))
+
+    def _latest(self) -> dict[str, Any]:
         starts = self.read()["starts"]
-        folders = starts[-1].get("folders") if starts else None
-        return code_of(targets, folders=filter(os.path.isdir, folders) if isinstance(folders, list) else ())
+        return starts[-1] if starts else {}
 
     def other_version(self) -> str | None:
         """Return the framework's version at the latest start, if it was another."""
-        starts = self.read()["starts"]
-        before = starts[-1].get("framework") if starts else None
+        before = self._latest().get("framework")
         return before if isinstance(before, str) and before != __version__ else None
 
     def add_start(self, targets: Sequence[str]) -> None:
         """Add a record of this start, which has the code's changes if the user accepts them."""
-        content, accepted, code = self.read(), self.changes(targets), self._code(targets)
+        content, before, accepted, code = self.read(), self._latest(), self.changes(targets), self._code(targets)
         start = {
             "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": redact(shlex.join(sys.orig_argv)),
@@ -67,11 +72,33 @@ class Provenance:
             "packages": versions(code.packages | {"torch"}),
             "git": git_state(Path.cwd()),
             "code": code.digest,
+            "targets": list(targets),
             "folders": code.folders,
+            **({"loaded": _loaded(before)} if "loaded" in before else {}),
             **({"accepted": accepted} if accepted else {}),
             "workers": [],
         }
         content["starts"].append(start)
+        content["code"][code.digest] = code.modules
+        self._write(content)
+
+    def unknown(self, loaded: Iterable[str]) -> list[str]:
+        """Return which of the modules that this start has loaded the run had not loaded when it wrote its last checkpoint."""
+        start = self._latest()
+        known = self.read()["code"].get(start.get("code"), {})
+        return [name for name in loaded if name not in known] if "loaded" in start else []
+
+    def add_loaded(self, loaded: Mapping[str, str], *, accepted: Sequence[str] = ()) -> None:
+        """Add to the latest start's code the modules to which no import leads, each with its file, and what is accepted."""
+        content = self.read()
+        if not content["starts"]:
+            return
+        start = content["starts"][-1]
+        start["loaded"] = {**_loaded(start), **loaded}
+        code = code_of(_texts(start, "targets"), folders=_texts(start, "folders"), loaded=start["loaded"])
+        start["code"] = code.digest
+        if accepted:
+            start["accepted"] = [*_texts(start, "accepted"), *accepted]
         content["code"][code.digest] = code.modules
         self._write(content)
 
@@ -84,6 +111,16 @@ class Provenance:
 
     def _write(self, content: dict[str, Any]) -> None:
         write_atomically(self.path, json.dumps(content, indent=1) + "\n")
+
+
+def _texts(start: dict[str, Any], name: str) -> list[str]:
+    value = start.get(name)
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
+def _loaded(start: dict[str, Any]) -> dict[str, str]:
+    value = start.get("loaded")
+    return {name: file for name, file in value.items() if isinstance(file, str)} if isinstance(value, dict) else {}
 
 
 def _modules(value: dict[str, Any]) -> dict[str, Functions]:

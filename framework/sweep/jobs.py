@@ -18,9 +18,10 @@ from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
 from framework.launch.claim import accept_code
 from framework.launch.slurm import submit
-from framework.preflight.check import WAYS, changed_code
+from framework.preflight.check import changed_code
 from framework.preflight.slurm import job_options, job_problems, slurm_section
 from framework.runs.directory import RunDirectory
+from framework.runs.provenance import WAYS
 from framework.runs.status import queued_jobs
 from framework.runs.table import TableRow
 from framework.runtime import slurm

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from framework.checkpoint.state import RECORD_ID
+from framework.config.code import code_of, loaded_unseen
 from framework.distributed.world import World
 from framework.loggers.background import Background
 from framework.loggers.sink import RunInfo, Sink
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MetricsFile, Row, numbers_of
+from framework.runs.provenance import Provenance
 from framework.runtime.log import LOGGER
 
 
@@ -24,6 +26,8 @@ class Recorder:
         self._world = world
         self._sinks = dict(sinks)  # the sinks that work
         self._metrics: MetricsFile | None = None
+        self._loaded: dict[str, str] | None = None  # the user's modules of which the provenance tells
+        code_of(type(sink).__module__ for sink in sinks.values())  # so that what a logger loads is not taken for the run's
 
     def open(self, run: RunInfo, **facts: Any) -> None:
         """Start or continue the record at `run.step`; `facts`, the counters among them, go into the summary."""
@@ -77,8 +81,15 @@ class Recorder:
             if self._metrics is not None:
                 self._metrics.flush()
                 self.directory.update_summary(**values)
+                self._note_code()
 
         self._world.agreement.together(write, what="metrics not written", rank_0_only=True)
+
+    def _note_code(self) -> None:
+        loaded = loaded_unseen()
+        if loaded != self._loaded:
+            Provenance(self.directory.path).add_loaded(loaded)
+            self._loaded = loaded
 
     def close(self, *, within_s: float = math.inf, **values: Any) -> None:
         """Write the summary's last values and stop every sink, waiting `within_s` for each at most. Raises nothing."""
