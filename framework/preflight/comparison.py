@@ -25,7 +25,7 @@ from framework.preflight.player import SINGLE, Finding, Refused
 from framework.preflight.processes import axes_of
 from framework.preflight.two_steps import Seen, Sketch, first_to_part, two_steps
 from framework.runtime.environment import Environment
-from framework.runtime.exits import RunEnded
+from framework.runtime.exits import RunEnded, place_of
 from framework.runtime.preemption import die_with_parent
 from framework.runtime.problem import shown
 
@@ -82,7 +82,7 @@ def compare(build: Builder) -> list[Finding]:
         of_parts.extend(rank.of_part for rank in ranks[:1] if rank.of_part is not None)
         if faults := [rank.fault for rank in ranks if rank.fault]:
             first = min(faults, key=_is_consequence)
-            why = ", whose samples do not all enter the same modules" if expected.do_part else ""
+            why = " (its samples do not all enter the same modules)" if expected.do_part else ""
             return f"a step on {count} processes fails with this model{why}: {first}"
         differing = _difference(expected, ranks)
         return differing and f"{count} processes compute something else with this model than one does: {differing}"
@@ -243,5 +243,5 @@ def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: 
     except RunEnded as end:
         seen.fault = str(end)
     except Exception as error:
-        seen.fault = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        seen.fault = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}, at {place_of(error)}"
     answer.send(seen)

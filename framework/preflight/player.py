@@ -26,7 +26,7 @@ from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.turns import Turn
 from framework.optim.update import Update
 from framework.preflight.differences import untouched
-from framework.runtime.exits import Unfit
+from framework.runtime.exits import Unfit, place_of
 from framework.training.evaluation import totals
 
 SINGLE: Node = {"_target_": "framework.parallel.single.single"}
@@ -65,7 +65,8 @@ def blamed(key: str, what: str, cure: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())[:200] or type(error).__name__
         is_certain = key != "model" or not torch.cuda.is_available()
-        raise Refused(key, f"{what}: {type(error).__name__}: {text}", cure, is_certain=is_certain) from error
+        what = f"{what}: {type(error).__name__}: {text}, at {place_of(error)}"
+        raise Refused(key, what, cure, is_certain=is_certain) from error
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class Trial:
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         shape = f" of shape {list(micro_batch.inputs.shape)}" if isinstance(micro_batch.inputs, Tensor) else ""
         fails = f"its forward or the task's loss does not take a batch{shape} of this dataset"
-        with blamed("model", fails, "choose another model or dataset"), player.untouched():
+        with blamed("model", fails, "see docs/extend.md, what a model and a task are given"), player.untouched():
             player.engine.forward_backward(step, index=0, loss_scale=1.0, measure=False)
         made = sorted({name for name, _ in (*module.named_parameters(), *module.named_buffers())} - names)
         if made:

@@ -1,8 +1,12 @@
 """How a run can end: the exit codes (sysexits.h), the exceptions that carry them, and how an error is reported."""
 
 import re
+import sysconfig
 import traceback
 from enum import IntEnum
+from pathlib import Path
+
+_OTHERS = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))  # whose code is nobody's own
 
 
 class Exit(IntEnum):
@@ -62,11 +66,18 @@ def headline(error: Exception) -> str:
 
 
 def place_of(error: Exception) -> str:
-    """Return where an error was raised: `FILE:LINE in FUNCTION`."""
+    """Return where an error was raised: `FILE:LINE in FUNCTION`, of the user's code if there is any of it on the way."""
     if _quotes_another(error):
-        return "{}:{} in {}".format(*re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))[-1])
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{place.filename}:{place.lineno} in {place.name}"
+        places = re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))
+    else:
+        places = [(place.filename, place.lineno, place.name) for place in traceback.extract_tb(error.__traceback__)]
+    return "{}:{} in {}".format(*next((place for place in reversed(places) if _is_own(place[0])), places[-1]))
+
+
+def _is_own(file: str) -> bool:
+    path = Path(file)
+    is_installed = {"site-packages", "dist-packages"} & {*path.parts}
+    return path.is_file() and not is_installed and not any(map(path.is_relative_to, _OTHERS))
 
 
 def _quotes_another(error: Exception) -> bool:

@@ -210,7 +210,8 @@ def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
         sent = _hidden_in(before.value) if before is not None else None
         fitting = [place for place, value in places.items() if isinstance(value, Tensor) and (sent is None or value is sent)]
         if not fitting:
-            raise Uncut("a block does not get what the block before it returns")
+            what = "what the block before it returns" if before is not None else "a tensor"
+            raise Uncut(f"a block does not get {what}")
         called = _Call(fitting[0], leave.value)
         called.hidden = [called.given(arguments, named), _hidden_in(leave.value)]
         calls.append(called)
