@@ -54,6 +54,14 @@ def test_models_of_others_have_a_table_too(model: str, tmp_path: Path) -> None:
     assert "(the model)" in ended.output and "checked in" in ended.output
 
 
+def test_where_the_data_tell_no_shapes_a_batch_does(tmp_path: Path) -> None:
+    line = ["model._target_=tests.two_inputs.TwoInputs", "dataset._target_=tests.two_inputs.Pairs", "task=classification"]
+    ended = command(*line, "mode=check", root=tmp_path / "runs")
+    assert ended.code == 0, ended.output
+    table = [line.split() for line in ended.output.splitlines()]
+    assert ["left", "Linear", "N", "x", "12", "48", "72"] in table, ended.output
+
+
 def test_numbers_are_those_of_the_module() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from torch import nn
 
 from framework.build import components
 from framework.checkpoint.manifest import step_of
@@ -15,7 +18,9 @@ from framework.config.folders import options
 from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.engine.seam import Step
+from framework.parts.activations import Activations
 from framework.parts.batch_warmup import BatchWarmup
+from framework.parts.length_warmup import LengthWarmup
 from framework.parts.swa import SWA
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, slow_but
 from tests.test_any_training import one  # noqa: F401  # a fixture
@@ -222,6 +227,46 @@ def test_details_are_in_the_rows_and_not_on_the_terminal(tmp_path: Path) -> None
     norms = [value for key, value in row.items() if key.startswith("grad_norm:")]
     assert math.sqrt(sum(norm**2 for norm in norms)) == pytest.approx(row["grad_norm"], rel=1e-12)
     assert row["activation_rms:layers.0"] > 0 and "grad_norm:" not in ended.output
+
+
+def test_activations_of_a_module_that_returns_several_are_those_of_the_first(tmp_path: Path) -> None:
+    line = [*RUN, "model._target_=tests.two_inputs.TwoInputs", "dataset._target_=tests.two_inputs.Pairs", "part=activations"]
+    ended = finished(*line, "part.activations.modules=['']", root=tmp_path / "runs")
+    assert any(row.get("activation_rms:", 0) > 0 for row in ended.rows)
+    refused = command(*line, "part.activations.modules=[head.none]", "rehearse=true", root=tmp_path / "none")
+    assert refused.code == 78 and "matches no module" in refused.output
+
+
+def test_activations_that_are_no_numbers_are_refused() -> None:
+    module = nn.Sequential(nn.Identity())
+    part = Activations(modules=["0"])
+    loop: Any = SimpleNamespace(module=module, gather=lambda value: [value], is_padding=False, has_row=True)
+    part.begun(loop)
+    part.step_begun(loop)
+    module(torch.arange(4))
+    with pytest.raises(ValueError, match="none of them returns a tensor of floating-point numbers"):
+        part.row(loop)
+
+
+def test_dictionaries_of_tokens_are_cut_where_they_are_as_long() -> None:
+    part = LengthWarmup(start=2, steps=4, multiple_of=2)
+    inputs = {
+        "ids": torch.arange(16).view(2, 8),
+        "mask": torch.ones(2, 8),
+        "kind": torch.zeros(2),
+        "image": torch.zeros(2, 3, 4),
+    }
+    loop: Any = SimpleNamespace(step=2)
+    cut, targets = part.batch(loop, inputs, torch.arange(16).view(2, 8))
+    assert {name: [*value.shape] for name, value in cut.items()} == {
+        "ids": [2, 4],
+        "mask": [2, 4],
+        "kind": [2],
+        "image": [2, 3, 4],
+    }
+    assert targets.shape == (2, 4) and torch.equal(cut["ids"], inputs["ids"][:, :4])
+    with pytest.raises(ValueError, match="no second dimension"):
+        part.batch(loop, torch.zeros(4), torch.zeros(4))
 
 
 def test_sharpness_is_the_gradient_of_a_point_uphill(tmp_path: Path) -> None:

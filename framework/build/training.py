@@ -29,6 +29,7 @@ from framework.engine.seam import Engine, Task
 from framework.modules import structure
 from framework.modules.parts import blocks_of, chain_of, description, repeated
 from framework.modules.summary import summary
+from framework.modules.tensors import Tree
 from framework.modules.trace import give_example
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
@@ -104,11 +105,12 @@ class Builder:
         """Return the model with its weights drawn from the seed, in the precision's type."""
         return cast(components.model(self.config.model, seed=self.config.seed), self.precision.parameters)
 
-    def summary(self) -> list[dict[str, Any]]:
-        """Return the model's modules in a table (framework/modules/summary.py)."""
+    def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
+        """Return the model's modules in a table (framework/modules/summary.py); `example` serves if the data tell no shapes."""
         module = components.shapes_of(self.config.model, seed=self.config.seed)
         structure.freeze_parameters(module, self.config.trainer.freeze)
-        return summary(module, example=components.example(self.dataset.info))
+        described = components.example(self.dataset.info)
+        return summary(module, example=example if described is None else described)
 
     def engine(self, module: nn.Module) -> Engine:
         """Put the model under the chosen strategy. Collective."""

@@ -29,7 +29,7 @@ def check_run(command: Command) -> int:
     build = Builder(config, world=World.alone())
     problems = problems_in_child(partial(dry_build, config))
     if not problems:
-        rows, fate = in_child(build.summary)
+        rows, fate = in_child(partial(_rows, build))
         if not fate:
             print_summary(rows, file=sys.stdout)
         problems = rehearse(build, unfinished="problem") + job_problems(config.name, config.run, config.launch)
@@ -38,6 +38,18 @@ def check_run(command: Command) -> int:
     took = time.monotonic() - start
     LOGGER.info("checked in %.1f s: the rehearsal finds nothing; the run would be in %s", took, config.run.dir)
     return Exit.FINISHED
+
+
+def _rows(build: "Builder") -> list[dict[str, Any]]:
+    from framework.modules.tensors import map_tensors
+    from framework.preflight.continuation import validation_step
+    from framework.preflight.player import Refused
+
+    try:
+        (batch, *_) = validation_step(build.altered(global_batch_size=2, micro_batch_size=2)).micro_batches
+    except Refused:  # the rehearsal will tell
+        return build.summary()
+    return build.summary(example=map_tensors(lambda tensor: tensor.to("meta"), batch.inputs))
 
 
 def show_model(build: "Builder") -> None:

@@ -59,7 +59,7 @@ class Loader:
 
         def fetch(start: int) -> Step:
             samples = np.arange(start, min(start + size, len(self.source)))
-            step = self._step(0, samples, None, at=("evaluation", 0, start))
+            step = self._step(0, samples, samples, at=("evaluation", 0, start))
             return step._replace(micro_batches=[m._replace(number=start + m.number) for m in step.micro_batches])
 
         return self._run(partial(range, 0, len(self.source), size), fetch)
@@ -77,33 +77,30 @@ class Loader:
 
     def _train_step(self, samples_seen: int) -> Step:
         epoch, samples = self.order.batch(samples_seen)
-        augment_keys = keys(self.order.seed, "augment", epoch, samples) if self.is_augmented else None
-        return self._step(epoch, samples, augment_keys, at=("data", epoch, samples_seen))
+        return self._step(epoch, samples, self.order.draws(samples_seen), at=("data", epoch, samples_seen))
 
-    def _step(self, epoch: int, samples: np.ndarray, augment_keys: np.ndarray | None, *, at: tuple[str, int, int]) -> Step:
+    def _step(self, epoch: int, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int]) -> Step:
         mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
         fetched: dict[int, MicroBatch] = {}  # by number: padding repeats a micro-batch
         for part in mine:
             if part.number not in fetched:
                 span = slice(part.start, part.stop)
-                own_keys = None if augment_keys is None else augment_keys[span]
-                fetched[part.number] = self._micro_batch(part, samples[span], own_keys, at=at)
+                fetched[part.number] = self._micro_batch(part, samples[span], draws[span], at=at)
         micro_batches = [fetched[part.number]._replace(is_padding=part.is_padding) for part in mine]
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
         return Step(epoch, len(samples), micro_batches, is_even=is_even)
 
-    def _micro_batch(
-        self, part: Part, samples: np.ndarray, augment_keys: np.ndarray | None, *, at: tuple[str, int, int]
-    ) -> MicroBatch:
+    def _micro_batch(self, part: Part, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int]) -> MicroBatch:
         """Return these samples: padded, for example, by the longest of them, whatever else this rank has."""
         is_training, epoch, start = at[0] == "data", at[1], at[2]
         one_by_one: Any = getattr(self.source, "sample", None)
         fetched: list[Any] = []
-        for sample in samples if one_by_one is not None else ():
-            seed_generators(key(self.order.seed, "sample", epoch if is_training else "evaluation", int(sample)))
+        for sample, draw in zip(samples, draws) if one_by_one is not None else ():
+            seed_generators(key(self.order.seed, "sample", epoch if is_training else "evaluation", int(draw)))
             fetched.append(one_by_one(int(sample)))
         seed_generators(key(self.order.seed, at[0], start, part.number))
         gathered: Any = self.source.gather(samples) if one_by_one is None else self.source.collate(fetched)  # type: ignore[attr-defined]
+        augment_keys = keys(self.order.seed, "augment", epoch, draws) if is_training and self.is_augmented else None
         inputs, targets = self.dataset.transform(*map(as_tensors, gathered), keys=augment_keys)
         if is_training and self.batch_transform is not None:
             inputs, targets = self.batch_transform(inputs, targets)

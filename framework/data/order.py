@@ -78,6 +78,14 @@ class Order:
             self._epoch = epoch
         return epoch, self._numbers[offset : offset + self.size(samples_seen)]
 
+    def draws(self, samples_seen: int) -> np.ndarray:
+        """Return what tells the draws of that batch apart in their epoch, shape (n,): the samples' numbers, or, where a sampler
+        may have drawn one several times, their places."""
+        if self.draw is None:
+            return self.batch(samples_seen)[1]
+        offset = samples_seen % self.epoch_size
+        return np.arange(offset, offset + self.size(samples_seen))
+
     def _permuted(self, epoch: int) -> np.ndarray:
         # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed under any numpy
         seed = key(self.seed, "order", epoch)

@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from framework.modules.tensors import Tree, call
+from framework.modules.tensors import Tree, call, first_tensor
 from framework.modules.trace import on_meta
 
 _DEPTH = 3  # of names: what is deeper is counted with what holds it
@@ -49,8 +49,9 @@ def _of_forward(model: nn.Module, example: Tree) -> tuple[dict[str, str], dict[s
         for name, module in copied.named_modules():
 
             def note(_: nn.Module, __: object, output: Any, name: str = name) -> None:
-                if isinstance(output, Tensor):
-                    shapes.setdefault(name, " x ".join(map(str, ["N", *output.shape[1:]])))
+                returned = first_tensor(output)
+                if returned is not None:
+                    shapes.setdefault(name, " x ".join(map(str, ["N", *returned.shape[1:]])))
 
             module.register_forward_hook(note)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:

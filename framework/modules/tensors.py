@@ -38,6 +38,18 @@ def _updated(mapping: Any, values: dict[Any, Any]) -> Any:
     return new
 
 
+def tensors_in(tree: Tree) -> list[Tensor]:
+    """Return the tensors of a tree, in its order."""
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: (found.append(tensor), tensor)[1], tree)  # type: ignore[func-returns-value]
+    return found
+
+
+def first_tensor(tree: Tree) -> Tensor | None:
+    """Return the tensor that comes first in a tree: of what a module returns, mostly the main one; None if there is none."""
+    return next(iter(tensors_in(tree)), None)
+
+
 def call(model: Callable[..., Any], inputs: Tree) -> Any:
     """Call a model: a tensor is its argument, a tuple or list its arguments, a mapping its named arguments."""
     if isinstance(inputs, Mapping):

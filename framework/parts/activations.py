@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from framework.modules.parts import nearest_name
-from framework.modules.tensors import local
+from framework.modules.tensors import first_tensor, local
 from framework.training.parts import Loop
 
 
 class Activations:
     """Each training row gets `activation_rms:MODULE` and `activation_zeros:MODULE` of what the modules return whose names
-    match a pattern, over the whole global batch.
+    match a pattern (of several tensors, the first), over the whole global batch and all forward passes of the step.
     """
 
     def __init__(self, *, modules: list[str]) -> None:
@@ -34,8 +34,9 @@ class Activations:
     def _hook(self, name: str, loop: Loop) -> Callable[[nn.Module, Any, Any], None]:
         def note(part: nn.Module, _: Any, output: Any) -> None:
             counts = self._is_on and part.training and not loop.is_padding
-            if counts and isinstance(output, Tensor) and output.is_floating_point():
-                values = local(output.detach()).double()
+            returned = first_tensor(output) if counts else None
+            if returned is not None and returned.is_floating_point():
+                values = local(returned.detach()).double()
                 seen = [values.square().sum(), (values == 0).sum().double(), values.new_tensor(float(values.numel()))]
                 self._sums[name] = self._sums.get(name, 0.0) + torch.stack(seen).cpu()
 
@@ -50,6 +51,8 @@ class Activations:
             for name, values in sums.items():
                 totals[name] = totals.get(name, 0.0) + values
         self._sums = {}
+        if not totals:
+            raise ValueError(f"modules={','.join(self.modules)}: none of them returns a tensor of floating-point numbers")
         columns = {}
         for name, (squares, zeros, count) in sorted(totals.items()):
             columns[f"activation_rms:{name}"] = float((squares / count).sqrt())

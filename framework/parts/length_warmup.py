@@ -2,13 +2,17 @@
 
 from typing import Any
 
+from torch import Tensor
+
+from framework.modules.tensors import first_tensor, map_tensors
 from framework.training.parts import Loop
 
 
 class LengthWarmup:
     """The samples' length grows from `start` tokens, evenly over `steps` steps, in multiples of `multiple_of`.
 
-    Inputs and targets are cut along their second dimension. Evaluations see whole samples.
+    All inputs and targets that are as long as the first of them are cut along their second dimension. Evaluations see whole
+    samples.
     Source: Li et al. 2022, "The stability-efficiency dilemma: sequence length warmup for training GPT models".
     """
 
@@ -19,9 +23,16 @@ class LengthWarmup:
         self.start, self.steps, self.multiple_of = start, steps, multiple_of
 
     def batch(self, loop: Loop, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        whole = inputs.shape[1]
+        first = first_tensor(inputs)
+        if first is None or first.ndim < 2:
+            raise ValueError(f"start={self.start}: the inputs have no second dimension, along which they could be cut")
         if loop.step >= self.steps:
             return inputs, targets
+        whole = first.shape[1]
         length = self.start + (whole - self.start) * loop.step // self.steps
         length = min(whole, max(self.multiple_of, length // self.multiple_of * self.multiple_of))
-        return inputs[:, :length], targets[:, :length]
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[:, :length] if tensor.ndim > 1 and tensor.shape[1] == whole else tensor
+
+        return map_tensors(cut, inputs), map_tensors(cut, targets)

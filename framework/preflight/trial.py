@@ -12,6 +12,7 @@ from framework.engine.forward import modules_of
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.aside import GENERATOR
 from framework.modules.structure import batch_dependent_layers, in_eval_mode
+from framework.modules.tensors import tensors_in
 from framework.preflight.continuation import AFTER, BEFORE, Computed, Continuation, validation_step
 from framework.preflight.differences import Writes, same, untouched
 from framework.preflight.player import SINGLE, Finding, Player, Refused, blamed
@@ -287,10 +288,7 @@ class Trial:
 
 
 def _tensors(step: Step) -> list[Tensor]:
-    found: list[Tensor] = []
-    for micro_batch in step.micro_batches:
-        micro_batch.mapped(lambda tensor: (found.append(tensor), tensor)[1])  # type: ignore[func-returns-value]
-    return found
+    return tensors_in([(micro_batch.inputs, micro_batch.targets) for micro_batch in step.micro_batches])
 
 
 def _samples(micro_batch: MicroBatch, first: int, end: int) -> MicroBatch:

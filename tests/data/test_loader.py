@@ -50,6 +50,16 @@ def assert_same_steps(mine: list[Step], other: list[Step]) -> None:
             assert_same(*pair)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sample_that_is_drawn_twice_is_augmented_twice(num_workers: int) -> None:
+    made = loader(micro_batch_size=8, num_workers=num_workers)
+    made.order = Order(num_samples=8, global_batch_size=16, seed=3, drop_last=False, draw=lambda _: np.tile(np.arange(8), 2))
+    first, second = next(made.train(0)).micro_batches
+    assert torch.equal(first.targets, second.targets)
+    assert sum(torch.equal(one, other) for one, other in zip(first.inputs, second.inputs)) < 4
+    made.close()
+
+
 @pytest.mark.parametrize("augment", [False, True])
 @pytest.mark.parametrize("samples_seen", [0, 77 * 16, NUM_SAMPLES + 40 * 16])  # a start, an epoch's end, mid-epoch
 def test_loader_processes_yield_the_bits_that_the_training_process_would(augment: bool, samples_seen: int) -> None:
