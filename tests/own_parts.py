@@ -306,3 +306,13 @@ class StopsOnOneRank:
     def step_taken(self, loop: Any) -> None:
         if loop.step == 4 and loop.is_main:
             loop.stop("rank 0 has seen enough")
+
+
+class Letters:
+    """A tokenizer: each character is a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) - ord("a") for character in text]
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(chr(ord("a") + int(token)) for token in tokens)

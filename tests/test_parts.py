@@ -220,6 +220,15 @@ def test_texts_are_written_alike_by_any_strategy(strategy: str, tmp_path: Path) 
     assert (alone.directory / "samples/1.txt").read_text() != (alone.directory / "samples/2.txt").read_text()
 
 
+def test_texts_may_have_a_tokenizer_of_their_own(tmp_path: Path) -> None:
+    line = [*GPT, "part=text_samples", "part.text_samples.tokenizer={_target_: tests.own_parts.Letters}",
+            "part.text_samples.prompt=abc",
+            "part.text_samples.tokens=5", "part.text_samples.count=1", "trainer.eval_every=1", "trainer.max_steps=1"]  # fmt: skip
+    ended = finished(*line, root=tmp_path / "runs")
+    text = (ended.directory / "samples" / "1.txt").read_text().strip()
+    assert text.startswith("abc") and len(text) == 8
+
+
 def test_details_are_in_the_rows_and_not_on_the_terminal(tmp_path: Path) -> None:
     line = [*GPT, "part=[gradient_norms,activations]", "part.activations.modules=[layers.0]", "trainer.clip_grad_norm=1e-3"]
     ended = finished(*line, root=tmp_path / "runs")
@@ -340,7 +349,7 @@ def test_what_breaks_the_promise_is_refused_before_the_start(part: str, tmp_path
         (["part=swa", "part.swa.begin=2"], "part.swa.begin: unknown key ..."),
         (["part=nothing"], "part: no option nothing ..."),
         (["part=swa", "parallel=local-sgd", "launch.nproc_per_node=2"], "part: swa, but between its averages ..."),
-        (["part=text_samples"], "part.text_samples.a Synthetic has no encode(text) and decode(tokens) ..."),
+        (["part=text_samples"], "part.text_samples.tokenizer: a Synthetic has no encode(text) and decode(tokens) ..."),
     ],
 )
 def test_a_wrong_part_is_refused(line: list[str], said: str, tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ class TextSamples:
     """After each evaluation of the validation split, the model continues `prompt` by `tokens` tokens, `count` times.
 
     The texts are in the run's directory: samples/STEP.txt. They are drawn by the run's seed and the step, at `temperature`
-    (0 = the likeliest token). The dataset gives `encode(text)` and `decode(tokens)`.
+    (0 = the likeliest token). `tokenizer`, or the dataset, gives `encode(text)` and `decode(tokens)`.
     """
 
-    def __init__(self, *, prompt: str, tokens: int = 100, count: int = 2, temperature: float = 1.0) -> None:
+    def __init__(
+        self, *, prompt: str, tokens: int = 100, count: int = 2, temperature: float = 1.0, tokenizer: Any = None
+    ) -> None:
         for name, value in (("tokens", tokens), ("count", count)):
             if value < 1:
                 raise ValueError(f"{name}={value} is out of range (at least 1)")
@@ -24,17 +26,22 @@ class TextSamples:
         if not prompt:
             raise ValueError("prompt is empty (at least one character)")
         self.prompt, self.tokens, self.count, self.temperature = prompt, tokens, count, temperature
+        self._tokenizer = tokenizer
 
     def begun(self, loop: Loop) -> None:
-        if not all(hasattr(loop.dataset, method) for method in ("encode", "decode")):
-            raise ValueError(f"a {type(loop.dataset).__name__} has no encode(text) and decode(tokens)")
+        self._tokenizer = self._tokenizer or loop.dataset
+        if not all(hasattr(self._tokenizer, method) for method in ("encode", "decode")):
+            raise ValueError(f"tokenizer: a {type(self._tokenizer).__name__} has no encode(text) and decode(tokens)")
+        if "seq_len" not in loop.dataset.info:
+            raise ValueError(
+                "tokens: the dataset does not say how many a sample has (`seq_len` in its info, or in dataset.facts)"
+            )
 
     def evaluated(self, loop: Loop, split: str, row: dict[str, Any]) -> None:
         if split != "val":
             return
-        dataset: Any = loop.dataset
-        text = torch.as_tensor(np.asarray(dataset.encode(self.prompt), dtype=np.int64)).repeat(self.count, 1)
-        longest = int(dataset.info["seq_len"])
+        text = torch.as_tensor(np.asarray(self._tokenizer.encode(self.prompt), dtype=np.int64)).repeat(self.count, 1)
+        longest = int(loop.dataset.info["seq_len"])
         for _ in range(self.tokens):
             logits = loop.outputs(text[:, -longest:])[:, -1].double().cpu()
             if self.temperature == 0:
@@ -45,5 +52,5 @@ class TextSamples:
         if loop.is_main:
             folder = loop.directory / "samples"
             folder.mkdir(exist_ok=True)
-            texts = "\n---\n".join(dataset.decode(tokens) for tokens in text.numpy())
+            texts = "\n---\n".join(self._tokenizer.decode(tokens) for tokens in text.numpy())
             (folder / f"{loop.step}.txt").write_text(texts + "\n")

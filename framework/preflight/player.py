@@ -1,6 +1,7 @@
 """What plays in a rehearsal: a model with its engine and optimizer, and what is found of them."""
 
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -60,8 +61,9 @@ def blamed(key: str, what: str, cure: str) -> Iterator[None]:
         raise
     except Unfit as error:  # it says itself what is wrong
         own_key, _, own = str(error).partition(": ")
-        own, _, remedy = own.removesuffix(")").partition(" (")
-        raise Refused(own_key, own, remedy or cure) from error
+        said = re.fullmatch(r"(.+?) \((.+)\)", own)
+        own, remedy = said.groups() if said else (own, cure)
+        raise Refused(own_key, own, remedy) from error
     except Exception as error:
         text = " ".join(str(error).split())[:200] or type(error).__name__
         is_certain = key != "model" or not torch.cuda.is_available()
