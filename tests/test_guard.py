@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from framework.runtime.exits import Unfit
 from framework.training import guard
 from framework.training.guard import Guard, ReplicasDiffer
 from tests import faulty
+from tests.harness import finished
 
 ALONE = SimpleNamespace(rank=0, world_size=1, agreement=Agreement(None))
 
@@ -59,6 +61,14 @@ def test_what_begins_late_is_warned_of_once(kind: type[nn.Module], place: str | 
         guard.LOGGER.removeHandler(caplog.handler)
     said = [record.getMessage() for record in caplog.records if "for the first time" in record.getMessage()]
     assert [text.split(" has changed")[0] for text in dict.fromkeys(said)] == ([] if place is None else [place])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_processes_warn_once_and_go_on(strategy: str, tmp_path: Path) -> None:
+    line = ["model._target_=tests.faulty.LateEntry", "dataset=synthetic", "dataset.image_size=8", "global_batch_size=8",
+            "trainer.max_epochs=null", "trainer.max_steps=10", "checkpoint.every=2", f"parallel={strategy}", "launch.nproc_per_node=2"]  # fmt: skip
+    ended = finished(*line, "rehearse=true", root=tmp_path / "runs")
+    assert ended.output.count("model.stats['n'] has changed for the first time since the start") == 1, ended.output
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from framework.checkpoint.manifest import candidates, step_of
 from framework.cli.check_run import show_model
 from framework.cli.overview import over_root
+from framework.config.code import begin_program
 from framework.config.compose import Composed, compose_line
 from framework.config.draft import Draft
 from framework.config.frozen_file import recall
@@ -29,6 +30,7 @@ from framework.runtime.problem import Problem, missing_extra
 
 def start(overrides: list[str]) -> int:
     """Run one command line to its end. Returns the exit code."""
+    begin_program()
     environment = Environment.read()
     log.start_console(rank=environment.rank)
     PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs

@@ -48,11 +48,12 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
     """Return the code that components of these dotted paths reach, followed through the imports in their modules.
 
     A text that is the dotted path of a module counts as its import. `folders` are searched too: the user's code may add some
-    to the path when it is imported. `loaded` are modules, each with its file, to which no import leads: see `loaded_unseen`.
+    to the path when it is imported. `loaded` are modules, each with its file, to which no import leads (see `loaded_unseen`):
+    what these import is not followed, since it is loaded too.
     """
     enter_project()
     searched, found_in = tuple(folders), set[str]()
-    waiting = [name for target in targets for name in _prefixes(current_target(target))] + [*loaded]
+    waiting = [name for target in targets for name in _prefixes(current_target(target))]
     modules: dict[str, Functions] = {}
     packages: set[str] = set()
     seen: set[str] = set()
@@ -62,8 +63,6 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
             continue
         seen.add(name)
         spec = _find(name, searched)
-        if spec is None and Path(loaded.get(name, "")).is_file():
-            spec = importlib.util.spec_from_file_location(name, loaded[name])
         if spec is None:
             continue
         if spec.origin is None or not _is_users(Path(spec.origin)):
@@ -74,16 +73,19 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         package = name if spec.submodule_search_locations else name.rpartition(".")[0]
         modules[name], imported = _read(Path(spec.origin).read_bytes(), package=package)
         waiting += imported
-    if loaded:
-        code_of(targets, folders=searched)
-    else:
-        _reached.update(modules)
+    _reached.update(modules)
+    for name in loaded.keys() - modules.keys():
+        spec = _find(name, searched)
+        origin = Path(loaded[name] if spec is None or spec.origin is None else spec.origin)
+        if origin.is_file():
+            modules[name], _ = _read(origin.read_bytes(), package="")
     return Code(modules, frozenset(packages - {"framework"} - sys.stdlib_module_names), tuple(sorted(found_in)))
 
 
 def begin_program() -> None:
-    """Note which modules are loaded before a command line is run: they are not a run's, unless its components reach them."""
-    _loaded_before.update(sys.modules)
+    """Note, once, which modules are loaded before the first run: they are not a run's, unless its components reach them."""
+    if not _loaded_before:
+        _loaded_before.update(sys.modules)
 
 
 def own_modules(targets: Iterable[str]) -> dict[str, ModuleType]:

@@ -96,7 +96,8 @@ class Guard:
         held, now = {key: digests(values) for key, values in declared().items()}, self._look(at_a_glance=False)
         places = {_place(path) for path in late if path in now and now[path] not in held.get(self._key(path), ())}
         self._known |= {_place(path) for path in late}
-        for place in sorted(set().union(*self._world.agreement.gather(places))) if self._world.rank == 0 else ():
+        of_all = set().union(*self._world.agreement.gather(places))
+        for place in sorted(of_all) if self._world.rank == 0 else ():
             LOGGER.warning("%s has changed for the first time since the start, and no checkpoint holds it: if anything "
                            "depends on it, a run that is continued computes something else (docs/extend.md)",
                            place)  # fmt: skip

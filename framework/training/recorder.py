@@ -44,6 +44,7 @@ class Recorder:
         facts |= {"continued_at": [*before.get("continued_at", []), run.step] if restarts else []}
         self.directory.update_summary(status="running", restarts=restarts, error=None, record_id=self.record_id, **facts)
         self._metrics = MetricsFile(self.directory.metrics, step=run.step)
+        self._note_code()
 
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`, from which the run continues. Collective."""
