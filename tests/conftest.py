@@ -20,7 +20,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="1/1", help="of the tests that were chosen, run one part of several: 1/2, then 2/2")
+    parser.addoption("--part", default="1/1", help="of the tests that were chosen, run one part of several: 1/6, then 2/6, ...")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
