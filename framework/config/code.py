@@ -97,6 +97,8 @@ def own_modules(targets: Iterable[str]) -> dict[str, ModuleType]:
 def loaded_unseen() -> dict[str, str]:
     """Return the user's modules, each with its file, that are loaded and to which no import leads that `code_of` can follow:
     those whose names are computed, plug-ins that are looked for in a folder, a file that is executed as a module."""
+    if not _loaded_before:  # no run has begun: all that is loaded is the calling program's
+        return {}
     names = sorted(sys.modules.keys() - _loaded_before - _reached - {"__main__", "__mp_main__"})
     origins = {name: getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) for name in names}
     return {name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(Path(origin))}
