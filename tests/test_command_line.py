@@ -198,9 +198,7 @@ def test_a_completion_is_quick_and_does_without_torch(tmp_path: Path) -> None:
     line = "python train.py model=vit model."
     env = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
     completing, importing = [], []
-    for _ in range(
-        5
-    ):  # the machine is shared: the best of five, in the processor's time; torch alone would take ten times Hydra's
+    for _ in range(5):  # the best of five, in the processor's time, beside Hydra's own: torch alone would take ten times that
         for command, durations in (([*TRAIN.split(), "-sc", "query=bash"], completing), (HYDRA, importing)):
             begun = os.times()
             done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
