@@ -106,7 +106,7 @@ class Builder:
         return cast(components.model(self.config.model, seed=self.config.seed), self.precision.parameters)
 
     def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
-        """Return the model's modules in a table (framework/modules/summary.py); `example` is given if the data tell no shapes."""
+        """Return the model's modules in a table (framework/modules/summary.py); `example`: if the data tell no shapes."""
         module = components.shapes_of(self.config.model, seed=self.config.seed)
         structure.freeze_parameters(module, self.config.trainer.freeze)
         return summary(module, example=components.example(self.dataset.info) if example is None else example)
