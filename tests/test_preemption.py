@@ -1,4 +1,4 @@
-"""Any of four signals, to any process, at any moment: every rank stops after the same step, with a checkpoint."""
+"""Any of five signals, to any process, at any moment: every rank stops after the same step, with a checkpoint."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finis
 from tests.test_resume import RUN, STRATEGIES
 
 LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
 STEP = 5
 
 
@@ -48,9 +48,9 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "saving": (CheckpointStore, "_write", lambda store, beside, tensors: beside.name.endswith("4")),
 }
 VICTIMS = ["rank 0", "rank 1", "all ranks", "agent"]
-# every pair of a moment with a victim, of a moment with a signal and of a victim with a signal is among these
+# every pair of a moment with a victim, and every signal with each victim and nearly each moment, is among these
 CASES = [
-    (moment, victim, SIGNALS[(i + j) % 4])
+    (moment, victim, SIGNALS[(i + j) % 5])
     for (i, moment), (j, victim) in itertools.product(enumerate(MOMENTS), enumerate(VICTIMS))
 ]
 
@@ -112,7 +112,7 @@ def test_two_ranks(case: tuple[str, str, int], undisturbed: dict[str, Ended], tm
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_one_process(moment: str, undisturbed: dict[str, Ended], tmp_path: Path) -> None:
-    case = (moment, "rank 0", SIGNALS[list(MOMENTS).index(moment) % 4])
+    case = (moment, "rank 0", SIGNALS[list(MOMENTS).index(moment)])
     stops_and_continues(LINE, case, whole=undisturbed["single"], root=tmp_path / "runs")
 
 
@@ -120,3 +120,12 @@ def test_one_process(moment: str, undisturbed: dict[str, Ended], tmp_path: Path)
 def test_while_a_checkpoint_is_written_beside_the_steps(moment: str, undisturbed: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], "checkpoint.async_save=true"]
     stops_and_continues(line, (moment, "rank 1", signal.SIGUSR1), whole=undisturbed["ddp 2"], root=tmp_path / "runs")
+
+
+def test_a_run_that_nohup_has_started_outlives_its_terminal(undisturbed: dict[str, Ended], tmp_path: Path) -> None:
+    def plant() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        once_at(*MOMENTS["training"], lambda: os.killpg(0, signal.SIGHUP))
+
+    line = [*LINE, *STRATEGIES["ddp 2"]]
+    assert_same_bits(finished(*line, root=tmp_path / "runs", before=plant), undisturbed["ddp 2"])

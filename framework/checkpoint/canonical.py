@@ -74,17 +74,12 @@ def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
 def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
     """Load a verified checkpoint, and what its state has `kept`, into the run's objects, resharding as needed. Collective.
 
-    ValueError if names, shapes or dtypes are not the model's: before anything has changed.
+    ValueError, on every rank, if names, shapes or dtypes are not the model's: before anything has changed.
     """
     from torch.distributed.checkpoint import load  # a second, not spent unless needed
 
-    reader, inventory = _open(path)
+    reader, inventory, targets, fresh = _matched(path, held, world=world)
     module, optimizer = held.module, held.optimizer
-    targets = _tensors_but_optimizer(held)
-    fresh = _fresh_parts(inventory, targets, held.module, names=set().union(*world.agreement.gather(set(targets))))
-    targets |= fresh
-    everywhere = set().union(*world.agreement.gather(set(targets)))
-    _check(inventory, targets, everywhere=everywhere, is_fit=operator.eq)
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
     load(targets, storage_reader=reader, **world.agreement.among())
@@ -93,6 +88,31 @@ def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
     state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}
     load_states(optimizer, state)
     give_back(kept, held, late={name.removeprefix("part/"): tensor for name, tensor in fresh.items()})
+
+
+def misfit(path: Path, held: Held, *, world: World) -> str | None:
+    """Return why a verified checkpoint does not fit the run's objects, or None. Collective; changes nothing."""
+    try:
+        _matched(path, held, world=world)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _matched(path: Path, held: Held, *, world: World) -> tuple[Any, Mapping[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """Return a checkpoint's reader and inventory, what it is loaded into, the optimizer's apart, and what of it is new.
+
+    Collective. ValueError, on every rank, where they do not fit each other.
+    """
+    reader, inventory = _open(path)
+    targets = _tensors_but_optimizer(held)
+    fresh = _fresh_parts(inventory, targets, held.module, names=set().union(*world.agreement.gather(set(targets))))
+    targets |= fresh
+    everywhere = set().union(*world.agreement.gather(set(targets)))
+    faults = world.agreement.gather(_fault(inventory, targets, everywhere=everywhere, is_fit=operator.eq))
+    if fault := next(filter(None, faults), ""):
+        raise ValueError(fault)
+    return reader, inventory, targets, fresh
 
 
 def load_states(optimizer: Optimizer, states: dict[int, dict[str, Tensor]]) -> None:
@@ -141,7 +161,8 @@ def load_evaluated(path: Path, *, module: nn.Module) -> None:
     averages = {name.replace("average/", "model/", 1): name for name in inventory if name.startswith("average/")}
     weights = {name: inventory[averages.get(name, name)] for name in inventory if name.startswith("model/")}
     targets = model_tensors(module)
-    _check(weights, targets, everywhere=set(targets), is_fit=_casts)
+    if fault := _fault(weights, targets, everywhere=set(targets), is_fit=_casts):
+        raise ValueError(fault)
     load({averages.get(name, name): value for name, value in targets.items()}, storage_reader=reader, no_dist=True)
 
 
@@ -149,9 +170,10 @@ def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return stored == wanted or (stored.is_floating_point and wanted.is_floating_point)
 
 
-def _check(
+def _fault(
     inventory: Mapping[str, Any], targets: dict[str, Tensor], *, everywhere: set[str], is_fit: Callable[[Any, Any], bool]
-) -> None:
+) -> str:
+    """Return how stored tensors differ from those that they would be loaded into; an empty string if they do not."""
     kinds = {name.split("/")[0] for name in everywhere}
     stored = {name for name in inventory if name.split("/")[0] in kinds}
     faults = [f"{name} is not in the checkpoint" for name in sorted(targets.keys() - stored)]
@@ -161,9 +183,7 @@ def _check(
         if entry.size != target.shape or not is_fit(entry.properties.dtype, target.dtype):
             faults.append(f"{name} is {entry.properties.dtype} {list(entry.size)} in the checkpoint, "
                           f"{target.dtype} {list(target.shape)} in this run")  # fmt: skip
-    if faults:
-        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise ValueError("; ".join(faults[:5]) + more)
+    return "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
 
 
 def _optimizer_targets(inventory: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:

@@ -98,6 +98,7 @@ class SavedState(Plain):
     facts: dict[Word, Word | int | float | bool | None]
     kept: Kept = Kept()
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name for loggers
+    num_rows: Natural | None = None  # in metrics.jsonl, but the tests'
     stopped: Word = ""  # why a part has ended the run
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,19 +115,25 @@ class CheckpointStore:
         """Return whether there is nothing that looks like a checkpoint."""
         return self.world.agreement.from_rank_0(not manifest.candidates(self.directory))
 
-    def newest_valid(self, *, back: int = 0) -> tuple[Path, dict[str, Any]] | None:
+    def newest_valid(
+        self, *, back: int = 0, unfit: Callable[[Path, dict[str, Any]], str | None] = lambda path, state: None
+    ) -> tuple[Path, dict[str, Any]] | None:
         """Return the `back`-th newest valid checkpoint (0 = the newest), or the oldest, and its state; None if there is none.
 
-        Passes over damaged checkpoints, with a warning; NoValidCheckpoint, with a line for each, if all are damaged.
+        Passes over what is damaged, or why it is `unfit`, with a warning; NoValidCheckpoint, with a line for each, if that
+        is all. `unfit`, collective, gets a path and a state.
         """
         found = self.world.agreement.from_rank_0(manifest.candidates(self.directory))
         reasons: list[str] = []
         for path in found[min(back, max(0, len(found) - 1)) :]:
-            reason = self._fault(path)
+            reason, state = self._fault(path), dict[str, Any]()
+            if reason is None:
+                state = read_state(path)
+                reason = unfit(path, state)
             if reason is None:
                 for passed_over in reasons if self.world.rank == 0 else []:
                     LOGGER.warning("checkpoint passed over: %s", passed_over)
-                return path, read_state(path)
+                return path, state
             reasons.append(f"{path}: {reason}")
         if reasons:
             raise NoValidCheckpoint("\n".join([*reasons, "no valid checkpoint is left; run.resume=never starts over"]))
@@ -151,7 +157,8 @@ class CheckpointStore:
             for name in sorted(files)[self.world.rank :: self.world.world_size]:
                 manifest.verify_file(path / name, files[name])
             if self.world.rank == 0:
-                read_state(path)
+                if (step := read_state(path)["progress"]["step"]) != manifest.step_of(path):
+                    raise Invalid(f"{manifest.STATE} is of step {step}")
                 check_tensors(path, sorted(files.keys() - {manifest.STATE}))
         except Invalid as error:
             fault = str(error)

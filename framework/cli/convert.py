@@ -121,7 +121,6 @@ def _converted(path: Path, out: Path, *, size: int) -> list[str]:
             save_file(_apart(weights), beside, metadata={"format": "pt"})
         except SafetensorError as error:  # safetensors raises it when the disk is full
             raise OSError(str(error)) from error
-        beside.chmod(0o644)  # safetensors writes for the owner alone
     flush_directory(out.parent)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     of = f": {' > '.join(place)} of the file" if place else ""

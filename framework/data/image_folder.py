@@ -82,7 +82,8 @@ class ImageFolder(Images):
         carved = {name: part for name, part in CARVED.items() if not (root / name).is_dir()}
         folder = root / ("train" if split in carved else split)
         for label, name in enumerate(_folders(root / "train")):
-            files = sorted(os.listdir(folder / name)) if (folder / name).is_dir() else []
+            entries = list(os.scandir(folder / name)) if (folder / name).is_dir() else []
+            files = sorted(entry.name for entry in entries if entry.is_file())  # a pipe would be waited for
             for file in files:
                 percent = zlib.crc32(f"{name}/{file}".encode()) % 100
                 taken_by = next((other for other, part in carved.items() if percent in part), "train")

@@ -26,7 +26,8 @@ class Shards:
 
     def __init__(self, files: str | Sequence[str], *, decode: Callable[[Record], Any] | None = None) -> None:
         patterns = [files] if isinstance(files, str) else list(files)
-        self.files = [path for pattern in patterns for path in sorted(glob.glob(pattern, recursive=True))]
+        found = [sorted(glob.glob(pattern, recursive=True)) for pattern in patterns]
+        self.files = [path for paths in found for path in paths if os.path.isfile(path)]
         if not self.files:
             raise ValueError(f"files={', '.join(patterns)}: there is no such file")
         self._decode = decode

@@ -115,7 +115,8 @@ class Images:
         info: Mapping[str, int] = self.info  # type: ignore[attr-defined]  # a dataset's own
         if self.task != "classification" or info["in_channels"] not in (1, 3):
             raise ValueError("its samples are not images of 1 or 3 channels, as a file can hold them")
-        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+        files = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        names = sorted(str(path.relative_to(folder)) for path in files)
         if not names:
             raise ValueError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
         decode = partial(decode_image, image_size=info["image_size"], in_channels=info["in_channels"])

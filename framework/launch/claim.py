@@ -71,8 +71,6 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
         remove_scratch(folder)
         if config.run.resume == "never" and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
-            lock.release()
-            lock.take()
         frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
         if not is_beside:
             Provenance(directory.path).add_start(config.targets())

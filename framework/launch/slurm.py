@@ -69,9 +69,8 @@ def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -
 def _undisturbed() -> Iterator[None]:
     """Delay Ctrl-C, and the end of the terminal: the job that Slurm has taken must be recorded."""
     received: list[int] = []
-    signals = {*SIGNALS, signal.SIGHUP}
-    before = {signum: signal.signal(signum, lambda signum, _: received.append(signum)) for signum in signals}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for sbatch, which inherits it
+    before = {signum: signal.signal(signum, lambda signum, _: received.append(signum)) for signum in SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for sbatch, which inherits it
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from framework.build.training import Builder
-from framework.checkpoint.canonical import full_weights, restore
+from framework.checkpoint.canonical import full_weights, misfit, restore
 from framework.checkpoint.kept import extra_state
 from framework.checkpoint.manifest import checkpoints_of, step_of
 from framework.checkpoint.state import kept_of
@@ -86,32 +87,22 @@ def train(build: Builder) -> Exit:
 
 
 def _continue(trainer: Trainer, build: Builder) -> None:
-    """Load the newest valid checkpoint of this run; if there is none, the checkpoint that `run.resume` names. Collective."""
+    """Load this run's newest checkpoint that is valid and fits; if it has none, what `run.resume` names. Collective."""
     directory, world = build.directory, build.world
-    found = trainer.saver.store.newest_valid()
+    found = trainer.saver.store.newest_valid(unfit=partial(_foreign_or_unfit, trainer, build.config.run.id))
     resume = build.config.run.resume
     elsewhere = None if resume in ("auto", "never", "must") else Path(resume)
     if found is None and elsewhere is not None:
         found = _from_elsewhere(elsewhere, build)
+        if fault := _unfit(trainer, *found):
+            raise NoValidCheckpoint(f"{found[0]} {fault}; model.init_from=FILE begins with weights alone")
     elif found is not None and elsewhere is not None and world.rank == 0:
         LOGGER.info("run.resume=%s is where this run begins: it has checkpoints of its own by now", resume)
     if found is None:
         return
     _require_known_code(build)
     path, state = found
-    writer = str(state.get("record_id") or build.config.run.id).partition("-")[0]
-    if path.parent == directory.checkpoints and writer != build.config.run.id:
-        what = f"{path} was written by another run ({writer}, this is {build.config.run.id})"
-        raise NoValidCheckpoint(f"{what}; run.resume={path} begins with it, in a directory without checkpoints")
-    if state["facts"] != trainer.saver.facts:
-        differing = [f"{name} is {state['facts'].get(name)} there and {value} here"
-                     for name, value in trainer.saver.facts.items() if state["facts"].get(name) != value]  # fmt: skip
-        raise NoValidCheckpoint(f"{path} does not fit this run: {'; '.join(differing)}")
-    try:
-        restore(path, kept_of(state), trainer.held, world=world)
-    except ValueError as error:
-        remedy = "model.init_from=FILE begins with weights alone"
-        raise NoValidCheckpoint(f"{path} does not fit this run: {error}; {remedy}") from None
+    restore(path, kept_of(state), trainer.held, world=world)
     trainer.load_state_dict(state)
     if path.parent != directory.checkpoints:
         if trainer.is_over:
@@ -126,6 +117,24 @@ def _continue(trainer: Trainer, build: Builder) -> None:
         world.agreement.together(take_over_rows, what=f"the rows of {path} not taken over", rank_0_only=True)
     if world.rank == 0:
         LOGGER.info("continuing from %s", path)
+
+
+def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str, Any]) -> str | None:
+    """Return why a checkpoint in this run's directory cannot be loaded. Collective; NoValidCheckpoint if it is another's."""
+    writer = str(state.get("record_id") or run_id).partition("-")[0]
+    if writer != run_id:
+        what = f"{path} was written by another run ({writer}, this is {run_id})"
+        raise NoValidCheckpoint(f"{what}; run.resume={path} begins with it, in a directory without checkpoints")
+    return _unfit(trainer, path, state)
+
+
+def _unfit(trainer: Trainer, path: Path, state: dict[str, Any]) -> str | None:
+    """Return why a checkpoint cannot be loaded into this run. Collective."""
+    there, here = state["facts"], trainer.saver.facts
+    differing = [f"{name} is {there.get(name)} there and {here.get(name)} here"
+                 for name in here | there if there.get(name) != here.get(name)]  # fmt: skip
+    fault = "; ".join(differing) or misfit(path, trainer.held, world=trainer.world)
+    return fault and f"does not fit this run: {fault}"
 
 
 def _require_known_code(build: Builder) -> None:
@@ -267,7 +276,6 @@ def _write_weights(weights: dict[str, Tensor], directory: RunDirectory, *, extra
             save_file(weights, beside, metadata=metadata)
         except SafetensorError as error:  # safetensors raises it when the disk is full
             raise OSError(str(error)) from error
-        beside.chmod(0o644)  # safetensors writes for the owner alone
     flush_directory(directory.path)
 
 

@@ -217,7 +217,7 @@ def changed_code(run: RunSection, targets: list[str]) -> list[str]:
 def writing_problems(run: RunSection) -> list[Problem]:
     """Return why a run's directory cannot be made or written."""
     path = Path(run.dir)
-    if max(map(len, map(os.fsencode, path.parts))) > 255 or len(os.fsencode(path.absolute())) > 3000:
+    if max(map(len, map(os.fsencode, path.absolute().parts))) > 255 or len(os.fsencode(path.absolute())) > 3000:
         return [Problem("run.dir", "is too long for a path", "255 bytes between slashes, 3000 in all")]
     # os.path: Path raises if a parent directory may not be entered
     nearest = next(str(parent) for parent in [path, *path.absolute().parents] if os.path.lexists(parent))

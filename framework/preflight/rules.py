@@ -1,5 +1,6 @@
 """Rules between sections; a rule's parameters name them."""
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,13 +8,21 @@ from framework.build import components
 from framework.checkpoint.stored import stored_tensors
 from framework.config.init_from import entries_of
 from framework.config.model_keys import init_problems
-from framework.config.schema import BackendSection, CheckpointSection, Node, PredictSection, RunSection, TrainerSection
+from framework.config.schema import (
+    BackendSection,
+    CheckpointSection,
+    LaunchSection,
+    Node,
+    PredictSection,
+    RunSection,
+    TrainerSection,
+)
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown
 
 
 def name_is_a_directory(name: str) -> Iterator[Problem]:
-    if "/" in name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
+    if "/" in name or name.strip() in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
         yield Problem("name", f"{shown(name)} is not valid", "a directory's name: no slash, at most 200 bytes")
 
 
@@ -89,6 +98,18 @@ def folder_holds_samples(mode: str, predict: PredictSection, dataset: Node) -> I
             yield Problem("predict.files", str(error), "a folder of images")
 
 
+def processes_can_share(launch: LaunchSection, dataset: Node) -> Iterator[Problem]:
+    """Refuse several processes where none can share a semaphore: the kernel keeps them in /dev/shm."""
+    if launch.kind != "local" or not (launch.most_processes > 1 or dataset.get("num_workers")):
+        return
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as error:
+        key = "launch.nproc_per_node" if launch.most_processes > 1 else "dataset.num_workers"
+        what = f"several processes, but /dev/shm cannot be used ({error.strerror})"
+        yield Problem(key, what, "a /dev/shm that can be written (docker run --shm-size), or one process")
+
+
 RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     name_is_a_directory,
     micro_batch_fits,
@@ -98,4 +119,5 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     mpi_saves_between_steps,
     rollback_has_checkpoints,
     weights_come_from_one_place,
+    processes_can_share,
 )

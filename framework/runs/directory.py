@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,21 @@ from safetensors import SafetensorError, safe_open
 from framework.checkpoint.manifest import directory_name
 from framework.config.frozen_file import frozen_run_id
 from framework.runtime.exits import RunEnded
-from framework.runtime.files import lock_file, make_directory, write_atomically
+from framework.runtime.files import flush_directory, lock_file, make_directory, replaced_by, write_atomically
 from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
 
 RECORD_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
 _FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json")
 _FOLDERS = ("checkpoints", "export", "predictions", "tensorboard", "wandb", "slurm", "profile", "compiled")
+_BESIDE = (".eval", ".predict", ".export")  # what works on a run that may be in progress
 
 
 class RunDirectory:
     """The paths of a run. Creating the object touches nothing."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = path if path.name not in ("", "..") else Path(os.path.abspath(path))  # whose name is needed
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
@@ -42,10 +44,10 @@ class RunDirectory:
         self.compiled = path / "compiled"
 
     def strangers(self) -> list[str]:
-        """Return the names in the directory that are not a run's files, if it has no frozen configuration."""
+        """Return the names in the directory that are not a run's, if it has no frozen configuration."""
         if frozen_run_id(self.path) is not None or not self.path.is_dir():
             return []
-        return sorted({name for name in os.listdir(self.path) if not name.startswith(".")}.difference(_FILES, _FOLDERS))
+        return sorted(name for name in os.listdir(self.path) if not _is_a_runs(name))
 
     def odd_files(self) -> list[str]:
         """Return which of a run's files are not plain files: a link, through which a run would write elsewhere, or a pipe."""
@@ -60,11 +62,7 @@ class RunDirectory:
             return {}
         if not isinstance(summary, dict):
             return {}
-        if not isinstance(summary.get("status", ""), str):
-            del summary["status"]
-        if not _is_metrics(summary.get("metrics", {})):
-            del summary["metrics"]
-        return summary
+        return {name: value for name, value in summary.items() if _IS_OF_KIND.get(name, lambda _: True)(value)}
 
     def checkpoint_path(self, which: str | int) -> Path | None:
         """Return the path of the checkpoint or file of weights that `run.checkpoint` names; None for `last` and `best`."""
@@ -113,14 +111,40 @@ class RunDirectory:
             return False
 
     def move_aside(self) -> Path:
-        """Rename the directory to the next free `NAME.old-N`, so that a new directory can take its place."""
+        """Move what is a run's into the next free `NAME.old-N`; the lock, and what a user has put here, stay.
+
+        The configuration goes last: where this is interrupted, the same command moves the rest.
+        """
         candidates = (self.path.with_name(f"{self.path.name}.old-{number}") for number in itertools.count(1))
-        return self.path.rename(next(path for path in candidates if not path.exists()))
+        aside = next(path for path in candidates if not path.exists())
+        aside.mkdir()
+        names = [name for name in os.listdir(self.path) if _is_a_runs(name) and name != "lock"]
+        for name in sorted(names, key=lambda name: name == "config.yaml"):
+            (self.path / name).rename(aside / name)
+        flush_directory(aside)
+        flush_directory(self.path)
+        return aside
+
+
+def _is_a_runs(name: str) -> bool:
+    return name in (*_FILES, *_FOLDERS, *_BESIDE) or replaced_by(name) in (*_FILES, *_FOLDERS)
 
 
 def _is_metrics(metrics: Any) -> bool:
     splits = metrics.values() if isinstance(metrics, dict) else [None]
     return all(isinstance(split, dict) and all(isinstance(row, dict) for row in split.values()) for split in splits)
+
+
+def _are_steps(steps: Any) -> bool:
+    return isinstance(steps, list) and all(isinstance(step, int) for step in steps)
+
+
+_IS_OF_KIND: dict[str, Callable[[Any], bool]] = {  # the values of a summary that are used again
+    "status": lambda status: isinstance(status, str),
+    "metrics": _is_metrics,
+    "restarts": lambda count: isinstance(count, int),
+    "continued_at": _are_steps,
+}
 
 
 class RunLocked(RunEnded):

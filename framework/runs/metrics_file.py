@@ -34,18 +34,27 @@ def is_curve(name: str) -> bool:
 class MetricsFile:
     """`metrics.jsonl`: one row a line, each step once. Rank 0 only."""
 
-    def __init__(self, path: Path, *, step: int) -> None:
-        """Open for appending; rows after `step`, where the run continues, are removed first."""
+    def __init__(self, path: Path, *, step: int, num_rows: int | None = None) -> None:
+        """Open for appending. Rows after `step`, where the run continues, are removed first, and all but one of a step's.
+
+        `num_rows`: how many there were up to that step; fewer are warned of.
+        """
+        rows: dict[tuple[int, str], Row] = {}
         if path.exists():
-            write_rows(path, [row for row in _whole_rows(path.read_bytes()) if row["step"] <= step])
+            rows = {(row["step"], row["split"]): row for row in _whole_rows(path.read_bytes()) if row["step"] <= step}
+            write_rows(path, [*rows.values()])
         elif step:
             LOGGER.warning("%s is gone: the rows before step %d are lost", path, step)
+        self.num_rows = sum(split != "test" for _, split in rows)  # a run that begins with this one does not take tests over
+        if path.exists() and num_rows is not None and self.num_rows < num_rows:
+            LOGGER.warning("%s has lost %d of the %d rows before step %d", path, num_rows - self.num_rows, num_rows, step + 1)
         self._file = open(path, "ab", buffering=0)
         flush_directory(path.parent)
         self._unwritten = bytearray()
 
     def log(self, row: Row) -> None:
         """Write a row. A row that a full disk does not take is kept, and written with the next row."""
+        self.num_rows += row["split"] != "test"
         self._unwritten += (json.dumps(row) + "\n").encode()
         with contextlib.suppress(OSError):  # `flush` raises it
             self._write()

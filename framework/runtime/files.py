@@ -4,6 +4,8 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +14,17 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; it is flushed and renamed to `path` at the end, and removed on an error."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Yield a temporary path in the same folder; it is flushed and renamed to `path` at the end, and removed on an error.
+
+    The new file has the permissions of any new file (umask), whatever the library that writes it gives.
+    """
+    beside = _beside(path)
     try:
+        beside.touch(exist_ok=False)
+        mode = beside.stat().st_mode
         yield beside
+        if beside.stat().st_mode != mode:
+            beside.chmod(mode)
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -27,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
     """Yield a new directory beside `path`; flushed, it takes the place of `path` at the end; it is removed on an error."""
-    beside, before = (path.with_name(f".{path.name}.{what}{os.getpid()}") for what in ("", "before."))
+    beside, before = _beside(path), _beside(path)
     try:
         beside.mkdir()
         yield beside
@@ -41,6 +50,17 @@ def replacing_directory(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         shutil.rmtree(before, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    # not the process's id: on another machine, or in another container, another process may have the same
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+
+def replaced_by(name: str) -> str | None:
+    """Return the name of the file that a temporary file of such a name was to replace; None for the name of any other."""
+    match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}", name)
+    return match and match[1]
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 _END = b"\0"  # no signal has this number
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class Preemption:
@@ -36,9 +36,13 @@ class Preemption:
 
     def watch(self) -> None:
         """Install the handlers, and unblock the signals. Main thread only."""
-        for signum in SIGNALS:
+        for signum in self._heard():
             signal.signal(signum, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def _heard(self) -> list[signal.Signals]:
+        """Return the signals that stop a run: SIGHUP, of a terminal that closes, does not where nohup has it ignored."""
+        return [signum for signum in SIGNALS if (signum, signal.getsignal(signum)) != (signal.SIGHUP, signal.SIG_IGN)]
 
     @contextmanager
     def heard_at_once(self) -> Iterator[None]:
@@ -48,7 +52,7 @@ class Preemption:
         """
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
-        for signum in SIGNALS:
+        for signum in self._heard():
             signal.signal(signum, lambda *_: None)  # without a handler nothing is written to the pipe
         signal.set_wakeup_fd(write_fd)
         threading.Thread(target=self._listen, args=(read_fd,), daemon=True).start()
@@ -79,7 +83,8 @@ class Preemption:
         if self.signum is None and self.speaks:
             # not through logging, whose lock the interrupted code may hold
             again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
-            os.write(2, f"{signal.Signals(signum).name}: {self.says}{again}\n".encode())
+            with suppress(OSError):  # the terminal has closed
+                os.write(2, f"{signal.Signals(signum).name}: {self.says}{again}\n".encode())
         if self.signum is None:
             self.signum, self._since = signum, time.monotonic()
         self._times += signum == signal.SIGINT
@@ -87,7 +92,8 @@ class Preemption:
         if self._times >= 2:  # the second Ctrl-C: as safe as kill -9, and as quick
             for child in children:
                 child.kill()
-            os.write(2, self.last_words)
+            with suppress(OSError):
+                os.write(2, self.last_words)
             os._exit(128 + signal.SIGINT)
         for child in children:
             child.terminate()  # TERM for any signal: Ctrl-C has reached the children already

@@ -23,6 +23,7 @@ class Recorder:
     def __init__(self, directory: RunDirectory, *, world: World, sinks: Mapping[str, Sink]) -> None:
         self.directory = directory
         self.record_id: str | None = None  # a checkpoint's, or made by `open`; only rank 0 needs it
+        self._num_rows: int | None = None  # that a checkpoint relies on
         self._world = world
         self._sinks = dict(sinks)  # the sinks that work
         self._metrics: MetricsFile | None = None
@@ -43,8 +44,16 @@ class Recorder:
         restarts = before.get("restarts", -1) + 1
         facts |= {"continued_at": [*before.get("continued_at", []), run.step] if restarts else []}
         self.directory.update_summary(status="running", restarts=restarts, error=None, record_id=self.record_id, **facts)
-        self._metrics = MetricsFile(self.directory.metrics, step=run.step)
+        self._metrics = MetricsFile(self.directory.metrics, step=run.step, num_rows=self._num_rows)
         self._note_code()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"record_id": self.record_id, "num_rows": self._metrics.num_rows if self._metrics is not None else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a checkpoint's record: before `open`."""
+        self.record_id = state.get("record_id") or self.record_id
+        self._num_rows = state.get("num_rows")
 
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`, from which the run continues. Collective."""

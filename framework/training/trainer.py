@@ -278,8 +278,8 @@ class Trainer:
             "monitor": self.tracker.monitored(step=self.progress.step),
             "loss_scale": self.update.loss_scale.state_dict(),
             "facts": self.saver.facts,
-            "record_id": self.recorder.record_id,
             "stopped": self.parts.loop.stopped,
+            **self.recorder.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -289,7 +289,7 @@ class Trainer:
         self.tracker.splits = state["metrics"]
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])
-        self.recorder.record_id = state.get("record_id") or self.recorder.record_id
+        self.recorder.load_state_dict(state)
 
 
 def names_of_trained(module: nn.Module) -> list[str]:

@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from framework.checkpoint.manifest import MANIFEST, _manifest_text, digest, step_of
+from framework.checkpoint.state import STATE
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.runtime.log import LOGGER
-from tests.harness import Ended, assert_same_bits, command, finished, slow_but
+from tests.harness import Ended, assert_same_bits, command, exact_rows, finished, slow_but
 
 RUN = [
     "dataset=synthetic", "dataset.num_train=64", "dataset.num_val=16", "dataset.num_test=16", "dataset.image_size=8",
@@ -138,3 +142,77 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(unfinished: Ended, e
     again = finished(*RUN, *RANKS, root=unfinished.root)
     assert f"checkpoint passed over: {half}: no readable manifest.json" in again.output
     assert_same_bits(again, ended)
+
+
+def without_a_tensor(checkpoint: Path) -> str:
+    for shard in checkpoint.glob("shard-*"):
+        with safe_open(shard, framework="pt") as file:
+            kept = {name: file.get_tensor(name) for name in file.keys() if name != "model/head.bias"}
+            assert len(kept) < len(file.keys()), "it was there"
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            metadata = file.metadata() | {"DCP_SHARDING_INFO": json.dumps({name: places[name] for name in kept})}
+        save_file(kept, shard, metadata=metadata)
+    return "does not fit this run: model/head.bias is not in the checkpoint"
+
+
+def in_another_type(checkpoint: Path) -> str:
+    for shard in checkpoint.glob("shard-*"):
+        with safe_open(shard, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = file.metadata()
+        save_file(tensors | {"model/head.bias": tensors["model/head.bias"].double()}, shard, metadata=metadata)
+    return "does not fit this run: model/head.bias is torch.float64"
+
+
+def of_another_step(checkpoint: Path) -> str:
+    state = json.loads((checkpoint / STATE).read_text())
+    state["progress"]["step"] = 5
+    (checkpoint / STATE).write_text(json.dumps(state))
+    return "state.json is of step 5"
+
+
+def of_other_data(checkpoint: Path) -> str:
+    state = json.loads((checkpoint / STATE).read_text())
+    state["facts"]["num_samples"] = 63
+    (checkpoint / STATE).write_text(json.dumps(state))
+    return "does not fit this run: num_samples is 63 there and 64 here"
+
+
+@pytest.mark.parametrize("change", [without_a_tensor, in_another_type, of_another_step, of_other_data])
+def test_a_whole_checkpoint_that_does_not_fit_is_passed_over_for_one_that_does(
+    change: Callable[[Path], str], unfinished: Ended, ended: Ended
+) -> None:
+    newest = unfinished.directory / "checkpoints" / "step_00000012"
+    reason = change(newest)
+    files = {path.name: digest(path) for path in newest.iterdir() if path.name != MANIFEST}
+    (newest / MANIFEST).write_text(_manifest_text(12, files))
+    again = finished(*RUN, *RANKS, root=unfinished.root)
+    assert f"checkpoint passed over: {newest}: {reason}" in again.output
+    assert_same_bits(again, ended)
+
+
+def test_where_no_checkpoint_fits_each_is_named(unfinished: Ended) -> None:
+    checkpoints = sorted((unfinished.directory / "checkpoints").iterdir())
+    for path in checkpoints:
+        in_another_type(path)
+        files = {file.name: digest(file) for file in path.iterdir() if file.name != MANIFEST}
+        (path / MANIFEST).write_text(_manifest_text(step_of(path), files))
+    again = command(*RUN, *RANKS, root=unfinished.root)
+    assert again.code == 65
+    assert all(f"{path}: does not fit this run: model/head.bias" in again.output for path in checkpoints)
+
+
+@pytest.mark.parametrize("harm", ["half", "doubled", "head"])
+def test_rows_that_were_lost_are_missed_and_doubled_ones_mended(harm: str, unfinished: Ended, ended: Ended) -> None:
+    path = unfinished.directory / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    before = len([line for line in lines if '"split": "test"' not in line])
+    kept = {"half": lines[: len(lines) // 2], "doubled": lines * 2, "head": lines[3:]}[harm]
+    path.write_text("".join(kept))
+    again = finished(*RUN, *RANKS, root=unfinished.root)
+    if harm == "doubled":
+        assert exact_rows(again) == exact_rows(ended) and "has lost" not in again.output
+    else:
+        lost = before - len([line for line in kept if '"split": "test"' not in line])
+        assert f"{path} has lost {lost} of the {before} rows before step 13" in again.output
+    assert (again.directory / "model.safetensors").read_bytes() == (ended.directory / "model.safetensors").read_bytes()

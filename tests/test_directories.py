@@ -1,0 +1,85 @@
+"""What a run finds where it is to write, and what of it it takes for its own."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from framework.runtime.exits import Exit
+from tests.harness import assert_same_bits, command, exact_rows, files_below, finished
+
+RUN = ["model=mlp", "model.dim=4", "dataset=synthetic", "dataset.num_train=64", "global_batch_size=32", "trainer.log_every=1"]
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("name", [".ssh", ".bashrc", ".config.yaml", ".eval.sh"])
+def test_a_home_with_nothing_but_hidden_files_is_not_taken(name: str, resume: str, tmp_path: Path) -> None:
+    (tmp_path / "home" / name).mkdir(parents=True)
+    refused = command(f"run.dir={tmp_path / 'home'}", f"run.resume={resume}", root=tmp_path / "runs")
+    assert refused.code == Exit.CONFIGURATION
+    assert f"is not a run's: it holds {name!r}" in refused.output
+    assert os.listdir(tmp_path) == ["home"] or sorted(os.listdir(tmp_path)) == ["home", "runs", "runs.output"]
+    assert os.listdir(tmp_path / "home") == [name]
+
+
+def test_starting_over_leaves_what_a_user_has_put_into_the_directory(tmp_path: Path) -> None:
+    first = finished(*RUN, "trainer.max_steps=2", root=tmp_path / "runs")
+    mine = {".notes": "hidden", "notes.txt": "seen"}
+    for name, text in mine.items():
+        (first.directory / name).write_text(text)
+    (first.directory / ".summary.json.0123456789abcdef").write_text("left by a killed process")
+    directory = first.directory
+    again = command(*RUN, "trainer.max_steps=2", "run.resume=never", root=tmp_path / "runs")
+    assert again.code == 0, again.output
+    aside = directory.with_name(f"{directory.name}.old-1")
+    assert {name: (directory / name).read_text() for name in mine} == mine
+    theirs = {path.name for path in aside.iterdir()}
+    assert {"config.yaml", "checkpoints", "metrics.jsonl", "model.safetensors", "summary.json"} <= theirs
+    assert not theirs & {*mine, "lock"}
+    assert (aside / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+
+
+def test_the_working_directory_may_be_the_runs(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    line = [*RUN, "trainer.max_steps=2", "run.dir=."]
+    for resume, said in (("auto", "finished: "), ("auto", "finished already"), ("never", "the earlier run is now in")):
+        ended = command(*line, f"run.resume={resume}", root=tmp_path / "runs", before=lambda: os.chdir(here))
+        assert ended.code == 0 and said in ended.output, ended.output
+    assert (here / "model.safetensors").is_file() and (tmp_path / "here.old-1" / "model.safetensors").is_file()
+
+
+def test_a_summary_with_values_of_another_kind_is_no_end(tmp_path: Path) -> None:
+    line = [*RUN, "trainer.max_steps=4", "checkpoint.every=2"]
+    whole = finished(*line, root=tmp_path / "runs")
+    rows = exact_rows(whole)
+    weights = (whole.directory / "model.safetensors").read_bytes()
+    (whole.directory / "model.safetensors").unlink()
+    summary = whole.directory / "summary.json"
+    summary.write_text(json.dumps(whole.summary | {"restarts": "x", "continued_at": {"a": 1}, "status": 3, "metrics": []}))
+    again = finished(*line, root=tmp_path / "runs")
+    assert again.summary["status"] == "finished" and isinstance(again.summary["restarts"], int)
+    assert exact_rows(again) == rows and (again.directory / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o007, 0o660)])
+def test_every_file_has_the_permissions_that_the_user_gives_to_new_files(umask: int, mode: int, tmp_path: Path) -> None:
+    run = finished(*RUN, "trainer.max_steps=2", root=tmp_path / "runs", before=lambda: os.umask(umask) and None)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in files_below(run.directory, "*")}
+    assert "model.safetensors" in modes and "summary.json" in modes
+    private = {"lock"}  # made with fewer permissions than the umask allows
+    assert {name: bits for name, bits in modes.items() if bits != mode and name not in private} == {}
+
+
+def test_a_pipe_among_the_pictures_is_no_picture(tmp_path: Path) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    for number in range(60):
+        folder = tmp_path / "pictures" / "train" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 9, 9)).save(folder / f"{number}.png")
+    line = ["dataset=image_folder", f"dataset.root={tmp_path / 'pictures'}", "dataset.image_size=8", "model=mlp", "model.dim=4",
+            "global_batch_size=8", "trainer.max_steps=2"]  # fmt: skip
+    without = finished(*line, root=tmp_path / "without")
+    os.mkfifo(folder / "zz.png")
+    assert_same_bits(finished(*line, root=tmp_path / "with"), without)
