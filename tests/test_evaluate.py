@@ -19,7 +19,7 @@ from framework.config.folders import options
 from framework.config.frozen_file import freeze, recall
 from framework.modes import evaluate
 from framework.modes import load_run as restored
-from framework.runs.directory import Lock
+from framework.runtime.lock import Lock
 from tests.harness import Ended, begin, command, end, finished, wait_for_checkpoint
 from tests.test_conformance import layouts
 from tests.test_layout import ROOT

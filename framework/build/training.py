@@ -46,6 +46,7 @@ from framework.optim.update import (
 )
 from framework.parallel.sync_batchnorm import synchronise
 from framework.runs.directory import RunDirectory
+from framework.runtime.lock import Claim
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import cast, has_compiler
 from framework.training.guard import Guard
@@ -61,14 +62,16 @@ from framework.training.trainer import Trainer
 class Builder:
     """Builds what a frozen configuration names, on one rank of its world."""
 
-    def __init__(self, config: RunConfig, *, world: World) -> None:
+    def __init__(self, config: RunConfig, *, world: World, token: str = "") -> None:
+        """`token` is of the claim by which the run's directory is written."""
         self.config = config
+        self._token = token
         self.world = world
         self.precision = PRECISIONS[config.precision.name]
 
     def altered(self, *, world: World | None = None, **fields: Any) -> "Builder":
         """Return what builds the same configuration with some of its fields changed, or in another world."""
-        return Builder(self.config.model_copy(update=fields), world=world or self.world)
+        return Builder(self.config.model_copy(update=fields), world=world or self.world, token=self._token)
 
     @cached_property
     def directory(self) -> RunDirectory:
@@ -197,6 +200,7 @@ class Builder:
             keep_last=kept.keep_last,
             keep_best=kept.keep_best,
             mode=kept.direction,
+            claim=Claim(self.directory.path, self._token),
         )
 
     def trainer(self) -> Trainer:

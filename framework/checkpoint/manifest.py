@@ -114,22 +114,23 @@ def candidates(directory: Path) -> list[Path]:
 def discard(path: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that a crash does not leave half of it."""
     trash = path.with_name(f".trash_{path.name}")
-    _remove(trash)
+    remove(trash)
     os.rename(path, trash)
-    _remove(trash)
+    remove(trash)
 
 
 def remove_unfinished(directory: Path) -> None:
     """Remove what crashed saves and deletions left. Only for the process that holds the run's lock."""
     for leftover in [*directory.glob(".tmp_*"), *directory.glob(".trash_*")]:
-        _remove(leftover)
+        remove(leftover)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete a directory, or a file; a link itself, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)  # a link itself, not its target
+        path.unlink(missing_ok=True)
 
 
 def checkpoints_of(path: Path) -> Path:

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from framework.distributed.world import World
 from framework.modules.tensors import local
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
 from framework.runtime.files import flush_directory, make_directory, write_atomically
+from framework.runtime.lock import Claim
 from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid
 
@@ -30,6 +32,7 @@ class CheckpointStore:
     keep_last: int
     keep_best: int
     mode: str
+    claim: Claim = Claim(Path())  # to the run's directory
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write and commit the checkpoint of `step`. DiskFailed on every rank if any of them could not write.
@@ -37,18 +40,19 @@ class CheckpointStore:
         `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that "best" compares, or None.
         """
         target = self.directory / manifest.directory_name(step)
-        staging = self.directory / f".tmp_{target.name}"
+        staging = self.directory / f".tmp_{self.claim.token}_{target.name}"
         together = functools.partial(self.world.agreement.together, what=f"checkpoint of step {step} not written")
         try:
             together(lambda: self._clear(staging), rank_0_only=True)
             files = together(lambda: self._write(staging, tensors))
             together(lambda: self._commit(staging, target, files, state), rank_0_only=True)
         except DiskFailed:
-            if self.world.rank == 0:
-                manifest.remove_unfinished(self.directory)  # room for the summary, which reports it
+            with suppress(OSError):
+                manifest.remove(staging)  # room for the summary, which reports it
             raise
 
     def _clear(self, staging: Path) -> None:
+        self.claim.require()
         make_directory(self.directory)
         manifest.remove_unfinished(self.directory)
         staging.mkdir()
@@ -73,6 +77,7 @@ class CheckpointStore:
         merged = {name: entry for part in files for name, entry in part.items()}
         write_atomically(staging / manifest.STATE, json.dumps(state, indent=1) + "\n")
         merged[manifest.STATE] = manifest.digest(staging / manifest.STATE)
+        self.claim.require()
         manifest.commit(staging, target=target, files=merged)
         self._prune(target)
 
@@ -157,9 +162,10 @@ class CheckpointStore:
             for name in sorted(files)[self.world.rank :: self.world.world_size]:
                 manifest.verify_file(path / name, files[name])
             if self.world.rank == 0:
-                if (step := read_state(path)["progress"]["step"]) != manifest.step_of(path):
-                    raise Invalid(f"{manifest.STATE} is of step {step}")
+                step = read_state(path)["progress"]["step"]
                 check_tensors(path, sorted(files.keys() - {manifest.STATE}))
+                if step != manifest.step_of(path):
+                    raise Invalid(f"{manifest.STATE} is of step {step}")
         except Invalid as error:
             fault = str(error)
         except OSError as error:

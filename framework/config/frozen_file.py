@@ -21,10 +21,11 @@ def digest_of(plain: Any) -> str:
 
 @dataclass(frozen=True)
 class FrozenConfig:
-    """The path and the hash of a frozen configuration: the processes of a run share nothing else."""
+    """What the processes of a run share: its configuration, and by which claim (framework/runtime/lock.py) they write."""
 
     path: Path
     digest: str
+    token: str = ""
 
 
 def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml") -> FrozenConfig:

@@ -72,7 +72,7 @@ class Agreement:
         outcomes = self.gather((result, fault))
         for rank, (_, problem) in enumerate(outcomes):
             if problem is not None:
-                raise DiskFailed(f"{what}: rank {rank}: {problem}; the last valid checkpoint is intact")
+                raise DiskFailed(f"{what}: rank {rank}: {problem}")
         return [value for value, _ in outcomes]
 
     def barrier(self) -> None:

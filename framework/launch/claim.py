@@ -2,19 +2,20 @@
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig, RunSection
 from framework.launch.scratch import remove_scratch
-from framework.runs.directory import Lock, RunDirectory, RunLocked
+from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE, read_rows
 from framework.runs.provenance import Provenance
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
 from framework.runtime.files import require_room
+from framework.runtime.lock import Lock, RunLocked
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
@@ -74,7 +75,7 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
         frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
         if not is_beside:
             Provenance(directory.path).add_start(config.targets())
-        return ClaimedRun(config, frozen, lock)
+        return ClaimedRun(config, replace(frozen, token=lock.token), lock)
     except RunLocked as locked:
         LOGGER.error("%s", locked)
         return locked.code
@@ -84,14 +85,16 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
 
 
 def as_text(decision: FrozenConfig | int) -> str:
-    """Return rank 0's decision as text for the other ranks: `DIGEST PATH`, or an exit code."""
-    return f"{decision.digest} {decision.path.absolute()}" if isinstance(decision, FrozenConfig) else str(int(decision))
+    """Return rank 0's decision as text for the other ranks: `DIGEST TOKEN PATH`, or an exit code."""
+    if isinstance(decision, FrozenConfig):
+        return f"{decision.digest} {decision.token} {decision.path.absolute()}"
+    return str(int(decision))
 
 
 def from_text(text: str) -> FrozenConfig | int:
     """Return the decision that rank 0 has sent as text."""
-    first, _, path = text.partition(" ")
-    return FrozenConfig(Path(path), digest=first) if path else int(first)
+    first, *rest = text.split(" ", 2)
+    return FrozenConfig(Path(rest[1]), digest=first, token=rest[0]) if rest else int(first)
 
 
 def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:

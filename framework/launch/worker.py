@@ -77,7 +77,7 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
         try:
-            code: Exit = locate(MODES[config.mode].worker)(Builder(config, world=world))
+            code: Exit = locate(MODES[config.mode].worker)(Builder(config, world=world, token=frozen.token))
         except RunEnded as end:
             if world.rank == 0:
                 LOGGER.error("%s", end)

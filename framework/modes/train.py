@@ -19,7 +19,7 @@ from torch import Tensor
 from framework.build.training import Builder
 from framework.checkpoint.canonical import full_weights, misfit, restore
 from framework.checkpoint.kept import extra_state
-from framework.checkpoint.manifest import checkpoints_of, step_of
+from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.checkpoint.state import kept_of
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
@@ -31,7 +31,7 @@ from framework.runs.curves import draw_curves
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import read_rows, write_rows
 from framework.runs.provenance import CHANGED, WAYS, Provenance
-from framework.runtime.exits import Exit, NoValidCheckpoint, RunEnded, Unfit, headline
+from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, headline
 from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid, require_file
@@ -67,9 +67,10 @@ def train(build: Builder) -> Exit:
         _close_record(trainer, "finished" if is_finished else "preempted")
         return Exit.FINISHED if is_finished else Exit.PREEMPTED
     except RunEnded as end:
+        what = f"{end}; {_what_is_left(directory)}" if isinstance(end, DiskFailed) else str(end)
         if world.rank == 0:
-            LOGGER.error("%s", end)
-        _close_record(trainer, "failed", error=str(end))
+            LOGGER.error("%s", what)
+        _close_record(trainer, "failed", error=what)
         return end.code
     except Exception as error:
         world.report_error(error)
@@ -84,6 +85,11 @@ def train(build: Builder) -> Exit:
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
         del trainer
         gc.collect()
+
+
+def _what_is_left(directory: RunDirectory) -> str:
+    kept = candidates(directory.checkpoints)
+    return f"the last valid checkpoint is intact ({kept[0].name})" if kept else "no checkpoint has been written"
 
 
 def _continue(trainer: Trainer, build: Builder) -> None:

@@ -1,12 +1,9 @@
-"""A run's directory: where its files are, its summary, and its lock."""
+"""A run's directory: where its files are, and its summary."""
 
-import fcntl
 import itertools
 import json
 import os
 import re
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from framework.checkpoint.manifest import directory_name
 from framework.config.frozen_file import frozen_run_id
-from framework.runtime.exits import RunEnded
-from framework.runtime.files import flush_directory, lock_file, make_directory, replaced_by, write_atomically
+from framework.runtime.files import flush_directory, replaced_by, write_atomically
+from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
 
@@ -145,78 +142,3 @@ _IS_OF_KIND: dict[str, Callable[[Any], bool]] = {  # the values of a summary tha
     "restarts": lambda count: isinstance(count, int),
     "continued_at": _are_steps,
 }
-
-
-class RunLocked(RunEnded):
-    """Another process works in this directory."""
-
-
-class Lock:
-    """The right to write in a run's directory, held by the process that launched it and by its forked workers.
-
-    A lock of the kernel (flock): it ends with the last of these processes, however they die, so a stale lock cannot block
-    a launch. The file says who holds it. The processes of one `party` agree by other means
-    which of them may write: they ignore the lock of a lost machine, which a file server may keep for minutes.
-    """
-
-    def __init__(self, directory: Path, *, party: str | None = None) -> None:
-        self.path = directory / "lock"
-        self._party = party
-        self._descriptor: int | None = None
-
-    def take(self, *, patience_s: float = 10.0, party_patience_s: float = 3.0) -> None:
-        """Take the lock, making the directory. RunLocked, at once, if a living process holds it.
-
-        If the holder itself is dead and its workers are about to end, waits `patience_s` for them; for a process of the same
-        party `party_patience_s`, and then goes on without its lock.
-        """
-        make_directory(self.path.parent)
-        began = time.monotonic()
-        while (descriptor := lock_file(self.path, waits=False)) is None:
-            waited, holder = time.monotonic() - began, self.holder()
-            if self._party is not None and holder.get("party") == self._party:
-                if waited > party_patience_s:
-                    self.path.unlink(missing_ok=True)  # the lock belongs to the file, not to its name
-            elif waited > (0.0 if _is_alive(holder) else patience_s):
-                raise RunLocked(f"{self.path.parent} is in use by process {holder.get('pid', '?')} on "
-                           f"{holder.get('host', 'an unknown host')}; wait for it, or stop it")  # fmt: skip
-            time.sleep(0.05)
-        os.ftruncate(descriptor, 0)
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "party": self._party}
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
-        self._descriptor = descriptor
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether a process, this one included, holds the lock now."""
-        try:
-            with open(self.path) as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def holder(self) -> dict[str, Any]:
-        """Return what the file says about the process that took the lock last."""
-        try:
-            holder = json.loads(self.path.read_text())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return holder if isinstance(holder, dict) else {}
-
-
-def _is_alive(holder: dict[str, Any]) -> bool:
-    if holder.get("host") != socket.gethostname():
-        return bool(holder)  # on another host: believe the lock
-    try:
-        os.kill(holder["pid"], 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # another user's process
-    return True

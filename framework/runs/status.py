@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from framework.runs.directory import Lock, RunDirectory
+from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, rows_in
 from framework.runs.report import count_states, number, printable
 from framework.runtime import slurm
+from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.slurm import QueuedJob, SlurmFailed
 

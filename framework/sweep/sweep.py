@@ -15,12 +15,12 @@ from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection
 from framework.config.targets import locate
 from framework.launch.claim import print_problems
-from framework.runs.directory import Lock
 from framework.runs.status import print_table, states_of
 from framework.runs.table import TableRow, best_of, listing, write_csv
 from framework.runtime import log
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.files import make_directory, write_atomically
+from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import torch
 
-from framework.runs.directory import Lock, RunDirectory
+from framework.runs.directory import RunDirectory
 from framework.runs.table import TableRow
+from framework.runtime.lock import Lock
 from framework.runtime.preemption import PREEMPTION
 from framework.sweep.jobs import Job, Pool, exit_code
 from framework.sweep.line import Interval, read

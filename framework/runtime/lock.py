@@ -1,0 +1,202 @@
+"""The right to write in a run's directory, also where a file system's locks hold on one machine only."""
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.runtime.exits import Exit, RunEnded
+from framework.runtime.files import lock_file, make_directory
+
+_BEAT_S = 1.0
+_DEAD_AFTER_S = 4.0  # without a beat; a network file system shows what is older by up to 3 s
+_NUM_BYTES = 512  # of the file, always: an old size may be shown too
+
+
+class RunLocked(RunEnded):
+    """Another process works in this directory."""
+
+
+class Taken(OSError):
+    """Another launch has taken the directory, while this one was frozen or could not reach it."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A launch's claim to a directory: the holder that `token` names. Without a token there is nothing to lose."""
+
+    directory: Path
+    token: str = ""
+
+    def require(self) -> None:
+        """Raise Taken if another launch has the directory by now: before a write that would harm it."""
+        holder = _holder(self.directory / "lock") if self.token else {}
+        if holder.get("token", self.token) != self.token:
+            raise Taken(errno.ESTALE, f"{self.directory} has been taken by {_named(holder)}")
+
+
+class Lock:
+    """The right to write in a run's directory, held by the process that launched it and by its forked workers.
+
+    A lock of the kernel (flock): it ends with the last of these processes, however they die, so a stale lock cannot block
+    a launch. Some file systems (Lustre, NFS, FUSE, each with some options) keep it on one machine: the file also says who
+    holds it, and the holder renews it each second. The processes of one `party` agree by other means which of them may
+    write: they ignore the lock of a lost machine, which a file server may keep for minutes.
+    """
+
+    def __init__(self, directory: Path, *, party: str | None = None) -> None:
+        self.path = directory / "lock"
+        self.token = secrets.token_hex(8)
+        self._party = party
+        self._descriptor: int | None = None
+        self._released = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    def take(self, *, patience_s: float = 10.0, party_patience_s: float = 3.0) -> None:
+        """Take the lock, making the directory. RunLocked, at once, if a living process holds it.
+
+        If the holder itself is dead and its workers are about to end, waits `patience_s` for them; for a process of the same
+        party `party_patience_s`, and then goes on without its lock. A holder on another machine that has not released the
+        lock is watched for a few seconds.
+        """
+        make_directory(self.path.parent)
+        began = time.monotonic()
+        while (descriptor := lock_file(self.path, waits=False)) is None:
+            waited, holder = time.monotonic() - began, self.holder()
+            if self._party is not None and holder.get("party") == self._party:
+                if waited > party_patience_s:
+                    self.path.unlink(missing_ok=True)  # the lock belongs to the file, not to its name
+            elif waited > (0.0 if _is_alive(holder) else patience_s):
+                raise self._locked(holder)
+            time.sleep(0.05)
+        self._descriptor = descriptor
+        try:
+            self._watch_holder()
+        except RunLocked:
+            os.close(descriptor)
+            self._descriptor = None
+            raise
+        self._write(0)
+        self._released.clear()
+        self._beats = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
+        self._beats.start()
+
+    def _watch_holder(self) -> None:
+        """Wait until the holder that the file names is known to be gone. RunLocked if it lives, though its lock is free."""
+        before, began = self.holder(), time.monotonic()
+        if "token" not in before or (self._party is not None and before.get("party") == self._party):
+            return
+        while (now := self.holder()) == before and not _is_gone(before):
+            if time.monotonic() - began > _DEAD_AFTER_S:
+                return
+            time.sleep(0.1)
+        if now != before and "token" in now:
+            raise self._locked(now)
+
+    def _locked(self, holder: dict[str, Any]) -> RunLocked:
+        return RunLocked(f"{self.path.parent} is in use by {_named(holder)}; wait for it, or stop it")
+
+    def _write(self, beat: int) -> None:
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "party": self._party, "token": self.token, "beat": beat}
+        self._replace(json.dumps(holder | _process(os.getpid())))
+
+    def _replace(self, text: str) -> None:
+        with open(self.path, "r+b", buffering=0) as file:  # opened and closed, so that a network file system sends it
+            file.write(text.encode().ljust(_NUM_BYTES))
+            if os.fstat(file.fileno()).st_size > _NUM_BYTES:
+                file.truncate(_NUM_BYTES)
+
+    def _keep_beating(self) -> None:
+        beat = 0
+        while not self._released.wait(_BEAT_S):
+            with suppress(OSError):  # a missed beat is not a lost lock
+                try:
+                    Claim(self.path.parent, self.token).require()
+                except Taken as taken:
+                    _end(taken)
+                beat += 1
+                self._write(beat)
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether a process, this one included, holds the lock now; on another machine, as far as can be seen."""
+        try:
+            with open(self.path) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                age_s = time.time() - os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        holder = self.holder()
+        return "token" in holder and abs(age_s) < _DEAD_AFTER_S and not _is_gone(holder)
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            self._released.set()
+            if self._beats is not None:
+                self._beats.join(2 * _BEAT_S)
+            with suppress(OSError):  # then the next one watches for a while
+                self._replace("{}")
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def holder(self) -> dict[str, Any]:
+        """Return what the file says about the process that holds the lock, or was killed holding it."""
+        return _holder(self.path)
+
+
+def _holder(path: Path) -> dict[str, Any]:
+    try:
+        holder = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _named(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
+
+
+def _process(pid: int) -> dict[str, Any]:
+    """Return what tells a process from any other of its number: the machine's start, the container, its own start."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
+        started = stat.read().rpartition(")")[2].split()[19]
+        return {"boot": boot.read().strip(), "container": os.readlink("/proc/self/ns/pid"), "started": started}
+    return {}
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """Return whether the holder is known to have ended: only a process of this machine, and container, can be looked up."""
+    here = _process(os.getpid())
+    if not here or any(holder.get(key) != here[key] for key in ("boot", "container")):
+        return False
+    there = _process(holder["pid"]) if isinstance(holder.get("pid"), int) else {}
+    return there.get("started") != holder.get("started")
+
+
+def _is_alive(holder: dict[str, Any]) -> bool:
+    if holder.get("host") != socket.gethostname():
+        return bool(holder)  # on another host: believe the lock
+    try:
+        os.kill(holder["pid"], 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's process
+    return True
+
+
+def _end(taken: Taken) -> None:
+    """End this process, and with it its workers, before they write anything more where another run writes."""
+    with suppress(OSError):
+        sys.stderr.write(f"{taken.strerror}; this command stops, and writes nothing more\n")
+        sys.stderr.flush()
+    os._exit(Exit.FAILED)
