@@ -85,7 +85,7 @@ class Lock:
             os.close(descriptor)
             self._descriptor = None
             raise
-        self._write(0)
+        self._write(self.token)
         self._released.clear()
         self._beats = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
         self._beats.start()
@@ -93,23 +93,21 @@ class Lock:
     def _watch_holder(self) -> None:
         """Wait until the holder that the file names is known to be gone. RunLocked if it lives, though its lock is free."""
         before, began = self.holder(), time.monotonic()
-        if "token" not in before or (self._party is not None and before.get("party") == self._party):
+        if not before.get("token") or (self._party is not None and before.get("party") == self._party):
             return
         while (now := self.holder()) == before and not _is_gone(before):
             if time.monotonic() - began > _DEAD_AFTER_S:
                 return
             time.sleep(0.1)
-        if now != before and "token" in now:
+        if now != before and now.get("token"):
             raise self._locked(now)
 
     def _locked(self, holder: dict[str, Any]) -> RunLocked:
         return RunLocked(f"{self.path.parent} is in use by {_named(holder)}; wait for it, or stop it")
 
-    def _write(self, beat: int) -> None:
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "party": self._party, "token": self.token, "beat": beat}
-        self._replace(json.dumps(holder | _process(os.getpid())))
-
-    def _replace(self, text: str) -> None:
+    def _write(self, token: str, beat: int = 0) -> None:
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "party": self._party, "token": token, "beat": beat}
+        text = json.dumps(holder | _process(os.getpid()))
         with open(self.path, "r+b", buffering=0) as file:  # opened and closed, so that a network file system sends it
             file.write(text.encode().ljust(_NUM_BYTES))
             if os.fstat(file.fileno()).st_size > _NUM_BYTES:
@@ -124,7 +122,7 @@ class Lock:
                 except Taken as taken:
                     _end(taken)
                 beat += 1
-                self._write(beat)
+                self._write(self.token, beat)
 
     @property
     def is_held(self) -> bool:
@@ -138,7 +136,7 @@ class Lock:
         except BlockingIOError:
             return True
         holder = self.holder()
-        return "token" in holder and abs(age_s) < _DEAD_AFTER_S and not _is_gone(holder)
+        return bool(holder.get("token")) and abs(age_s) < _DEAD_AFTER_S and not _is_gone(holder)
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -146,7 +144,7 @@ class Lock:
             if self._beats is not None:
                 self._beats.join(2 * _BEAT_S)
             with suppress(OSError):  # then the next one watches for a while
-                self._replace("{}")
+                self._write("")
             os.close(self._descriptor)
             self._descriptor = None
 
