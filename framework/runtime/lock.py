@@ -95,7 +95,7 @@ class Lock:
         before, began = self.holder(), time.monotonic()
         if not before.get("token") or (self._party is not None and before.get("party") == self._party):
             return
-        while (now := self.holder()) == before and not _is_gone(before):
+        while (now := self.holder()) == before and not is_gone(before):
             if time.monotonic() - began > _DEAD_AFTER_S:
                 return
             time.sleep(0.1)
@@ -106,8 +106,8 @@ class Lock:
         return RunLocked(f"{self.path.parent} is in use by {_named(holder)}; wait for it, or stop it")
 
     def _write(self, token: str, beat: int = 0) -> None:
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "party": self._party, "token": token, "beat": beat}
-        text = json.dumps(holder | _process(os.getpid()))
+        holder = {"host": socket.gethostname(), "party": self._party, "token": token, "beat": beat}
+        text = json.dumps(holder | {"pid": os.getpid()} | identity())
         with open(self.path, "r+b", buffering=0) as file:  # opened and closed, so that a network file system sends it
             file.write(text.encode().ljust(_NUM_BYTES))
             if os.fstat(file.fileno()).st_size > _NUM_BYTES:
@@ -136,7 +136,7 @@ class Lock:
         except BlockingIOError:
             return True
         holder = self.holder()
-        return bool(holder.get("token")) and abs(age_s) < _DEAD_AFTER_S and not _is_gone(holder)
+        return bool(holder.get("token")) and abs(age_s) < _DEAD_AFTER_S and not is_gone(holder)
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -165,20 +165,21 @@ def _named(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
 
 
-def _process(pid: int) -> dict[str, Any]:
-    """Return what tells a process from any other of its number: the machine's start, the container, its own start."""
+def identity(pid: int | None = None) -> dict[str, Any]:
+    """Return what tells a process, this one by default, from all others: machine, container, number, and when it began."""
+    pid = os.getpid() if pid is None else pid
     with suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
         started = stat.read().rpartition(")")[2].split()[19]
-        return {"boot": boot.read().strip(), "container": os.readlink("/proc/self/ns/pid"), "started": started}
+        return {"pid": pid, "boot": boot.read().strip(), "container": os.readlink("/proc/self/ns/pid"), "started": started}
     return {}
 
 
-def _is_gone(holder: dict[str, Any]) -> bool:
+def is_gone(holder: dict[str, Any]) -> bool:
     """Return whether the holder is known to have ended: only a process of this machine, and container, can be looked up."""
-    here = _process(os.getpid())
+    here = identity()
     if not here or any(holder.get(key) != here[key] for key in ("boot", "container")):
         return False
-    there = _process(holder["pid"]) if isinstance(holder.get("pid"), int) else {}
+    there = identity(holder["pid"]) if isinstance(holder.get("pid"), int) else {}
     return there.get("started") != holder.get("started")
 
 

@@ -68,7 +68,7 @@ def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) ->
         said = "; ".join(f"rank {one.slot.rank} hangs: it {one.manner}, {one}" for one in guilty)
         return "; ".join([said, *(f"rank {one.slot.rank} has {waited} {one}" for one in waiting)])
     if spans_nodes:
-        return f"of this node no rank hangs, and all have {waited} for those of another: {everyone}"
+        return f"{_OF_OTHERS}, and all have {waited} for those of another: {everyone}"
     found = _outlier(seen, group=0) or _outlier(seen, group=1)
     if found is None:
         last = min(seen, key=lambda one: (len(one.slot.beats) and one.slot.beats[-1].number, one.slot.collectives))
@@ -76,6 +76,14 @@ def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) ->
                 f"which of them is wrong is not known: {everyone}")  # fmt: skip
     rank, said = found
     return f"rank {rank} hangs: {said}; all have {waited} for each other: {everyone}"
+
+
+_OF_OTHERS = "of this node no rank hangs"
+
+
+def is_of_others(verdict: str) -> bool:
+    """Return whether a verdict only says that the ranks of its node have waited for those of another."""
+    return verdict.startswith(_OF_OTHERS)
 
 
 def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | None:

@@ -1,10 +1,12 @@
 """Elastic runs: the same command on every node; nodes come and go, and the run continues with the present nodes."""
 
 import copy
+import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,15 +15,19 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from framework.config.frozen_file import FrozenConfig
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
+from framework.distributed.hang.diagnose import is_of_others
 from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
-from framework.launch.elastic.membership import Meeting, Membership, Superseded
-from framework.launch.failures import cause, record_failure, recorded_failures, report
+from framework.launch.elastic.links import LOST_AFTER_S, Links
+from framework.launch.elastic.meeting import Meeting, Superseded
+from framework.launch.elastic.membership import Member, Membership
+from framework.launch.elastic.network import Network
+from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report
 from framework.launch.scratch import new_folder, remove_scratch
 from framework.launch.worker import Agent, prepare, work
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
-from framework.runtime.environment import Environment, variables
+from framework.runtime.environment import Environment, node_name, variables
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -41,12 +47,15 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
     directory, launch = RunDirectory(Path(config.run.dir)), config.launch
     # every node has as many workers: torch then numbers them without a store
     variables().setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+    network = Network.find()
+    links = Links(network.addresses)
     meeting = Meeting(
         directory.path.with_name(f".{directory.path.name}.elastic"),
+        node=Member(node_name(), os.getpid(), attempt or [], machine=network.machine),
+        links=links,
         sizes=fitting_nodes(launch, config.parallel),
         num_workers=launch.num_processes,
         max_restarts=launch.max_restarts,
-        attempt=attempt or [],
     )
     try:
         if (code := _enter(meeting)) is not None:
@@ -56,12 +65,14 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
             with new_folder(directory.path) as scratch:
                 entry = _Entry(config, meeting.folder)
                 agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
-                return agent.attend(meeting, timeout_s=launch.timeout_s)
+                return agent.attend(meeting, links, network, timeout_s=launch.timeout_s)
         finally:
             meeting.leave()
     except (Superseded, OSError) as error:
         LOGGER.error("this node has to leave the run: %s", error)
         return error.code if isinstance(error, Superseded) else Exit.DISK
+    finally:
+        links.close()
 
 
 def _enter(meeting: Meeting) -> Exit | None:
@@ -120,9 +131,9 @@ class _Agent(Agent):
     `failures` holds the failure that has ended the run, where it is this node's.
     """
 
-    def attend(self, meeting: Meeting, *, timeout_s: float) -> int:
+    def attend(self, meeting: Meeting, links: Links, network: Network, *, timeout_s: float) -> int:
         """Take part in round after round until the run has ended on all nodes. Returns how."""
-        self._meeting, self._timeout_s = meeting, timeout_s
+        self._meeting, self._links, self._network, self._timeout_s = meeting, links, network, timeout_s
         try:
             while (membership := self._next_round()).code is None:
                 self._start(membership)
@@ -139,23 +150,21 @@ class _Agent(Agent):
 
     def _next_round(self) -> Membership:
         """Wait for a round in which this node takes part, or until the run has ended and all nodes have left it."""
-        came, since = set[int](), time.monotonic()
+        came, since = list[int](), time.monotonic()
         possible = since  # when a round ran, or could have begun, for the last time
         while True:
             seen, now = self._meeting.look(), time.monotonic()
-            if set(seen.waiting) != came:
-                came, since = set(seen.waiting), now
+            if seen.ready != came:
+                came, since = seen.ready, now
             if seen.running or seen.may_start:
                 possible = now
             if not seen.running if seen.code is not None else self._meeting.number in seen.running:
                 return seen
-            times = {"waited_s": now - since, "idle_s": now - possible}
-            if self._advance(copy.deepcopy(seen), **times) == seen:
+            step = partial(self._advance, waited_s=now - since, idle_s=now - possible)
+            if step(copy.deepcopy(seen)) == seen:
                 time.sleep(_POLL_S)
-                continue
-            with self._meeting.change() as membership:
-                self._advance(membership, **times)
-                self._meeting.clear(before=membership.round)
+            else:
+                self._meeting.clear(self._meeting.change(step))
 
     def _advance(self, membership: Membership, *, waited_s: float, idle_s: float) -> Membership:
         """Take the step that is due between rounds, if any: another node may be about to take the same step."""
@@ -169,8 +178,9 @@ class _Agent(Agent):
         elif membership.may_start and (membership.is_full or waited_s > _LAST_CALL_S):
             membership.start_round()
         elif idle_s > self._timeout_s:
-            there = f"{len(membership.nodes)} of at least {membership.sizes[0]} nodes"
-            membership.end(Exit.FAILED, error=f"{there} have come in launch.timeout_s={self._timeout_s:g}")
+            there = f"{len(membership.nodes)} of at least {membership.sizes[0]} nodes have come"
+            apart = "".join(f"; {line}" for line in self._apart(membership, membership.doubtful))
+            membership.end(Exit.FAILED, error=f"{there} in launch.timeout_s={self._timeout_s:g}{apart}")
         return membership
 
     def _start(self, membership: Membership) -> None:
@@ -181,6 +191,7 @@ class _Agent(Agent):
             LOGGER.info("%s", f"round {membership.round}: {nodes} of launch.nproc_per_node={spec.local_world_size}")
         # torch numbers attempts by restarts, which every agent counts for itself; the rounds are counted together
         self.restarts_left = spec.max_restarts - membership.round
+        self._network.use(self._links.interface(set(membership.members) - {self._meeting.number}))
         self.start_workers()
 
     def _watch(self, round: int) -> None:
@@ -198,13 +209,32 @@ class _Agent(Agent):
             if time.monotonic() - over_since >= patience_s:
                 self.end_workers(signal.SIGKILL)
                 break
-        with self._meeting.change() as membership:
-            self._conclude(membership, round, result)
-            self._meeting.wait_for_next(membership)
+        seen = self._meeting.look()
+        if seen.round == round and seen.code is None:
+            for line in self._apart(seen, seen.lost_links):
+                LOGGER.warning("%s", line)
+        failure = self._failure(round, result)
+        number = self._meeting.change(partial(self._conclude, round=round, result=result, failure=failure))
+        if failure is not None and number:
+            with log.log_file(self._directory.log):
+                LOGGER.warning("%s; restart %d of %d", failure, number, seen.max_restarts)
+
+    def _apart(self, membership: Membership, pairs: list[tuple[int, int]]) -> list[str]:
+        """Say which nodes do not reach each other."""
+        lines = []
+        for one, other in pairs:
+            if self._meeting.number == other:
+                one, other = other, one
+            hosts = (membership.nodes[number].host if number in membership.nodes else "?" for number in (other, one))
+            where = ", ".join(address for address, _ in self._meeting.addresses(other))
+            lines.append("{} cannot be reached from {} ({})".format(*hosts, f"{where}: no answer in {LOST_AFTER_S:g} s"))
+        return lines
 
     def _patience_s(self, membership: Membership, round: int) -> float | None:
         """Return for how many seconds the running workers may continue; None if nothing is wrong."""
         if membership.round != round or membership.is_short:  # the others continue without them, or wait for a dead node
+            return 0.0
+        if membership.lost_links:  # TCP would wait for a quarter of an hour
             return 0.0
         if membership.broken == round:  # they are about to notice by themselves
             return _GRACE_S
@@ -212,37 +242,45 @@ class _Agent(Agent):
 
     def _ask_to_stop(self, round: int) -> bool:
         """Make the workers stop after their step, with a checkpoint. The reason is recorded first, for all nodes."""
-        with self._meeting.change() as membership:
+
+        def ask(membership: Membership) -> bool:
             membership.stops |= PREEMPTION.requested
             if membership.may_grow:
                 membership.regroups = round
-            is_due = membership.stops or membership.regroups == round
-        if is_due:
+            return membership.stops or membership.regroups == round
+
+        if is_due := self._meeting.change(ask):
             self.signal_workers(signal.SIGTERM)
         return is_due
 
-    def _conclude(self, membership: Membership, round: int, result: RunResult) -> None:
+    def _failure(self, round: int, result: RunResult) -> Failure | None:
+        """Return the failure of its own that has ended this node's part of a round, if there is one."""
+        if result.state in (WorkerState.SUCCEEDED, WorkerState.HEALTHY) or self.verdict:  # healthy: until we ended them
+            return None
+        ranks = [worker.global_rank for worker in self.workers.workers]
+        recorded = [failure for failure in recorded_failures(self._meeting.folder, attempt=round) if failure.rank in ranks]
+        failure = cause(recorded, result.failures, ranks=ranks)
+        return None if failure.lost_peer else failure
+
+    def _conclude(self, membership: Membership, *, round: int, result: RunResult, failure: Failure | None) -> int:
+        """Record how this node's part of a round has ended, and wait for the next. Returns which failure it was; 0: none."""
+        self._meeting.wait_for_next(membership)
         membership.stops |= PREEMPTION.requested
         if result.state == WorkerState.SUCCEEDED:
             code = max(result.return_values.values())
             # otherwise no node has asked for it: a person has sent a signal to a worker
             if code != Exit.PREEMPTED or membership.stops or membership.regroups != round:
                 membership.end(code)
-            return
-        if self.verdict:
-            membership.end(Exit.HANG, error=self.verdict)
-            return
+            return 0
         membership.broken = max(membership.broken, round)
-        if result.state == WorkerState.HEALTHY:  # until we ended them
-            return
-        ranks = [worker.global_rank for worker in self.workers.workers]
-        recorded = [failure for failure in recorded_failures(self._meeting.folder, attempt=round) if failure.rank in ranks]
-        failure = cause(recorded, result.failures, ranks=ranks)
-        if failure.lost_peer or membership.code is not None:
-            return
+        if membership.lost_links and membership.round == round:
+            membership.parted = round
+        if self.verdict and not is_of_others(self.verdict):
+            membership.end(Exit.HANG, error=self.verdict)
+        if failure is None or membership.code is not None or membership.round != round:
+            return 0
         number = membership.note(failure, round)
         if membership.code is not None:
             self.failures.append(failure)
-        else:
-            with log.log_file(self._directory.log):
-                LOGGER.warning("%s; restart %d of %d", failure, number, membership.max_restarts)
+            return 0
+        return number

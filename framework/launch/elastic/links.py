@@ -1,0 +1,139 @@
+"""Which nodes of an elastic run reach each other, and over which of their networks: each agent speaks with all, each second."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import psutil
+
+Address = tuple[str, int]
+
+LOST_AFTER_S = 8.0  # without an answer: less than the default of `launch.timeout_s`, more than TCP needs to send again
+DOUBTFUL_AFTER_S = 3.0  # a round begins with nodes that have answered just now
+_PING_S = 1.0
+_CONNECT_S = 3.0
+_MOST_BYTES = 1024  # of a line: anybody may send some
+_FAULTS = (OSError, asyncio.TimeoutError, ValueError, EOFError)
+
+
+def own_addresses(interface: str | None = None) -> list[str]:
+    """Return this node's addresses, one network after the other, loopback last; of one `interface`, if that is given.
+
+    Other nodes on the same machine can be reached over loopback; that an address is another machine's is asked there.
+    """
+    found: list[str] = []
+    with suppress(OSError):  # first what the name means, which is what libraries take
+        found = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    up = psutil.net_if_stats()
+    own = [entry.address for name, entries in psutil.net_if_addrs().items() for entry in entries
+           if entry.family in (socket.AF_INET, socket.AF_INET6) and up[name].isup and interface in (None, name)
+           and not entry.address.startswith("fe80:")]  # fmt: skip
+    ordered = [address for address in dict.fromkeys(found) if address in own] + own
+    return sorted(dict.fromkeys(ordered), key=_is_loopback)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address."""
+    owners = [name for name, entries in psutil.net_if_addrs().items() for entry in entries if entry.address == address]
+    return owners[0] if owners else None
+
+
+class Links:
+    """One agent's connections to the others, in a thread of its own. `close` ends them.
+
+    It listens on this node's own addresses, on one of `ports` if there are any to choose from. A line that does not begin
+    with the run's secret ends its connection.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, ports: Iterable[int] = (0,)) -> None:
+        self.addresses: list[Address] = []  # where it listens
+        self._others: dict[int, list[Address]] = {}
+        self._heard: dict[int, float] = {}  # of each other node: when it last answered
+        self._local: dict[int, str] = {}  # over which of our addresses
+        self._number, self._secret = 0, ""
+        self._closed = threading.Event()
+        ready = threading.Event()
+        run = self._run(list(addresses), list(ports), ready)
+        self._thread = threading.Thread(target=asyncio.run, args=(run,), name="links", daemon=True)
+        self._thread.start()
+        ready.wait()
+
+    def meet(self, others: Mapping[int, Sequence[Address]], *, number: int, secret: str) -> None:
+        """Keep connections to these nodes, by their numbers; `number` is this node's. Not waited for."""
+        self._number, self._secret = number, secret
+        self._others = {other: list(addresses) for other, addresses in others.items() if other != number}
+
+    def answering(self, *, within_s: float) -> list[int]:
+        """Return the nodes that have answered within so many seconds."""
+        now = time.monotonic()
+        return sorted(number for number, heard in list(self._heard.items()) if now - heard < within_s)
+
+    def interface(self, others: Iterable[int]) -> str | None:
+        """Return the name of this node's interface over which most of the others answer; None if none does."""
+        used = Counter(address for number in others if (address := self._local.get(number)) is not None)
+        return interface_of(used.most_common(1)[0][0]) if used else None
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(2 * _CONNECT_S)
+
+    async def _run(self, addresses: list[str], ports: list[int], ready: threading.Event) -> None:
+        servers = [server for address in addresses if (server := await self._listen(address, ports)) is not None]
+        self.addresses = [socket.getsockname()[:2] for server in servers for socket in server.sockets]
+        ready.set()
+        talks: dict[int, asyncio.Task[None]] = {}
+        while not self._closed.is_set():
+            for number in self._others.keys() - talks.keys():
+                talks[number] = asyncio.create_task(self._keep(number))
+            for number in talks.keys() - self._others.keys():
+                talks.pop(number).cancel()
+            await asyncio.sleep(0.1)
+        for server in servers:
+            server.close()
+
+    async def _listen(self, address: str, ports: list[int]) -> asyncio.Server | None:
+        for port in ports:
+            with suppress(OSError):
+                return await asyncio.start_server(self._answer, address, port, limit=_MOST_BYTES)
+        return None
+
+    async def _keep(self, number: int) -> None:
+        while True:
+            for address in self._others.get(number, []):
+                with suppress(*_FAULTS):
+                    await self._talk(number, address)
+            await asyncio.sleep(_PING_S / 4)
+
+    async def _talk(self, number: int, address: Address) -> None:
+        """Ask a node each second whether it is there, as long as it answers; at an address that may be another's."""
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address, limit=_MOST_BYTES), _CONNECT_S)
+        try:
+            while True:
+                writer.write(f"{self._secret} {number}\n".encode())
+                if await asyncio.wait_for(reader.readline(), LOST_AFTER_S) != f"{self._secret} {number} is here\n".encode():
+                    raise EOFError
+                self._heard[number] = time.monotonic()
+                self._local[number] = writer.get_extra_info("sockname")[0]
+                await asyncio.sleep(_PING_S)
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await asyncio.wait_for(reader.readline(), LOST_AFTER_S) == f"{self._secret} {self._number}\n".encode():
+                if not self._secret:
+                    break
+                writer.write(f"{self._secret} {self._number} is here\n".encode())
+                await writer.drain()
+        except _FAULTS:
+            pass
+        finally:
+            writer.close()

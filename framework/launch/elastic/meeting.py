@@ -1,0 +1,248 @@
+"""Where the nodes of an elastic run agree: one record in a folder that all nodes share, and their signs of life."""
+
+import itertools
+import json
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from framework.launch.elastic.links import DOUBTFUL_AFTER_S, LOST_AFTER_S, Links
+from framework.launch.elastic.membership import MEMBERSHIP, Member, Membership
+from framework.runtime.exits import RunEnded
+from framework.runtime.files import write_atomically
+from framework.runtime.lock import identity, is_gone
+
+T = TypeVar("T")
+
+_BEAT_S = 1.0
+_DEAD_AFTER_S = 8.0  # without a beat
+_POLL_S = 0.05
+_NUM_CLAIMS = 100  # kept: a network file system may show the record as it was some seconds, and changes, ago
+
+
+class Superseded(RunEnded):
+    """A newer attempt of the job has the run: this attempt was considered lost."""
+
+
+class Meeting:
+    """One agent's access to the record: one file, which all agents read, and which one at a time changes.
+
+    Nothing hosts the record, and a change is a rename: any process may be killed, or frozen, at any moment. Who makes the
+    next change is told by who creates a file first, which holds on any file system, as locks do not. A node lives as long
+    as its file changes; no two machines' clocks are compared.
+    """
+
+    def __init__(
+        self, folder: Path, *, node: Member, links: Links, sizes: list[int], num_workers: int, max_restarts: int
+    ) -> None:
+        self.folder = folder
+        self.number = 0  # this node's
+        self._file = folder / "membership.json"
+        self._new = lambda: Membership(sizes, num_workers, max_restarts, secrets.token_hex(16), attempt=node.attempt)
+        self._node, self._links = node, links
+        self._came = time.monotonic()
+        self._seen: dict[Path, tuple[str, float]] = {}  # of a node or a claim: its content, and when this process saw it first
+        self._signs: dict[int, Sign] = {}
+        self._left = threading.Event()
+
+    def enter(self) -> bool:
+        """Try to join the nodes that wait; False while an earlier attempt, which has ended, is still being removed.
+
+        ValueError where the other nodes have another command; Superseded as from `look`.
+        """
+
+        def join(membership: Membership) -> bool:
+            if not membership.nodes:  # no node is left of an earlier attempt
+                membership.restart(self._new())
+                for path in self.folder.iterdir():
+                    if path != self._file and not path.name.startswith("change_"):
+                        path.unlink(missing_ok=True)
+            if membership.code is not None or not self._is_of_one_command(membership):
+                return False
+            if membership.attempt != self._node.attempt:  # ours is newer, and begins when the older nodes have left
+                membership.attempt, membership.stops = self._node.attempt, False
+            self.number = membership.add(self._node)
+            self._beat(0)
+            return True
+
+        if not self.change(join):
+            return False
+        threading.Thread(target=self._keep_beating, name="beat", daemon=True).start()
+        return True
+
+    def _is_of_one_command(self, membership: Membership) -> bool:
+        mine = self._new()
+        pairs = {"num_workers": (mine.num_workers, membership.num_workers), "sizes": (mine.sizes, membership.sizes)}
+        differing = [f"{name} {here} here and {there} there" for name, (here, there) in pairs.items() if here != there]
+        if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # before, the other nodes may be dead
+            raise ValueError(f"another command than on the run's other nodes: {'; '.join(differing)}")
+        return not differing
+
+    def look(self) -> Membership:
+        """Return the present record, without the nodes that are dead by now. Superseded if it is a newer attempt's."""
+        membership = self._read()
+        if membership.attempt > self._node.attempt:
+            raise Superseded(f"a newer attempt of this job, or a newer job, has the run in {self.folder}")
+        return membership
+
+    def _read(self) -> Membership:
+        try:
+            membership = MEMBERSHIP.validate_json(self._file.read_bytes())
+        except FileNotFoundError:
+            return self._new()
+        for number in [number for number in membership.nodes if self._is_dead(number)]:
+            del membership.nodes[number]
+        signs = {number: self._sign(number) for number in membership.nodes}
+        pairs = list(itertools.combinations(sorted(signs), 2))
+        membership.cut = [(a, b) for a, b in pairs if b not in signs[a].reaches or a not in signs[b].reaches]
+        membership.doubtful = [(a, b) for a, b in pairs if b not in signs[a].hears or a not in signs[b].hears]
+        addresses = {number: sign.addresses for number, sign in signs.items()}
+        self._links.meet(addresses, number=self.number, secret=membership.secret)
+        return membership
+
+    def change(self, action: Callable[[Membership], T]) -> T:
+        """Change the record by `action`, and return what it returns. Where others change it first, it is called again."""
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            membership = self.look()
+            try:
+                if (claim := self._claim(membership.version)) is None:
+                    time.sleep(_POLL_S)
+                    continue
+                try:
+                    result = action(membership)
+                    membership.version += 1
+                    if self._next_claim(claim).exists():  # we were frozen for so long that another has gone on
+                        continue
+                    write_atomically(self._file, MEMBERSHIP.dump_json(membership, indent=1).decode() + "\n")
+                    self._write_claim(claim, is_done=True)
+                except BaseException:
+                    claim.unlink(missing_ok=True)
+                    raise
+                return result
+            except FileNotFoundError:  # the last node of an earlier attempt has removed the folder
+                time.sleep(_POLL_S)
+
+    def _claim(self, version: int) -> Path | None:
+        """Claim the next change of the record as it is now; None while another node's claim may still lead to one.
+
+        A claim stays, so that nobody can make a change that has been made; whoever was killed, or frozen, before the change
+        is followed by the next to claim it.
+        """
+        path = self.folder / f"change_{version}_0"
+        while True:
+            try:
+                path.touch(exist_ok=False)
+                self._write_claim(path)
+                return path
+            except FileExistsError:
+                if not self._is_abandoned(path):
+                    return None
+            path = self._next_claim(path)
+
+    def _write_claim(self, path: Path, *, is_done: bool = False) -> None:
+        path.write_text(json.dumps(identity() | {"is_done": is_done}).ljust(_BLOCK))
+
+    def _next_claim(self, claim: Path) -> Path:
+        change, _, number = claim.name.rpartition("_")
+        return claim.with_name(f"{change}_{int(number) + 1}")
+
+    def _is_abandoned(self, claim: Path) -> bool:
+        silent_s, holder = self._silent_s(claim), dict[str, Any]()
+        with suppress(OSError, ValueError):
+            holder = json.loads(claim.read_text())
+        return not holder.get("is_done") and (silent_s > _DEAD_AFTER_S or is_gone(holder))
+
+    def wait_for_next(self, membership: Membership) -> None:
+        """Become a node that waits, even if the others considered this node dead. Within `change`."""
+        membership.nodes[self.number] = self._node
+
+    def clear(self, membership: Membership) -> None:
+        """Remove the files that the workers of earlier rounds have left here, and old claims."""
+        ends = {"change": membership.version - _NUM_CLAIMS}
+        for path in self.folder.iterdir():
+            numbered = re.fullmatch(r"(store|start|failure|change)_(\d+).*", path.name)
+            if numbered is not None and int(numbered[2]) < ends.get(numbered[1], membership.round):
+                path.unlink(missing_ok=True)
+
+    def leave(self) -> None:
+        """Leave; the last node removes the folder. Errors of the disk do not matter: this node is soon considered dead."""
+        self._left.set()
+
+        def go(membership: Membership) -> None:
+            membership.nodes.pop(self.number, None)
+            self._path(self.number).unlink(missing_ok=True)
+            if not membership.nodes:  # renamed: another node may be coming
+                trash = self.folder.rename(self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}"))
+                shutil.rmtree(trash, ignore_errors=True)
+                raise _Removed
+
+        with suppress(OSError, _Removed, Superseded):
+            self.change(go)
+
+    def _is_dead(self, number: int) -> bool:
+        return number != self.number and self._silent_s(self._path(number)) > _DEAD_AFTER_S
+
+    def _silent_s(self, path: Path) -> float:
+        """Return for how many seconds this process has seen a file unchanged."""
+        try:
+            content = path.read_text()  # opened, so that a network file system asks the server
+        except FileNotFoundError:
+            content = ""
+        now = time.monotonic()
+        if self._seen.get(path, (None, 0.0))[0] != content:
+            self._seen[path] = content, now
+        return now - self._seen[path][1]
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"node_{number}"
+
+    def _sign(self, number: int) -> "Sign":
+        """Return a node's latest sign of life; its latest whole one, while it writes another."""
+        with suppress(FileNotFoundError, ValidationError):
+            self._signs[number] = _SIGN.validate_json(self._path(number).read_bytes())
+        return self._signs.get(number) or Sign(0, [], [], [])
+
+    def addresses(self, number: int) -> list[tuple[str, int]]:
+        """Return where a node listens."""
+        return self._sign(number).addresses
+
+    def _beat(self, count: int) -> None:
+        reaches, hears = (self._links.answering(within_s=seconds) for seconds in (LOST_AFTER_S, DOUBTFUL_AFTER_S))
+        text = _SIGN.dump_json(Sign(count, self._links.addresses, reaches, hears)).decode()
+        # of the same size, mostly: a network file system may show an old size
+        self._path(self.number).write_text(text.ljust((len(text) // _BLOCK + 1) * _BLOCK))
+
+    def _keep_beating(self) -> None:
+        count = 0
+        while not self._left.wait(_BEAT_S):
+            count += 1
+            with suppress(OSError):  # a missed beat is not a lost node
+                self._beat(count)
+
+
+@dataclass
+class Sign:
+    """What each node writes each second: that it lives, where it listens, and whom it reaches."""
+
+    beat: int
+    addresses: list[tuple[str, int]]
+    reaches: list[int]  # that have not been silent for so long that they are lost
+    hears: list[int]  # that have answered just now
+
+
+_SIGN = TypeAdapter(Sign)
+_BLOCK = 1024
+
+
+class _Removed(Exception):
+    """The record is gone, and is not to be written again."""
