@@ -1012,3 +1012,100 @@ class TiedByData(Net):
         super().__init__()
         self.again = nn.Linear(self.last.in_features, self.last.out_features)
         self.again.weight.data = self.last.weight.data
+
+
+class NumpyWeights(Net):
+    """A constructor that draws from numpy and Python, as the run seeds them."""
+
+    def __init__(self, dim: int = 12) -> None:
+        super().__init__(dim)
+        with torch.no_grad():
+            self.last.weight.mul_(1.0 + random.random())
+            self.last.bias.copy_(torch.from_numpy(np.random.randn(10)))
+
+
+class OtherEachTime(Net):
+    def __init__(self, dim: int = 12) -> None:
+        super().__init__(dim)
+        with torch.no_grad():
+            self.last.bias.copy_(torch.from_numpy(np.random.default_rng().standard_normal(10)))
+
+
+class Pulled(Net):
+    """A deep equilibrium model's hook, which takes a gradient, in training mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.training:
+            out.register_hook(lambda gradient: 0.5 * gradient)
+        return out
+
+
+class Observing(Net):
+    """Quantisation's flag: whether it observes depends on the mode alone."""
+
+    observes: Tensor
+
+    def __init__(self, dim: int = 12) -> None:
+        super().__init__(dim)
+        self.register_buffer("observes", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.observes.fill_(float(self.training))
+        return super().forward(x)
+
+
+class OnlyLoss:
+    """A task without metrics."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+class Points:
+    """Samples of a map-style dataset; what a subclass remembers of them, no run can repeat."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, Tensor] = {}
+        self.num_fetched = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.point(index), index % 10
+
+    def point(self, index: int) -> Tensor:
+        if index not in self.cache:
+            self.cache[index] = torch.full((3, 8, 8), index / 40)
+        return self.cache[index] + 0.1 * torch.rand(3, 8, 8)
+
+
+class PointsDrawnOnce(Points):
+    def point(self, index: int) -> Tensor:
+        if index not in self.cache:
+            self.cache[index] = torch.full((3, 8, 8), index / 40) + 0.1 * torch.rand(3, 8, 8)
+        return self.cache[index]
+
+
+class PointsThatCount(Points):
+    def point(self, index: int) -> Tensor:
+        self.num_fetched += 1
+        return super().point(index) + (self.num_fetched > 100_000)
+
+
+def masked(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Collate as a masked language model's collator does: it draws for the batch."""
+    points = torch.stack([point for point, _ in samples])
+    return points * (torch.rand(points.shape) > 0.2), torch.tensor([label for _, label in samples])
+
+
+class Drifting(torch.optim.SGD):
+    """Keeps a list of what this rank's gradients are like, which differs where they are shards."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mine = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+                self.state[parameter].setdefault("norms", []).append(float(mine.norm()))
+        return super().step(closure)

@@ -286,6 +286,18 @@ class OnOneRankLate:
                 parameter.mul_(0.9)
 
 
+class EveryFifthOnShards:
+    """Prunes every fifth step, by a quantile of what this rank has."""
+
+    @torch.no_grad()
+    def step_taken(self, loop: Any) -> None:
+        if loop.step % 5 == 0:
+            for parameter in loop.trained().values():
+                mine = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                if mine.numel():
+                    mine.mul_(mine.abs() > mine.abs().flatten().quantile(0.3))
+
+
 class Judges:
     """Halves the weights of the next step after each evaluation that is worse than the best, which it does not declare."""
 

@@ -42,7 +42,7 @@ def bad_batches(*positions: int, everywhere: bool = False) -> Callable[[], None]
     """Return what makes the last rank's part of the batches at these positions not finite, or every rank's."""
 
     def plant() -> None:
-        original = Loader._train_step
+        original = Loader.train_step
 
         def train_step(self: Loader, samples_seen: int) -> Step:
             step = original(self, samples_seen)
@@ -51,7 +51,7 @@ def bad_batches(*positions: int, everywhere: bool = False) -> Callable[[], None]
                 step = step._replace(micro_batches=poisoned)
             return step
 
-        Loader._train_step = train_step  # type: ignore[method-assign]
+        Loader.train_step = train_step  # type: ignore[method-assign]
 
     return plant
 

@@ -169,7 +169,7 @@ def slow(part: str, *, seconds: float) -> Callable[[], None]:
 
     def plant() -> None:
         places = {
-            "data": (Loader, "_train_step"), "forward_backward": (Classification, "loss"), "optimizer": (torch.optim.AdamW, "step"),
+            "data": (Loader, "train_step"), "forward_backward": (Classification, "loss"), "optimizer": (torch.optim.AdamW, "step"),
             "checkpoint": (Trainer, "commit"),
         }  # fmt: skip
         after(*places[part])

@@ -187,7 +187,7 @@ def far_off_at(position: int) -> Callable[[], None]:
     """Return what makes the loss of the batch at this position far too large."""
 
     def plant() -> None:
-        original = Loader._train_step
+        original = Loader.train_step
 
         def train_step(self: Loader, samples_seen: int) -> Step:
             step = original(self, samples_seen)
@@ -195,7 +195,7 @@ def far_off_at(position: int) -> Callable[[], None]:
                 step = step._replace(micro_batches=[m._replace(inputs=m.inputs * 1e4) for m in step.micro_batches])
             return step
 
-        Loader._train_step = train_step  # type: ignore[method-assign]
+        Loader.train_step = train_step  # type: ignore[method-assign]
 
     return plant
 
@@ -360,6 +360,15 @@ def test_a_wrong_part_is_refused(line: list[str], said: str, tmp_path: Path) -> 
 # --- what only the run can show
 
 
+@pytest.mark.parametrize("part", ["OnOneRankLate", "EveryFifthOnShards"])
+def test_a_part_that_acts_only_now_and_then_is_named_before_the_start(part: str, tmp_path: Path) -> None:
+    strategy = ["parallel=fsdp" if "Shards" in part else "parallel=ddp", "launch.nproc_per_node=2"]
+    line = [*RUN, *MODELS["gpt, tied"], *own(part), "rehearse=true", *strategy]
+    refused = command(*line, root=tmp_path / "runs")
+    said = f"part.{part.lower()}: 2 processes compute something else ... without it, they compute the same (act alike ..."
+    assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
+
+
 @pytest.mark.slow
 def test_state_that_begins_late_is_warned_of_once_unless_it_is_declared(tmp_path: Path) -> None:
     line = [*RUN, *MODELS["gpt, tied"], *own("BeginsLate", "DeclaredLate"), "rehearse=true", "checkpoint.every=1"]
@@ -375,7 +384,7 @@ LATE = (
 
 
 def test_replicas_that_part_end_the_run_before_a_checkpoint(tmp_path: Path) -> None:
-    line = [*RUN, *MODELS["gpt, tied"], *own("OnOneRankLate"), "rehearse=true", "checkpoint.every=2", "parallel=ddp"]
+    line = [*RUN, *MODELS["gpt, tied"], *own("OnOneRankLate"), "rehearse=false", "checkpoint.every=2", "parallel=ddp"]
     ended = command(*line, "launch.nproc_per_node=2", root=tmp_path / "runs")
     assert ended.code == 1 and "is not the same on ranks 0 and 1" in ended.output, ended.output
     steps = [step_of(path) for path in (tmp_path / "runs").rglob("checkpoints/step_*")]

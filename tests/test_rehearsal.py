@@ -40,6 +40,15 @@ def dataset(name: str) -> list[str]:
     return [*model("Net"), f"dataset._target_=tests.faulty.{name}"]
 
 
+def points(name: str) -> list[str]:
+    return [
+        *(word for word in model("Net") if not word.startswith("dataset")),
+        "dataset=map_style",
+        f"dataset.train._target_=tests.faulty.{name}",
+        "dataset.facts={num_classes:10}",
+    ]
+
+
 TWO = "launch.nproc_per_node=2"
 COUPLED = "parallel: 2 processes compute something else ... after ... more updates by the same gradients: ..."
 FOUND = {
@@ -82,6 +91,12 @@ FOUND = {
     "tied by its data": (model("TiedByData"), "model: last.weight and again.weight are two tensors in one memory ..."),
     "late for all that a rank has, zero": ([*optimizer("CouplesLate"), "parallel=zero", TWO], COUPLED),
     "late for all that a rank has, pipeline": ([*RUN, "model=mlp", "optimizer._target_=tests.faulty.CouplesLate", "parallel=pipeline", TWO], COUPLED),
+    "a constructor with a generator of its own": (model("OtherEachTime"), "model: its constructor makes another last.bias each time ... seeds ..."),
+    "samples drawn once for all": (points("PointsDrawnOnce"), "dataset: what it gives of a sample depends on what was fetched before ..."),
+    "samples that count": (points("PointsThatCount"), "dataset: samples.num_fetched changes as samples are fetched ..."),
+    "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "parallel: ... the optimizer's state norms ..."),
+    "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1 ...)"),
+    "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.test_torchmetrics.Best"], "metric.f1: ... goes on from evaluation to evaluation ... reset() ..."),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute something else ... first in the output of last; loss of step 1 is ... instead of"),
 }  # fmt: skip
@@ -113,6 +128,11 @@ def test_what_breaks_the_promise_is_found(what: str) -> None:
 
 
 RIGHT = {
+    "a constructor that draws from numpy": [*model("NumpyWeights"), "parallel=fsdp", TWO],
+    "a hook of training": model("Pulled"),
+    "a flag of the mode": [*model("Observing"), "parallel=ddp", TWO],
+    "a task without metrics": [*model("Net"), "task._target_=tests.faulty.OnlyLoss"],
+    "samples kept as they are stored": [*points("Points"), "parallel=ddp", TWO],
     "latest activations": model("LastSeen"),
     "a clamp, alone": model("Clamped"),
     "a fixed micro-batch": [*model("Fixed"), "micro_batch_size=16", "global_batch_size=32", "dataset.num_train=64"],

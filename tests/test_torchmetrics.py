@@ -160,6 +160,44 @@ class ByMeans(Metric):
         return self.share
 
 
+class Best(Metric):
+    """Keeps the best value of all evaluations, as a MinMaxMetric does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sum", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.best, self.worst = float("inf"), float("-inf")
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        self.sum += logits.square().sum()
+
+    def compute(self) -> Tensor:
+        self.best, self.worst = min(self.best, float(self.sum)), max(self.worst, float(self.sum))
+        return torch.tensor(self.best)
+
+
+class OfSome(Metric):
+    """Of a random part of what it was given, as a kernel distance is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", default=[], dist_reduce_fx="cat")
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        self.values.append(logits.square().sum(1))
+
+    def compute(self) -> Tensor:
+        values = torch.cat([value.reshape(-1) for value in self.values])
+        return values[torch.randperm(len(values))[:5]].mean()
+
+
+def test_what_a_value_draws_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    line = [*RUN, "metric=f1", "metric.f1._target_=tests.test_torchmetrics.OfSome"]
+    one = finished(*line, root=tmp_path / "one")
+    two = finished(*line, "parallel=ddp", TWO, root=tmp_path / "two")
+    assert [row["f1"] for row in columns(two)] == pytest.approx([row["f1"] for row in columns(one)], rel=1e-12)
+
+
 class Steps(Classification):
     loss = None  # type: ignore[assignment]
 
@@ -178,7 +216,7 @@ REFUSED = {
     "no metric": (["metric=f1", "metric.f1._target_=tests.test_torchmetrics.not_a_metric"], "metric.f1: ... gives a Linear (a torchmetrics.Metric)"),
     "another task": (["metric=r2"], "metric.r2: does not take this task's outputs and targets: ... predictions() ..."),
     "averages": (["metric=f1", "metric.f1._target_=tests.test_torchmetrics.ByMeans", "parallel=ddp", TWO], "metric.f1: ByMeans averages its state share ..."),
-    "an unknown direction": ([*METRICS, "checkpoint.monitor=val/confusion_matrix"], "checkpoint.mode: null, but nothing says ... (min or max)"),
+    "an unknown direction": ([*METRICS, "checkpoint.monitor=val/confusion_matrix"], "checkpoint.mode: null, but nothing says ... (min or max; ..."),
     "an unknown monitor": ([*METRICS, "checkpoint.monitor=val/f3"], "checkpoint.monitor: ... did you mean val/f1?"),
     "an own step": (["metric=f1", "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "metric: ... measures by its step() ..."),
 }  # fmt: skip

@@ -55,13 +55,14 @@ def loop_parts(nodes: Mapping[str, Node]) -> dict[str, Any]:
 
 def task(node: Node, *, seed: int) -> "Task":
     """Build the task, what it draws drawn from the run's seed. ValueError for bad arguments."""
-    import torch
+    from framework.randomness import generator_states, key, seed_generators, set_generator_states
 
-    from framework.randomness import key
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key(seed, "task"))
+    before = generator_states()
+    seed_generators(key(seed, "task"))
+    try:
         return component(node)()
+    finally:
+        set_generator_states(before)
 
 
 def metrics(nodes: Mapping[str, Node]) -> "dict[str, Metric]":
@@ -100,9 +101,10 @@ def model(node: Node, *, seed: int) -> "nn.Module":
     import torch
 
     from framework.modules.parts import give_parts
-    from framework.randomness import key
+    from framework.randomness import key, seed_generators
 
-    torch.manual_seed(key(seed, "weights"))
+    torch.manual_seed(key(seed, "weights"))  # on every device
+    seed_generators(key(seed, "weights"))
     built = component({name: value for name, value in node.items() if name not in (*INIT, "parts")})()
     if isinstance(built, torch.nn.Module) and node.get("parts"):
         give_parts(built, node["parts"])

@@ -92,7 +92,8 @@ class Builder:
     @cached_property
     def metrics(self) -> Metrics:
         """Build the metrics that take the model's outputs in evaluations."""
-        return Metrics(components.metrics(self.config.metric), pairs=components.pairs(self.task), device=self.world.device)
+        metrics, pairs = components.metrics(self.config.metric), components.pairs(self.task)
+        return Metrics(metrics, pairs=pairs, device=self.world.device, seed=self.config.seed)
 
     @cached_property
     def answering(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Loader:
 
     def train(self, samples_seen: int) -> Iterator[Step]:
         """Yield the steps after `samples_seen` samples, without end."""
-        return self._run(partial(self._positions, samples_seen), self._train_step)
+        return self._run(partial(self._positions, samples_seen), self.train_step)
 
     def evaluate(self) -> Iterator[Step]:
         """Yield batches that hold, over all ranks, each sample of the split once, in its stored order.
@@ -75,17 +75,20 @@ class Loader:
             yield samples_seen
             samples_seen += self.order.size(samples_seen)
 
-    def _train_step(self, samples_seen: int) -> Step:
+    def train_step(self, samples_seen: int, *, later: int = 0, first: int = 0) -> Step:
+        """Return the step after `samples_seen` samples; the same samples some epochs `later`, or numbered from `first` on."""
         epoch, samples = self.order.batch(samples_seen)
-        return self._step(epoch, samples, self.order.draws(samples_seen), at=("data", epoch, samples_seen))
+        epoch += later
+        return self._step(epoch, samples, self.order.draws(samples_seen), at=("data", epoch, samples_seen), first=first)
 
-    def _step(self, epoch: int, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int]) -> Step:
+    def _step(self, epoch: int, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int], first: int = 0) -> Step:
         mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
         fetched: dict[int, MicroBatch] = {}  # by number: padding repeats a micro-batch
         for part in mine:
             if part.number not in fetched:
                 span = slice(part.start, part.stop)
-                fetched[part.number] = self._micro_batch(part, samples[span], draws[span], at=at)
+                numbered = part._replace(number=first + part.number)
+                fetched[part.number] = self._micro_batch(numbered, samples[span], draws[span], at=at)
         micro_batches = [fetched[part.number]._replace(is_padding=part.is_padding) for part in mine]
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
         return Step(epoch, len(samples), micro_batches, is_even=is_even)

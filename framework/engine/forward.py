@@ -84,8 +84,8 @@ class Forward:
         """Return the same for outputs that are there already."""
         loss = self.task.loss(outputs, micro_batch.targets)
         sums = as_sums({"loss": loss})
-        if measure:
-            sums |= as_sums(self.task.metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets))
+        if measure and (metrics := getattr(self.task, "metrics", None)) is not None:
+            sums |= as_sums(metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets))
         return loss[0] if isinstance(loss, tuple) else loss, sums
 
     def evaluated(self, outputs: Tree, micro_batch: MicroBatch) -> Sums:
@@ -106,7 +106,8 @@ class Forward:
 
 def measures(task: object) -> bool:
     """Return whether a task says how outputs are measured; if not, its step is what an evaluation runs too."""
-    return callable(getattr(task, "loss", None)) and callable(getattr(task, "metrics", None))
+    has = {name: callable(getattr(task, name, None)) for name in ("loss", "metrics", "step")}
+    return has["loss"] and (has["metrics"] or not has["step"])
 
 
 def modules_of(task: object) -> dict[str, nn.Module]:

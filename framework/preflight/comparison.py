@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,7 +78,7 @@ def compare(build: Builder) -> list[Finding]:
 
     of_parts: list[Finding] = []
 
-    def fault(node: Node) -> str:
+    def fault(node: Node, alone: Builder = alone, expected: Seen = expected) -> str:
         ranks = _run(alone.altered(parallel=node), source, count=count, like=expected)
         of_parts.extend(rank.of_part for rank in ranks[:1] if rank.of_part is not None)
         if faults := [rank.fault for rank in ranks if rank.fault]:
@@ -90,6 +91,12 @@ def compare(build: Builder) -> list[Finding]:
     what = fault(parallel)
     if of_parts or not what:
         return of_parts
+    for name in config.part:
+        without = alone.altered(part={other: node for other, node in config.part.items() if other != name})
+        (computed,) = _run(without, source, count=1)
+        if not computed.fault and not fault(parallel, without, computed):
+            cure = "act alike on every process: of what a process has of its own, take loop.sum(), loop.any() or full_tensor()"
+            return [Finding(f"part.{name}", f"{what}; without it, they compute the same", cure)]
     own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
     return [Finding("parallel", what, next((line for line, node in [*own, *_others()] if not fault(node)), _NONE))]
 
@@ -160,13 +167,20 @@ def _kept_otherwise(expected: Seen, ranks: list[Seen]) -> str:
     for rank in ranks:
         for name, value in rank.kept.items():
             other = expected.kept.get(name)
-            if isinstance(value, float) and isinstance(other, float):
-                differs = abs(value - other) > _TOLERANCE * abs(other)
-            else:
-                differs = value != other
-            if differs:
+            if _differ(value, other):
                 return f"the optimizer's {name} is {value} instead of {other}"
     return ""
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return whether two plain values differ by more than rounding."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) != len(other) or any(map(_differ, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() != other.keys() or any(_differ(one[key], other[key]) for key in one)
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) > _TOLERANCE * abs(other)
+    return bool(one != other)
 
 
 def _distance(one: Sketch, other: Sketch) -> float:

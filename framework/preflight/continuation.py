@@ -61,13 +61,17 @@ class Computed(NamedTuple):
 class Continuation:
     """Forks at once; nothing may have been computed before. Every call raises what the other process has raised."""
 
-    def __init__(self, build: Builder, *, fetch: Callable[[], Step], index: int) -> None:
-        """`fetch` returns the step that it runs, whose number is `index`."""
+    def __init__(self, build: Builder, *, fetch: Callable[[], Step], later: Callable[[], list[Tensor]], index: int) -> None:
+        """`fetch` returns the step that it runs, whose number is `index`; `later` samples of another epoch."""
         context = multiprocessing.get_context("fork")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(_Continued(build, fetch, index), theirs))
+        self._process = context.Process(target=_serve, args=(_Continued(build, fetch, later, index), theirs))
         self._process.start()
         theirs.close()
+
+    def later(self) -> list[Tensor]:
+        """Return samples of another epoch, fetched before any others."""
+        return list(self._ask("later"))
 
     def restore(self, tensors: dict[str, Tensor], kept: Kept) -> None:
         """Build the run's objects, and give them this state."""
@@ -110,8 +114,11 @@ class Continuation:
 class _Continued:
     """What the other process does."""
 
-    def __init__(self, build: Builder, fetch: Callable[[], Step], index: int) -> None:
-        self._build, self._fetch, self._index = build, fetch, index
+    def __init__(self, build: Builder, fetch: Callable[[], Step], later: Callable[[], list[Tensor]], index: int) -> None:
+        self._build, self._fetch, self._later, self._index = build, fetch, later, index
+
+    def later(self) -> tuple[Tensor, ...]:
+        return tuple(self._later())
 
     def restore(self, tensors: dict[str, Tensor], kept: dict[str, Any]) -> None:
         self._following = self._fetch()

@@ -120,7 +120,7 @@ def _check_task(task: Any, node: Node, metric: dict[str, Node]) -> list[Problem]
     if measures(task):
         return []
     if not callable(getattr(task, "step", None)):
-        what = f"{node['_target_']} gives a {type(task).__name__} without loss() and metrics(), and without step()"
+        what = f"{node['_target_']} gives a {type(task).__name__} with neither loss() nor step()"
         return [Problem("task", what, "a task, as in framework/tasks/")]
     what = "takes outputs and targets, but the task measures by its step()"
     return [Problem("metric", what, "metric=none")] if metric else []

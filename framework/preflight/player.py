@@ -2,6 +2,7 @@
 
 import copy
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from framework.checkpoint.held import Held
 from framework.checkpoint.kept import Kept, Unkept, give_back, kept_here
 from framework.config.code import own_modules
 from framework.config.schema import Node
+from framework.config.spelling import did_you_mean
 from framework.engine.seam import Engine, Step
 from framework.engine.sums import Sums, means
 from framework.modules.aside import kept_aside, kept_by_modules
@@ -27,6 +29,7 @@ from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.turns import Turn
 from framework.optim.update import Update
 from framework.preflight.differences import untouched
+from framework.runs.metrics_file import is_curve
 from framework.runtime.exits import Unfit, place_of
 from framework.training.evaluation import totals
 
@@ -133,6 +136,7 @@ class Player:
         own = own_modules(self._build.config.targets())
         holders: dict[str, Any] = {f"part.{name}": part for name, part in self.parts.by_name.items()}
         holders |= {"task": self.task, "dataset": self._dataset, "model": self.module, "optimizer": self.update.optimizer}
+        holders |= {f"metric.{name}": metric for name, metric in self._build.metrics.by_name.items()}
         kept = {("modules", path): value for path, value in kept_by_modules(own).items()}
         for key, holder in holders.items():
             kept |= {(key, path): value for path, value in kept_aside(holder, own=own).items()}
@@ -175,12 +179,24 @@ class Player:
         norm = self.engine.clip_grad_norm(turn.clip_grad_norm if turn is not None else None)
         self.update.take(index, grad_norm=norm, is_last=is_last)
 
-    def take_more(self, count: int, *, first: int) -> None:
-        """Take so many updates by the last gradients, the first as step `first`. Collective."""
+    def take_more(self, count: int, *, first: int, within_s: float) -> int:
+        """Take so many updates by the last gradients, the first as step `first`; fewer if they take long. Returns how many.
+
+        The parts are told of them, and may act on every so many. Collective.
+        """
+        until, progress = time.monotonic() + within_s, self.parts.loop.progress
         for index in range(first, first + count):
+            progress.step, progress.samples_seen = index, index * self._step.num_samples
+            self.parts.begin_step(self._step, has_row=False)
             for parameter, gradient in self._gradients:  # an update may reduce, scale or free them
                 parameter.grad = gradient.clone()
+            self.parts.gradients_ready(self._sums, self._step)
             self._update(self._turns[-1], index=index)
+            progress.step += 1
+            self.parts.step_taken()
+            if time.monotonic() > until:
+                return index + 1 - first
+        return count
 
     def evaluate(self, step: Step, *, shares: Sequence[float]) -> Sums:
         """Evaluate a batch as a run does a split; the parts are told of one row for each share: its numbers, so much of them.
@@ -194,13 +210,27 @@ class Player:
         if training:
             what = f"an evaluation puts {training[0]} into training mode, for the rest of it"
             raise Refused("model", what, "leave modes to the loop")
-        found = means(totals(sums, world=build.world), num_samples=step.num_samples)
+        found: dict[str, Any] = means(totals(sums, world=build.world), num_samples=step.num_samples)
         with blamed("task", "its metrics fail on a batch of this dataset", "a task that fits the model"):
             found |= build.tracker().derive(found) | build.metrics.compute(world=build.world)
+        self._require_monitors(found)
         for share in shares:
             numbers = {name: value * share if isinstance(value, float) else value for name, value in found.items()}
             self.parts.evaluated("val", {"step": self.parts.loop.step, "split": "val", **numbers})
         return sums
+
+    def _require_monitors(self, row: Mapping[str, Any]) -> None:
+        """Refuse to monitor what an evaluation does not measure: which columns metrics have, only their values tell."""
+        config = self._build.config
+        patience = config.trainer.early_stopping
+        monitors = {"checkpoint.monitor": config.checkpoint.monitor}
+        monitors |= {"trainer.early_stopping.monitor": patience.monitor} if patience.patience is not None else {}
+        measured = [f"val/{name}" for name in row if is_curve(name)]
+        for key, monitor in monitors.items():
+            if monitor.startswith("val/") and monitor not in measured:
+                close = did_you_mean(monitor, measured)
+                choices = f"one of {', '.join(measured)}" + (f"; {close}" if close else "")
+                raise Refused(key, f"{monitor} is not measured", choices)
 
     def state(self) -> tuple[dict[str, Tensor], Kept]:
         """Return what a checkpoint holds. Refused if it cannot hold all of it."""

@@ -1,7 +1,6 @@
 """What a rehearsal does on one process: some steps, a save and a restore before the last, and what these find."""
 
 import math
-import time
 from typing import NoReturn
 
 import torch
@@ -12,23 +11,22 @@ from framework.engine.forward import modules_of
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.aside import GENERATOR
 from framework.modules.structure import batch_dependent_layers, in_eval_mode
-from framework.modules.tensors import tensors_in
 from framework.preflight.continuation import AFTER, BEFORE, Computed, Continuation, validation_step
 from framework.preflight.differences import Writes, same, untouched
 from framework.preflight.player import SINGLE, Finding, Player, Refused, blamed
+from framework.preflight.training_samples import KEYED, TrainingSamples
+from framework.preflight.two_steps import Sketch, sketches
 
 _BUFFER = {  # what to do with what goes on from step to step
     "model": "register_buffer() it in the model; leave it out if nothing reads it",
     "modules": "register_buffer() it in the model, or keep it in a part",
     "task": "register_buffer() it in the task, an nn.Module then, or in the model",
-    "dataset": "let a sample depend on its number and on `keys` alone",
     "optimizer": "keep it in optimizer.state or in param_groups",
+    "metric": "a metric whose reset() takes back all that it keeps",
     "part": "return it from state_dict(), and take it back in load_state_dict()",
 }
 _BEFORE = 2  # steps before the save: an average of the weights is the weights after the first
-_AHEAD, _AHEAD_S = 40, 0.2  # steps and seconds, before the first step is fetched again
 _SYNC = "have nn.BatchNorm2d, and trainer.sync_batchnorm=true"
-_KEYED = "from torch, numpy.random or random themselves"
 
 
 class Trial:
@@ -39,23 +37,27 @@ class Trial:
         self.build = build.altered(parallel=SINGLE)
         self.is_cut_by_ranks = is_cut_by_ranks
         self.num_processes = build.config.launch.most_processes
-        with blamed("dataset", "its training split cannot be loaded", "see dataset.*"):
-            self.source = self.build.dataset.load("train")
+        self.samples = TrainingSamples(self.build)
 
     def run(self) -> list[Finding]:
         """Raise Refused for what keeps the run from its promise; return what only might."""
-        other = Continuation(
-            self.build.altered(), fetch=lambda: self._fetch()[_BEFORE], index=_BEFORE
-        )  # with a task of its own
+        # with a task of its own
+        other = Continuation(self.build.altered(), fetch=self._following, later=self.samples.later, index=_BEFORE)
         try:
             return self._run(other)
         finally:
             other.close()
 
+    def _following(self) -> Step:
+        """Return the step after a save."""
+        return self.samples.fetch(_BEFORE + 1)[_BEFORE]
+
     def _run(self, other: Continuation) -> list[Finding]:
-        steps = self._fetch()
-        findings = self._look_at_one_forward(steps[0])
+        steps = self.samples.fetch(_BEFORE + 1)
+        self.samples.compare(other.later())
+        drawn, findings = self._look_at_one_forward(steps[0])
         first = Player(self.build.altered())  # in which nothing has been tried
+        self._require_drawn(first.module, drawn)
         for index, step in enumerate(steps[:_BEFORE]):
             with blamed("model", "a step fails", "the same step runs in a plain script"):
                 first.forward_backward(step, index=index)
@@ -69,11 +71,23 @@ class Trial:
         self._compare_evaluations(first, other, changed)
         return findings
 
-    def _look_at_one_forward(self, step: Step) -> list[Finding]:
+    def _look_at_one_forward(self, step: Step) -> tuple[dict[str, Sketch], list[Finding]]:
+        """Return what a model was built with, and what one forward shows of it."""
         scout = Player(self.build)
+        drawn = sketches(scout.module)
         self._look_at_kinds(scout)
         self._look_at_forward(scout, step)
-        return self._look_at_loss(scout.module, step) or self._look_at_cut(scout.module, step)
+        found = self._look_at_loss(scout.module, step) or self._look_at_cut(scout.module, step)
+        if not found and self.is_cut_by_ranks and self.samples.draw_for_micro_batches:
+            found = self._depends_on_cut("dataset", "its collate function or a transform draws for a micro-batch as a whole")
+        return drawn, found
+
+    def _require_drawn(self, module: nn.Module, drawn: dict[str, Sketch]) -> None:
+        """Refuse a model that is another each time that it is built."""
+        for name, now in sketches(module).items():
+            if repr(now) != repr(drawn.get(name)):  # nan is nan
+                what = f"its constructor makes another {name} each time: it draws from a generator of its own, or counts"
+                raise Refused("model", what, f"draw {KEYED}, which the run seeds, or seed the generator")
 
     def _look_at_kinds(self, player: Player) -> None:
         if self.num_processes > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in player.module.modules()):
@@ -83,23 +97,6 @@ class Trial:
                 if parameter.requires_grad:
                     cure = "have it in the model, which may return it; requires_grad_(False) of what is not trained"
                     raise Refused("task", f"its parameter {name} would not be trained", cure)
-
-    def _fetch(self) -> list[Step]:
-        with blamed("sampler", "it cannot order this data", "see sampler.*"):
-            loader = self.build.loader(self.source, "train", dp_rank=0, dp_size=1)
-        loader.num_workers = 0
-        with blamed("dataset", "its first batch cannot be fetched", "see dataset.*"):
-            steps = loader.train(0)
-            fetched, again = [next(steps) for _ in range(_BEFORE + 1)], next(loader.train(0))
-            until = time.monotonic() + _AHEAD_S
-            for _ in range(_AHEAD):  # what counts may matter later
-                if time.monotonic() < until:
-                    next(steps)
-            late = next(loader.train(0))
-        if any(not same(*pair) for other in (again, late) for pair in zip(_tensors(fetched[0]), _tensors(other))):
-            what = "the same samples are other numbers each time: it draws from a generator of its own, or counts"
-            raise Refused("dataset", what, f"draw {_KEYED}, or from the `keys` of transform()")
-        return fetched
 
     # --- one forward
 
@@ -114,7 +111,8 @@ class Trial:
         made = sorted({name for name, _ in (*module.named_parameters(), *module.named_buffers())} - names)
         if made:
             raise Refused("model", f"its first forward makes a parameter or buffer ({made[0]})", "make it in the constructor")
-        with torch.no_grad(), blamed("task", "its metrics fail on a batch of this dataset", "a task that fits the model"):
+        fails = "its metrics fail on a batch of this dataset"
+        with in_eval_mode(module), torch.no_grad(), blamed("task", fails, "a task that fits the model"):
             player.engine.evaluate(step)
             self.build.metrics.compute(world=self.build.world)
 
@@ -210,7 +208,7 @@ class Trial:
                 raise Refused(
                     key,
                     f"{name} draws without a key, and no checkpoint holds it",
-                    f"draw {_KEYED}; what only the constructor draws from can be a local variable",
+                    f"draw {KEYED}; what only the constructor draws from can be a local variable",
                 )
         for key, name in changed:
             if restored.get((key, name)) != now[key, name]:
@@ -253,7 +251,7 @@ class Trial:
         if draws or any(not torch.equal(one[name], again[name]) for name in one):
             what = f"the same forward gives other numbers each time (first seen in {differing})"
             what += ": it draws from a generator of its own, depends on the time, or counts outside of its modules"
-            raise Refused("model", what, f"draw {_KEYED}; register_buffer() what it counts")
+            raise Refused("model", what, f"draw {KEYED}; register_buffer() what it counts")
         what = f"restored from a checkpoint, it computes something else (first seen in {differing})"
         what += ": it keeps something outside its parameters and persistent buffers"
         raise Refused("model", what, "register_buffer() it")
@@ -263,10 +261,15 @@ class Trial:
     def _evaluate(self, player: Player) -> list[tuple[str, str]]:
         """Evaluate a batch; return which attributes that changes."""
         step, places = validation_step(self.build), player.attributes()
-        before = {name: buffer.clone() for name, buffer in player.module.named_buffers()}
+        buffers = [dict[str, Tensor]() for _ in range(2)]
+        half = _half(step)
+        for of_these, samples in zip(buffers, (half, step)) if self.num_processes > 1 else ():
+            with in_eval_mode(player.module), torch.no_grad(), blamed("model", "an evaluation fails", "see docs/extend.md"):
+                player.engine.evaluate(samples)
+            of_these |= {name: buffer.clone() for name, buffer in player.module.named_buffers()}
         player.evaluate(step, shares=BEFORE)
-        for name, buffer in player.module.named_buffers():
-            if self.num_processes > 1 and (name not in before or not same(buffer, before[name])):
+        for name, buffer in buffers[1].items():  # a flag that says "in an evaluation" is the same after any samples
+            if name not in buffers[0] or not same(buffer, buffers[0][name]):
                 what = f"an evaluation moves its buffer {name}, on each process by the samples that it has"
                 raise Refused("model", what, "move it in training only (self.training)")
         return [place for place, value in player.attributes().items() if places.get(place) != value]
@@ -287,8 +290,11 @@ class Trial:
         player.parts.ended()
 
 
-def _tensors(step: Step) -> list[Tensor]:
-    return tensors_in([(micro_batch.inputs, micro_batch.targets) for micro_batch in step.micro_batches])
+def _half(step: Step) -> Step:
+    """Return a step of half the samples, and so of other micro-batches."""
+    first = step.micro_batches[0]
+    part = _samples(first, 0, max(1, first.num_samples // 2))
+    return step._replace(num_samples=part.num_samples, micro_batches=[part])
 
 
 def _samples(micro_batch: MicroBatch, first: int, end: int) -> MicroBatch:

@@ -1,6 +1,7 @@
 """What one process, of one or a few, sees in two steps under a strategy."""
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from framework.preflight.differences import real
 from framework.preflight.player import Finding, Player, Refused, blamed
 
 # after the two steps, for an optimizer that begins late to look at several parameters
-_UPDATES, _UPDATES_IF_LARGE, _SMALL = 50, 10, 10_000_000  # updates; parameters
+_UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
 _SEARCHED, _SEARCH_S = 16, 0.5  # steps, for one that asks much of a strategy
 
 Sketch = tuple[float, float]  # of a tensor: its norm, and a projection
@@ -50,6 +51,12 @@ def sketch(tensor: Tensor) -> Sketch:
     return float(flat.norm()), float(flat @ torch.sin(ramp * ramp % 1000.0 + ramp))
 
 
+def sketches(module: nn.Module) -> dict[str, Sketch]:
+    """Return sketches of a module's parameters and buffers."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name: sketch(tensor) for name, tensor in tensors if not tensor.is_meta}
+
+
 def _steps(build: Builder, source: Source, engine: Engine, *, first: int, count: int) -> Iterator[tuple[int, Step]]:
     loader = build.loader(source, "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
     loader.num_workers = 0
@@ -62,20 +69,21 @@ def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
     Modules that a forward passes over, by chance or by its samples, are what strategies differ in.
     """
     player = Player(build)
-    paths: list[set[nn.Module]] = []
+    paths: list[list[nn.Module]] = []
     if isinstance(player.module, torch.jit.ScriptModule):
         return 0, False
-    player.module.register_forward_pre_hook(lambda *_: paths.append(set()), prepend=True)
+    player.module.register_forward_pre_hook(lambda *_: paths.append([]), prepend=True)
     for part in player.module.modules():
         if not isinstance(part, torch.jit.ScriptModule):  # takes no hooks
-            part.register_forward_pre_hook(lambda part, _: paths[-1].add(part))
+            part.register_forward_pre_hook(lambda part, _: paths[-1].append(part))
     best, most, until = 0, 0, time.monotonic() + _SEARCH_S
     for index, step in _steps(build, source, player.engine, first=0, count=_SEARCHED):
         paths.clear()
         player.forward_backward(step, index=index)
         half, everything = len(paths) // 2, set[nn.Module]().union(*paths)
         apart = sum(one != other for one, other in zip(paths, paths[half:]))
-        lacking = sum(path != everything for path in (paths[half - 1], paths[-1]))  # a share's last: its gradients are summed
+        # a share's last: its gradients are summed
+        lacking = sum(set(path) != everything for path in (paths[half - 1], paths[-1]))
         if apart + lacking > most:
             best, most = index, apart + lacking
         if most == half + 2 or time.monotonic() > until:
@@ -111,11 +119,14 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
         seen.of_part = refused.finding
     for group in kept.groups:
         seen.kept |= {f"{key} (of {name})": value for name in group.names for key, value in group.values.items()}
+    for name, values in kept.numbers.items():
+        seen.kept |= {f"state {key} (of {name})": value for key, value in values.items()}
     seen.weights = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
     seen.weights |= {f"the state of part.{name}": state for name, state in states.items()}
     is_small = sum(parameter.numel() for parameter in engine.module.parameters()) < _SMALL
-    seen.num_updates = seen.num_updates or (_UPDATES if is_small else _UPDATES_IF_LARGE)
-    player.take_more(seen.num_updates, first=seen.first + 2)
+    count, within_s = (seen.num_updates, math.inf) if seen.num_updates else (_UPDATES, _UPDATES_S)
+    count = count if is_small else min(count, _UPDATES_IF_LARGE)
+    seen.num_updates = player.take_more(count, first=seen.first + 2, within_s=within_s)
     for name, tensor in state_tensors(player.held()).items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
             what = (
@@ -123,6 +134,7 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
             )
             raise Refused("optimizer", what, "parallel=ddp")
     seen.updated = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
+    seen.updated |= {f"the state of part.{name}": sketch(tensor) for name, tensor in player.parts.tensors().items()}
     loader = build.loader(source, "val", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
     loader.num_workers = 0
     engine.sync_buffers()

@@ -12,6 +12,7 @@ from torch import Tensor
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch
 from framework.modules.tensors import Tree, map_tensors
+from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
 
 if TYPE_CHECKING:
@@ -70,20 +71,20 @@ class _Part:
 
 
 class Metrics:
-    """The run's metrics by name. `pairs` gives what they are updated with."""
+    """The run's metrics by name. `pairs` gives what they are updated with; what a value draws is drawn by the run's `seed`."""
 
-    def __init__(self, metrics: "Mapping[str, Metric]", *, pairs: Pairs, device: torch.device) -> None:
-        self._metrics = dict(metrics)
-        self._pairs, self._device = pairs, device
+    def __init__(self, metrics: "Mapping[str, Metric]", *, pairs: Pairs, device: torch.device, seed: int) -> None:
+        self.by_name = dict(metrics)
+        self._pairs, self._device, self._seed = pairs, device, seed
         self._parts = {name: [_Part(part) for part in parts_of(metric)] for name, metric in metrics.items()}
-        for name, metric in self._metrics.items():
+        for name, metric in self.by_name.items():
             metric.to(device).set_dtype(torch.float64)
             for part in self._parts[name]:
                 part.metric.distributed_available_fn = lambda: False  # `compute` here is about all processes' states
 
     def observe(self, outputs: Tree, micro_batch: MicroBatch) -> None:
         """Update every metric with a micro-batch of an evaluation. Unfit if a metric does not take it."""
-        for name, metric in self._metrics.items():
+        for name, metric in self.by_name.items():
             try:
                 given = self._pairs(outputs, micro_batch.targets)
                 metric.update(**given) if isinstance(given, Mapping) else metric.update(*given)
@@ -95,17 +96,18 @@ class Metrics:
 
     def compute(self, *, world: World) -> dict[str, Any]:
         """Return the values over what all processes have observed since the last call, by column. Collective."""
-        if not self._metrics:
+        if not self.by_name:
             return {}
         mine = {name: [part.state() for part in parts] for name, parts in self._parts.items()}
         everyone = world.agreement.gather(mine)
         columns: dict[str, Any] = {}
-        for name, metric in self._metrics.items():
+        for name, metric in self.by_name.items():
             for number, part in enumerate(self._parts[name]):
                 states = [states[name][number] for states in everyone]
                 if len(states) > 1:
                     part.set([state for state in states if state.num_updates] or states[:1], device=self._device)
                 part.forget()
+            seed_generators(key(self._seed, "metric", name), devices=[self._device])
             try:
                 columns |= dict(_columns(name, metric.compute()))
             except Exception as error:

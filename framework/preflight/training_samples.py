@@ -1,0 +1,82 @@
+"""What a rehearsal fetches of the training split, and what that shows of the data."""
+
+import time
+
+from torch import Tensor
+
+from framework.build.training import Builder
+from framework.config.code import own_modules
+from framework.data.loader import Loader
+from framework.engine.seam import Step
+from framework.modules.aside import ARRAY, kept_aside
+from framework.modules.tensors import tensors_in
+from framework.preflight.differences import same
+from framework.preflight.player import Refused, blamed
+
+KEYED = "from torch, numpy.random or random themselves"  # which the run seeds
+_AHEAD, _AHEAD_S = 40, 0.2  # steps and seconds, before the first step is fetched again
+
+
+class TrainingSamples:
+    """The first steps of a run, on one process. Each method raises Refused for data that no run could repeat."""
+
+    def __init__(self, build: Builder) -> None:
+        self._build = build
+        with blamed("dataset", "its training split cannot be loaded", "see dataset.*"):
+            self._source = build.dataset.load("train")
+
+    def _loader(self) -> Loader:
+        with blamed("sampler", "it cannot order this data", "see sampler.*"):
+            loader = self._build.loader(self._source, "train", dp_rank=0, dp_size=1)
+        loader.num_workers = 0
+        return loader
+
+    def fetch(self, count: int) -> list[Step]:
+        """Return so many steps."""
+        loader, own = self._loader(), own_modules(self._build.config.targets())
+        holders = self._source, self._build.dataset
+        kept = [kept_aside(holder, own=own) for holder in holders]
+        with blamed("dataset", "its first batch cannot be fetched", "see dataset.*"):
+            steps = loader.train(0)
+            fetched, again = [next(steps) for _ in range(count)], next(loader.train(0))
+            until = time.monotonic() + _AHEAD_S
+            for _ in range(_AHEAD):  # what counts may matter later
+                if time.monotonic() < until:
+                    next(steps)
+            late = next(loader.train(0))
+        if any(not _equal(fetched[0], other) for other in (again, late)):
+            what = "the same samples are other numbers each time: it draws from a generator of its own, or counts"
+            raise Refused("dataset", what, f"draw {KEYED}, or from the `keys` of transform()")
+        for holder, before in zip(holders, kept):
+            for name, value in kept_aside(holder, own=own).items():
+                if value != before.get(name, value) and not value.startswith(ARRAY):  # an array may be a cache
+                    what = f"{name} changes as samples are fetched, and no checkpoint holds it"
+                    raise Refused("dataset", what, "let a sample depend on its number and on `keys` alone")
+        return fetched
+
+    def later(self) -> list[Tensor]:
+        """Return the first step's samples as they are in the next epoch."""
+        with blamed("dataset", "its first batch cannot be fetched in another epoch", "see dataset.*"):
+            return _tensors(self._loader().train_step(0, later=1))
+
+    def compare(self, others: list[Tensor]) -> None:
+        """Refuse data that remember; `others` is what `later` gives where nothing was fetched before."""
+        if any(not same(*pair) for pair in zip(self.later(), others)):
+            what = "what it gives of a sample depends on what was fetched before: it keeps what it has drawn, or counts"
+            raise Refused("dataset", what, "keep what is stored, and draw each time")
+
+    @property
+    def draw_for_micro_batches(self) -> bool:
+        """Whether something is drawn for a micro-batch as a whole: by a collate function, or a transform of batches."""
+        loader = self._loader()
+        one, other = (loader.train_step(0, first=first) for first in (0, 1))
+        return not _equal(one, other)
+
+
+def _equal(one: Step, other: Step) -> bool:
+    mine, theirs = _tensors(one), _tensors(other)
+    return len(mine) == len(theirs) and all(map(same, mine, theirs))
+
+
+def _tensors(step: Step) -> list[Tensor]:
+    return tensors_in([(micro_batch.inputs, micro_batch.targets) for micro_batch in step.micro_batches])
