@@ -95,7 +95,7 @@ FOUND = {
     "samples drawn once for all": (points("PointsDrawnOnce"), "dataset: what it gives of a sample depends on what was fetched before ..."),
     "samples that count": (points("PointsThatCount"), "dataset: samples.num_fetched changes as samples are fetched ..."),
     "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "parallel: ... the optimizer's state norms ..."),
-    "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1 ...)"),
+    "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1?)"),
     "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.test_torchmetrics.Best"], "metric.f1: ... goes on from evaluation to evaluation ... reset() ..."),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute something else ... first in the output of last; loss of step 1 is ... instead of"),

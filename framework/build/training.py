@@ -63,10 +63,7 @@ class Builder:
     """Builds what a frozen configuration names, on one rank of its world."""
 
     def __init__(self, config: RunConfig, *, world: World, token: str = "") -> None:
-        """`token` is of the claim by which the run's directory is written."""
-        self.config = config
-        self._token = token
-        self.world = world
+        self.config, self.world, self._token = config, world, token  # of the claim to the run's directory
         self.precision = PRECISIONS[config.precision.name]
 
     def altered(self, *, world: World | None = None, **fields: Any) -> "Builder":
@@ -92,8 +89,8 @@ class Builder:
     @cached_property
     def metrics(self) -> Metrics:
         """Build the metrics that take the model's outputs in evaluations."""
-        metrics, pairs = components.metrics(self.config.metric), components.pairs(self.task)
-        return Metrics(metrics, pairs=pairs, device=self.world.device, seed=self.config.seed)
+        found, pairs, seed = components.metrics(self.config.metric), components.pairs(self.task), self.config.seed
+        return Metrics(found, pairs=pairs, device=self.world.device, seed=seed)
 
     @cached_property
     def answering(self) -> dict[str, Any]:
@@ -194,14 +191,14 @@ class Builder:
         )
 
     def store(self) -> CheckpointStore:
-        kept = self.config.checkpoint
+        kept, claim = self.config.checkpoint, Claim(self.directory.path, self._token)
         return CheckpointStore(
             self.directory.checkpoints,
             world=self.world,
             keep_last=kept.keep_last,
             keep_best=kept.keep_best,
             mode=kept.direction,
-            claim=Claim(self.directory.path, self._token),
+            claim=claim,
         )
 
     def trainer(self) -> Trainer:

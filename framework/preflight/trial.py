@@ -1,6 +1,5 @@
 """What a rehearsal does on one process: some steps, a save and a restore before the last, and what these find."""
 
-import math
 from typing import NoReturn
 
 import torch
@@ -8,11 +7,12 @@ from torch import Tensor, nn
 
 from framework.build.training import Builder
 from framework.engine.forward import modules_of
-from framework.engine.seam import MicroBatch, Step
+from framework.engine.seam import Step
 from framework.modules.aside import GENERATOR
-from framework.modules.structure import batch_dependent_layers, in_eval_mode
+from framework.modules.structure import in_eval_mode
 from framework.preflight.continuation import AFTER, BEFORE, Computed, Continuation, validation_step
-from framework.preflight.differences import Writes, same, untouched
+from framework.preflight.cut import Cutting, some_samples
+from framework.preflight.differences import Writes, same
 from framework.preflight.player import SINGLE, Finding, Player, Refused, blamed
 from framework.preflight.training_samples import KEYED, TrainingSamples
 from framework.preflight.two_steps import Sketch, sketches
@@ -77,10 +77,7 @@ class Trial:
         drawn = sketches(scout.module)
         self._look_at_kinds(scout)
         self._look_at_forward(scout, step)
-        found = self._look_at_loss(scout.module, step) or self._look_at_cut(scout.module, step)
-        if not found and self.is_cut_by_ranks and self.samples.draw_for_micro_batches:
-            found = self._depends_on_cut("dataset", "its collate function or a transform draws for a micro-batch as a whole")
-        return drawn, found
+        return drawn, Cutting(self.build, is_by_ranks=self.is_cut_by_ranks).look(scout.module, step, self.samples)
 
     def _require_drawn(self, module: nn.Module, drawn: dict[str, Sketch]) -> None:
         """Refuse a model that is another each time that it is built."""
@@ -115,78 +112,6 @@ class Trial:
         with in_eval_mode(module), torch.no_grad(), blamed("task", fails, "a task that fits the model"):
             player.engine.evaluate(step)
             self.build.metrics.compute(world=self.build.world)
-
-    def _look_at_loss(self, module: nn.Module, step: Step) -> list[Finding]:
-        """Compare the loss of two samples with the sum of the losses of one; of a task's own step, a batch with its halves."""
-        if self.build.forward().trains_by_step:
-            return self._look_at_own_step(step)
-        micro_batch = step.micro_batches[0]
-        two = _samples(micro_batch, 0, 2)
-        if two.num_samples < 2:
-            return []
-        forward = self.build.forward()
-        with in_eval_mode(module), torch.no_grad():
-            try:
-                both = float(forward(module, two, measure=False)[0])
-                alone = sum(float(forward(module, _samples(two, i, i + 1), measure=False)[0]) for i in range(2))
-            except Exception:  # a model that does not take one sample
-                return []
-        return self._judge(both, alone, of="two samples", parts_are="their losses")
-
-    def _judge(self, whole: float, parts: float, *, of: str, parts_are: str) -> list[Finding]:
-        """Refuse a loss of two parts that is the mean of the parts' losses, given that and their sum; warn if it is no sum."""
-        if not math.isfinite(whole + parts) or abs(whole - parts) <= 1e-3 * max(abs(whole), abs(parts)):
-            return []
-        if abs(2 * whole - parts) <= 1e-3 * max(abs(2 * whole), abs(parts)):
-            what = f"its loss of {of} is the mean of {parts_are}: what is computed would depend on how a step is cut"
-            raise Refused("task", what, "return the sum over the samples (reduction='sum')")
-        return self._depends_on_cut("task", f"its loss of {of} is neither the sum nor the mean of {parts_are}")
-
-    def _look_at_own_step(self, step: Step) -> list[Finding]:
-        player = Player(self.build.altered())
-        one, *_ = step.micro_batches
-        half = one.num_samples // 2
-        if half * 2 != one.num_samples or half == 0:
-            return []
-        halves = [_samples(one, 0, half), _samples(one, half, 2 * half)._replace(number=1, start=half)]
-        step = step._replace(num_samples=one.num_samples)
-        try:
-            with in_eval_mode(player.module):
-                whole, parts = (
-                    float(player.forward_backward(step._replace(micro_batches=cut), index=0)["loss"]) for cut in ([one], halves)
-                )
-        except Exception:  # a model that does not take so few samples
-            return []
-        return self._judge(whole, parts, of="a batch", parts_are="its halves' losses")
-
-    def _look_at_cut(self, module: nn.Module, step: Step) -> list[Finding]:
-        """Warn of a training forward that draws, or that couples samples in a way that no class of a layer tells."""
-        if batch_dependent_layers(module):  # these are warned of with or without a rehearsal
-            return []
-        whole, forward = step.micro_batches[0], self.build.forward()
-        size = whole.num_samples
-
-        def loss(micro_batch: MicroBatch, *, number: int = 0) -> float:
-            forward.seed_draws(step=0, micro_batch=number)
-            with torch.no_grad(), untouched(module):
-                return float(forward(module, micro_batch, measure=False)[0])
-
-        try:
-            at_once, *others = [loss(whole, number=number) for number in range(3)]
-            in_halves = loss(_samples(whole, 0, size // 2)) + loss(_samples(whole, size // 2, size))
-        except Exception:  # a model that does not take so few samples
-            return []
-        if any(other != at_once for other in others):
-            return self._depends_on_cut("model", "its training forward draws random numbers")
-        if abs(at_once - in_halves) > 1e-3 * abs(at_once):
-            return self._depends_on_cut("model", "its training forward couples the samples that go through it together")
-        return []
-
-    def _depends_on_cut(self, key: str, what: str) -> list[Finding]:
-        if not self.is_cut_by_ranks:
-            return []
-        what = f"{what}, so what it computes depends on the number of processes"
-        return [Finding(key, what, "set micro_batch_size", refuses=False)]
 
     # --- the second step, and what it says of the first
 
@@ -261,17 +186,14 @@ class Trial:
     def _evaluate(self, player: Player) -> list[tuple[str, str]]:
         """Evaluate a batch; return which attributes that changes."""
         step, places = validation_step(self.build), player.attributes()
-        buffers = [dict[str, Tensor]() for _ in range(2)]
-        half = _half(step)
-        for of_these, samples in zip(buffers, (half, step)) if self.num_processes > 1 else ():
-            with in_eval_mode(player.module), torch.no_grad(), blamed("model", "an evaluation fails", "see docs/extend.md"):
-                player.engine.evaluate(samples)
-            of_these |= {name: buffer.clone() for name, buffer in player.module.named_buffers()}
+        if self.num_processes > 1:
+            one, other = _halves(step)
+            after = [_buffers_after(player, steps) for steps in ([one], [other], [one, one])]
+            for name in set().union(*after):  # a flag of the mode is the same after any samples, and any number of them
+                if any(name not in buffers or not same(buffers[name], after[0][name]) for buffers in after):
+                    what = f"an evaluation moves its buffer {name}, on each process by the samples that it has"
+                    raise Refused("model", what, "move it in training only (self.training)")
         player.evaluate(step, shares=BEFORE)
-        for name, buffer in buffers[1].items():  # a flag that says "in an evaluation" is the same after any samples
-            if name not in buffers[0] or not same(buffer, buffers[0][name]):
-                what = f"an evaluation moves its buffer {name}, on each process by the samples that it has"
-                raise Refused("model", what, "move it in training only (self.training)")
         return [place for place, value in player.attributes().items() if places.get(place) != value]
 
     def _compare_evaluations(self, player: Player, other: Continuation, changed: list[tuple[str, str]]) -> None:
@@ -290,13 +212,17 @@ class Trial:
         player.parts.ended()
 
 
-def _half(step: Step) -> Step:
-    """Return a step of half the samples, and so of other micro-batches."""
-    first = step.micro_batches[0]
-    part = _samples(first, 0, max(1, first.num_samples // 2))
-    return step._replace(num_samples=part.num_samples, micro_batches=[part])
+def _halves(step: Step) -> list[Step]:
+    """Return two steps of other samples, if there are two."""
+    whole = step.micro_batches[0]
+    middle = max(1, whole.num_samples // 2)
+    parts = [some_samples(whole, 0, middle), some_samples(whole, min(middle, whole.num_samples - 1), whole.num_samples)]
+    return [step._replace(num_samples=part.num_samples, micro_batches=[part]) for part in parts]
 
 
-def _samples(micro_batch: MicroBatch, first: int, end: int) -> MicroBatch:
-    part = micro_batch.mapped(lambda tensor: tensor[first:end] if tensor.ndim else tensor)
-    return part._replace(num_samples=min(end, micro_batch.num_samples) - first)
+def _buffers_after(player: Player, steps: list[Step]) -> dict[str, Tensor]:
+    """Return the model's buffers as they are after evaluations, which leave no other trace."""
+    with player.untouched():
+        for step in steps:
+            player.evaluate(step, shares=())
+        return {name: buffer.clone() for name, buffer in player.module.named_buffers()}

@@ -107,7 +107,7 @@ class Lock:
 
     def _write(self, token: str, beat: int = 0) -> None:
         holder = {"host": socket.gethostname(), "party": self._party, "token": token, "beat": beat}
-        text = json.dumps(holder | {"pid": os.getpid()} | identity())
+        text = json.dumps(holder | {"pid": os.getpid()} | process_identity())
         with open(self.path, "r+b", buffering=0) as file:  # opened and closed, so that a network file system sends it
             file.write(text.encode().ljust(_NUM_BYTES))
             if os.fstat(file.fileno()).st_size > _NUM_BYTES:
@@ -165,7 +165,7 @@ def _named(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
 
 
-def identity(pid: int | None = None) -> dict[str, Any]:
+def process_identity(pid: int | None = None) -> dict[str, Any]:
     """Return what tells a process, this one by default, from all others: machine, container, number, and when it began."""
     pid = os.getpid() if pid is None else pid
     with suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
@@ -176,10 +176,10 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 def is_gone(holder: dict[str, Any]) -> bool:
     """Return whether the holder is known to have ended: only a process of this machine, and container, can be looked up."""
-    here = identity()
+    here = process_identity()
     if not here or any(holder.get(key) != here[key] for key in ("boot", "container")):
         return False
-    there = identity(holder["pid"]) if isinstance(holder.get("pid"), int) else {}
+    there = process_identity(holder["pid"]) if isinstance(holder.get("pid"), int) else {}
     return there.get("started") != holder.get("started")
 
 

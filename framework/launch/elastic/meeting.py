@@ -19,9 +19,9 @@ from framework.launch.elastic.links import DOUBTFUL_AFTER_S, LOST_AFTER_S, Links
 from framework.launch.elastic.membership import MEMBERSHIP, Member, Membership
 from framework.runtime.exits import RunEnded
 from framework.runtime.files import write_atomically
-from framework.runtime.lock import identity, is_gone
+from framework.runtime.lock import is_gone, process_identity
 
-T = TypeVar("T")
+Returned = TypeVar("Returned")
 
 _BEAT_S = 1.0
 _DEAD_AFTER_S = 8.0  # without a beat
@@ -109,7 +109,7 @@ class Meeting:
         self._links.meet(addresses, number=self.number, secret=membership.secret)
         return membership
 
-    def change(self, action: Callable[[Membership], T]) -> T:
+    def change(self, action: Callable[[Membership], Returned]) -> Returned:
         """Change the record by `action`, and return what it returns. Where others change it first, it is called again."""
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class Meeting:
             path = self._next_claim(path)
 
     def _write_claim(self, path: Path, *, is_done: bool = False) -> None:
-        path.write_text(json.dumps(identity() | {"is_done": is_done}).ljust(_BLOCK))
+        path.write_text(json.dumps(process_identity() | {"is_done": is_done}).ljust(_BLOCK))
 
     def _next_claim(self, claim: Path) -> Path:
         change, _, number = claim.name.rpartition("_")

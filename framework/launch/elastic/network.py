@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from framework.launch.elastic.links import own_addresses
 from framework.runtime.environment import node_name, variables
-from framework.runtime.lock import identity
+from framework.runtime.lock import process_identity
 
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # of gloo, RPC and NCCL
 
@@ -23,9 +23,10 @@ class Network:
     def find(cls) -> "Network":
         given = tuple(name for name in _VARIABLES if variables().get(name))
         gloos = variables().get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        machine = node_name()
         with suppress(OSError):
-            return cls(own_addresses(gloos or None), f"{identity().get('boot')} {os.readlink('/proc/self/ns/net')}", given)
-        return cls(own_addresses(gloos or None), node_name(), given)
+            machine = f"{process_identity().get('boot')} {os.readlink('/proc/self/ns/net')}"
+        return cls(own_addresses(gloos or None), machine, given)
 
     def use(self, interface: str | None) -> None:
         """Have the workers that start next listen on an interface, where the user has chosen none; None: as if alone."""
