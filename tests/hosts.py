@@ -114,6 +114,18 @@ class Host:
         of = f"-s {source.address}" if source is not None else ""
         _sh(f"ip netns exec {self._space} iptables -A INPUT -i eth0 {of} -j DROP")
 
+    def lose(self, share: float) -> None:
+        """Lose a share of the packets that come in."""
+        rule = f"-m statistic --mode random --probability {share} -j DROP"
+        _sh(f"ip netns exec {self._space} iptables -A INPUT -i eth0 {rule}")
+
+    def add_network(self, address: str) -> None:
+        """Have another interface, that leads nowhere."""
+        _sh(f"ip -n {self._space} link add aside0 type veth peer name aside1")
+        _sh(
+            f"ip -n {self._space} addr add {address}/16 dev aside0; ip -n {self._space} link set aside0 up; ip -n {self._space} link set aside1 up"
+        )
+
     def heal(self) -> None:
         _sh(f"ip netns exec {self._space} iptables -F")
 

@@ -142,6 +142,8 @@ class _Agent(Agent):
             self.end_workers(signal.SIGKILL)
         if self.verdict or self.failures:
             report(self.verdict or self.failures[-1], self._directory)
+        elif membership.code == Exit.CONFIGURATION and membership.error is not None:
+            print(membership.error, file=sys.stderr)
         elif membership.error is not None:
             LOGGER.error("the run has failed: %s", membership.error)
             if self._directory.path.exists():
@@ -173,7 +175,9 @@ class _Agent(Agent):
         membership.stops |= PREEMPTION.requested
         if membership.running or membership.code is not None:
             return membership
-        if membership.stops:
+        if (fault := self._network.fault(membership.nodes.values())) is not None:
+            membership.end(Exit.CONFIGURATION, error=fault)
+        elif membership.stops:
             membership.end(Exit.PREEMPTED)
         elif membership.may_start and (membership.is_full or waited_s > _LAST_CALL_S):
             membership.start_round()

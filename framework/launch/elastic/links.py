@@ -28,15 +28,14 @@ def own_addresses(interface: str | None = None) -> list[str]:
     found: list[str] = []
     with suppress(OSError):  # first what the name means, which is what libraries take
         found = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    up = psutil.net_if_stats()
     own = [entry.address for name, entries in psutil.net_if_addrs().items() for entry in entries
-           if entry.family in (socket.AF_INET, socket.AF_INET6) and up[name].isup and interface in (None, name)
+           if entry.family in (socket.AF_INET, socket.AF_INET6) and interface in (None, name)
            and not entry.address.startswith("fe80:")]  # fmt: skip
     ordered = [address for address in dict.fromkeys(found) if address in own] + own
-    return sorted(dict.fromkeys(ordered), key=_is_loopback)
+    return sorted(dict.fromkeys(ordered), key=is_loopback)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 

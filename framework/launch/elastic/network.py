@@ -1,12 +1,15 @@
 """The network over which a node's workers reach those of the others, for the libraries that do not look for it themselves."""
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from framework.launch.elastic.links import own_addresses
+from framework.launch.elastic.links import interface_of, is_loopback, own_addresses
+from framework.launch.elastic.membership import Member
 from framework.runtime.environment import node_name, variables
 from framework.runtime.lock import process_identity
+from framework.runtime.problem import Problem
 
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # of gloo, RPC and NCCL
 
@@ -27,6 +30,16 @@ class Network:
         with suppress(OSError):
             machine = f"{process_identity().get('boot')} {os.readlink('/proc/self/ns/net')}"
         return cls(own_addresses(gloos or None), machine, given)
+
+    def fault(self, nodes: Iterable[Member]) -> str | None:
+        """Return why no other host can reach this one, if there are other hosts; None if nothing speaks against it."""
+        others = [node.host for node in nodes if node.machine != self.machine]
+        if not others or not all(map(is_loopback, self.addresses)):
+            return None
+        chosen = f"GLOO_SOCKET_IFNAME={variables()['GLOO_SOCKET_IFNAME']}" if self.given else "this host's only network"
+        better = [interface_of(address) for address in own_addresses() if not is_loopback(address)]
+        cure = f"GLOO_SOCKET_IFNAME={better[0]}" if better else "a network that all hosts are on"
+        return str(Problem("launch.nnodes", f"{chosen} is of {node_name()} alone, and {others[0]} is another host", cure))
 
     def use(self, interface: str | None) -> None:
         """Have the workers that start next listen on an interface, where the user has chosen none; None: as if alone."""

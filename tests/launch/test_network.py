@@ -1,0 +1,214 @@
+"""Elastic runs on hosts of their own: links that are cut and come back, and names that mean nothing to other hosts."""
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.checkpoint.store import CheckpointStore
+from framework.training.trainer import Trainer
+from tests.harness import Ended, Says, assert_close, exact_rows, finished, slow_but, wait_for
+from tests.hosts import Host, hosts, needs_hosts
+from tests.launch.test_elastic import ELASTIC, JOINED_S, LOST_S, RUN, Cluster, assert_no_trace
+
+pytestmark = [needs_hosts, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def make(*overrides: str) -> Cluster:
+        made.append(Cluster(tmp_path, *overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for node in one.nodes:
+            node.process.kill()
+            node._wait(10.0)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*RUN, root=tmp_path_factory.mktemp("one") / "runs")
+
+
+def begun(cluster: Cluster, on: list[Host], *, before: Callable[[], None] = lambda: None) -> None:
+    """Start a node on each host, in their order, and wait for a step of all."""
+    began = time.time()
+    for host in on:
+        cluster.start(before=lambda host=host: (host.enter(), before())[0])
+        wait_for(lambda: len(list(cluster.root.rglob("node_*"))) >= len(cluster.nodes), what="the node's first beat")
+    cluster.wait_for_step(world_size=len(on), after=began, within_s=60)
+
+
+def ended(cluster: Cluster, reference: Ended) -> None:
+    """Let all nodes end, and compare what they have computed."""
+    cluster.finish()
+    found = [node.end(timeout_s=120) for node in cluster.nodes]
+    assert [end.code for end in found] == [0] * len(found), "\n".join(end.output[-3000:] for end in found)
+    assert_close(found[0], reference)
+    steps = [row["step"] for row in exact_rows(found[0]) if row["split"] == "train"]
+    assert len(steps) == len(set(steps)), "each row once"
+    assert_no_trace(cluster)
+
+
+def cut(how: str, host: Host, other: Host) -> None:
+    match how:
+        case "link":
+            host.down()
+        case "one way":
+            host.drop()
+        case "a pair":
+            host.drop(source=other)
+
+
+def mend(how: str, host: Host) -> None:
+    host.up() if how == "link" else host.heal()
+
+
+def waits_at(folder: Path, owner: Any, name: str, condition: Callable[..., bool]) -> Callable[[], None]:
+    """Have every rank say, in `folder`/there, that it has come to a call, and wait there until `folder`/cut exists."""
+
+    def plant() -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if condition(*args, **kwargs) and not (folder / "cut").exists():
+                (folder / "there").touch()
+                wait_for((folder / "cut").exists, what="the cut")
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    return plant
+
+
+MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "training": (Trainer, "train_step", lambda trainer, *_, **__: trainer.progress.step == 30),
+    "saving": (CheckpointStore, "_write", lambda store, staging, tensors: staging.name.endswith("40")),
+    "committing": (CheckpointStore, "_commit", lambda store, staging, *_: staging.name.endswith("40")),
+    "evaluation": (Trainer, "evaluate", lambda trainer, split: trainer.progress.step == 50),
+}
+CASES = [*itertools.product(MOMENTS, ["link", "one way"], [1, 0])]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES[:1], CASES), ids=lambda case: f"{case[1]} in {case[0]}, of node {case[2]}")
+def test_a_node_that_is_cut_off_is_gone_on_without_and_joins_again(
+    case: tuple[str, str, int], one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """The files are on another network, which is not cut; all settings are the defaults."""
+    moment, how, number = case
+    both = cluster(*RUN, *ELASTIC, "checkpoint.every=20")
+    with hosts(2, tmp_path) as on:
+        begun(both, on, before=waits_at(tmp_path, *MOMENTS[moment]))
+        wait_for((tmp_path / "there").exists, what=moment)
+        cut_at = time.time()
+        cut(how, on[number], on[1 - number])
+        (tmp_path / "cut").touch()
+        lost_s = both.wait_for_step(world_size=1, after=cut_at + 5.0, within_s=LOST_S) + 5.0
+        print(f"{how} cut in {moment}: {lost_s:.1f} s")
+        text = both.nodes[0].output.read_text()
+        assert re.search(r"node2 cannot be reached from node1 \(10\.77\.0\.2.*: no answer in 8 s\)", text), text
+        alone_from = time.time()
+        both.wait_for_step(world_size=1, after=alone_from, within_s=5.0)
+        assert len({rank for at, _, rank, _ in both.steps() if at > alone_from}) == 1, "the other waits"
+        mended_at = time.time()
+        mend(how, on[number])
+        both.wait_for_step(world_size=2, after=mended_at, within_s=JOINED_S)
+        ended(both, one)
+
+
+@pytest.mark.slow
+def test_a_link_that_never_comes_back_costs_one_node(one: Ended, cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    both = cluster(*RUN, *ELASTIC)
+    with hosts(2, tmp_path) as on:
+        begun(both, on)
+        cut_at = time.time()
+        on[0].down()
+        both.wait_for_step(world_size=1, after=cut_at + 5.0, within_s=LOST_S)
+        ended(both, one)  # the node that has waited says how the run has ended
+
+
+@pytest.mark.slow
+def test_between_two_of_three_nodes_the_largest_part_goes_on(
+    one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    three = cluster(*RUN, *ELASTIC, "launch.nnodes=1:3")
+    with hosts(3, tmp_path) as on:
+        begun(three, on)
+        cut_at = time.time()
+        cut("a pair", on[0], on[1])
+        three.wait_for_step(world_size=2, after=cut_at + 5.0, within_s=LOST_S)
+        assert "node2 cannot be reached from node1" in three.nodes[0].output.read_text()
+        mended_at = time.time()
+        mend("a pair", on[0])
+        three.wait_for_step(world_size=3, after=mended_at, within_s=JOINED_S)
+        ended(three, one)
+
+
+@pytest.mark.slow
+def test_a_link_that_is_slow_or_loses_packets_costs_nothing(
+    one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    both = cluster(*RUN, *ELASTIC, "launch.max_restarts=0")
+    with hosts(2, tmp_path) as on:
+        begun(both, on)
+        on[0].lose(0.03)
+        on[1].lose(0.03)
+        ended(both, one)
+        assert "round 2" not in both.nodes[0].output.read_text()
+
+
+@pytest.mark.slow
+def test_nodes_that_never_reach_each_other_are_named(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=12")
+    with hosts(2, tmp_path) as on:
+        on[1].down()
+        for host in on:
+            both.start(before=host.enter)
+        found = [node.end() for node in both.nodes]
+    assert [end.code for end in found] == [1, 1]
+    for end in found:
+        assert re.search(r"the run has failed: .* node[12] cannot be reached from node[12] \(10\.77\.0\.[12]", end.output), (
+            end.output
+        )
+
+
+NAMES: dict[str, Callable[[int], str]] = {
+    "the name is on loopback, as Debian has it": lambda number: "127.0.1.1",
+    "the name means nothing": lambda number: "",
+    "the name is of a network that others do not reach": lambda number: "172.17.0.1",
+}
+
+
+@pytest.mark.parametrize("what", slow_but([*NAMES][:1], [*NAMES]))
+def test_the_interface_that_reaches_the_others_is_found(
+    what: str, one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    both = cluster(*RUN, *ELASTIC, "launch.max_restarts=0")
+    with hosts(2, tmp_path, name=NAMES[what]) as on:
+        for host in on:
+            host.add_network("172.17.0.1")  # as a container's bridge: on each host the same
+        begun(both, on)
+        ended(both, one)
+        assert "round 2" not in both.nodes[0].output.read_text()
+
+
+def test_an_interface_that_only_this_host_reaches_is_refused_with_the_line_to_add(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2")
+    with hosts(2, tmp_path) as on:
+        for host in on:
+            both.start(before=lambda host=host: (host.enter(), os.environ.update(GLOO_SOCKET_IFNAME="lo"))[0])
+        found = [node.end() for node in both.nodes]
+    assert [end.code for end in found] == [78, 78], found[0].output
+    expected = "launch.nnodes: GLOO_SOCKET_IFNAME=lo is of ... alone, and ... is another host (GLOO_SOCKET_IFNAME=eth0)"
+    assert any(line == Says(expected) for line in (found[0].output + found[1].output).splitlines()), found[0].output
