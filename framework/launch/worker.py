@@ -7,7 +7,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from framework.config.modes import MODES
 from framework.config.schema import LaunchSection
 from framework.config.targets import locate
 from framework.distributed.hang import diagnose as hang
-from framework.distributed.hang.board import Board, posted_verdict
+from framework.distributed.hang.board import Board, BoardView, posted_verdict
 from framework.distributed.world import World
 from framework.launch.claim import ClaimedRun
 from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report
@@ -145,6 +145,9 @@ def prepare(*targets: str) -> None:
     variables().setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
 
 
+_TO_NOTICE_S = 3.0  # a rank whose time is up finds out itself
+
+
 class Agent(ElasticAgent):
     """Torch elastic's agent; it ends the workers when they have found that one of them hangs.
 
@@ -173,7 +176,8 @@ class Agent(ElasticAgent):
         super().__init__(spec, folder=str(scratch), start_method="spawn" if torch.cuda.is_available() else "fork")
         self.verdict = ""  # on a hang
         self.failures: list[Failure] = []
-        self._scratch, self._directory = scratch, directory
+        self._scratch, self._directory, self._timeout_s = scratch, directory, launch.timeout_s
+        self._view: tuple[int, BoardView, hang.Stillness] | None = None  # of an attempt
 
     @property
     def attempt(self) -> int:
@@ -182,11 +186,35 @@ class Agent(ElasticAgent):
 
     def watch_workers(self) -> RunResult:
         result = super().watch_workers() if not self._has_hung() else None
+        if result is not None and result.state == WorkerState.HEALTHY and self._stand_still():
+            self.look()
         if result is None or self._has_hung():
             # workers that have found it are about to end; a worker that has not ended after a second is killed
             self.end_workers(signal.SIGCONT, timeout_s=1)
             return RunResult(state=WorkerState.FAILED)
         return result
+
+    def look(self) -> None:
+        """Find out which of this node's ranks hangs: where they cannot themselves, or another node's wait for them."""
+        if (board := self._board()) is not None:
+            with log.log_file(self._directory.log):
+                hang.look(board, timeout_s=self._timeout_s, spans_nodes=self.place.world_size > 1)
+
+    def _board(self) -> BoardView | None:
+        """Return the board of this attempt, once a rank has made it."""
+        if self._view is None or self._view[0] != self.attempt:
+            first, path = self.workers.workers[0].global_rank, board_in(self._scratch, attempt=self.attempt)
+            with suppress(FileNotFoundError):
+                view = BoardView(path, first_rank=first, num_local=len(self.workers.workers))
+                self._view = self.attempt, view, hang.Stillness()
+        return self._view[1] if self._view is not None and self._view[0] == self.attempt else None
+
+    def _stand_still(self) -> bool:
+        """Return whether all ranks have done nothing for longer than one of them would wait for the others."""
+        board = self._board()
+        if board is None or self._view is None:
+            return False
+        return self._view[2].lasts_s(board.everyone()) > self._timeout_s + _TO_NOTICE_S
 
     def _has_hung(self) -> bool:
         board = board_in(self._scratch, attempt=self.attempt)

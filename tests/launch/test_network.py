@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from framework.checkpoint.store import CheckpointStore
@@ -15,6 +16,7 @@ from framework.training.trainer import Trainer
 from tests.harness import Ended, Says, assert_close, exact_rows, finished, slow_but, wait_for
 from tests.hosts import Host, hosts, needs_hosts
 from tests.launch.test_elastic import ELASTIC, JOINED_S, LOST_S, RUN, Cluster, assert_no_trace
+from tests.test_hangs import loop, sleep, stop
 
 pytestmark = [needs_hosts, pytest.mark.timeout(300)]
 
@@ -212,3 +214,58 @@ def test_an_interface_that_only_this_host_reaches_is_refused_with_the_line_to_ad
     assert [end.code for end in found] == [78, 78], found[0].output
     expected = "launch.nnodes: GLOO_SOCKET_IFNAME=lo is of ... alone, and ... is another host (GLOO_SOCKET_IFNAME=eth0)"
     assert any(line == Says(expected) for line in (found[0].output + found[1].output).splitlines()), found[0].output
+
+
+# --- a rank that hangs
+
+
+def at_step(step: int, act: Callable[[], object], *, on_rank: int | None) -> Callable[[], None]:
+    """Have a rank, or all, do something after a step instead of going on."""
+
+    def plant() -> None:
+        original = Trainer.train_step
+
+        def train_step(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            if trainer.progress.step == step and on_rank in (None, trainer.world.rank):
+                act()
+            return original(trainer, *args, **kwargs)
+
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+
+    return plant
+
+
+HANGS: dict[str, tuple[Callable[[], object], int | None, list[str]]] = {
+    "stopped": (stop, 1, ["rank 1 hangs: it is stopped", "of this node no rank hangs", "rank 0"]),
+    "sleeping": (sleep, 1, ["rank 1 hangs: it waits, but not for the other ranks", "rank 0"]),
+    "looping": (loop, 0, ["rank 0 hangs: it computes", "rank 1"]),
+    "all sleeping": (sleep, None, ["rank 0 hangs: it waits, but not", "rank 1 hangs: it waits, but not"]),
+    "all stopped": (stop, None, ["rank 0 hangs: it is stopped", "rank 1 hangs: it is stopped"]),
+}
+
+
+@pytest.mark.parametrize("what", slow_but([*HANGS][:1], [*HANGS]))
+def test_the_guilty_rank_is_named_wherever_it_is(what: str, cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    act, rank, said = HANGS[what]
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=9", "checkpoint.every=10")
+    with hosts(2, tmp_path) as on:
+        begun(both, on, before=at_step(20, act, on_rank=rank))
+        found = [node.end(timeout_s=60) for node in both.nodes]
+    assert [end.code for end in found] == [71, 71], found[0].output + found[1].output
+    for text in (found[0].output, found[1].output, str(found[0].summary["error"])):
+        assert all(words in text for words in said), text
+    assert found[0].summary["status"] == "failed"
+    assert_no_trace(both)
+
+
+@pytest.mark.slow
+def test_where_a_frozen_node_is_missed_it_is_named(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=12")
+    with hosts(2, tmp_path) as on:
+        begun(both, on)
+        frozen = [psutil.Process(both.nodes[1].pid), *psutil.Process(both.nodes[1].pid).children(recursive=True)]
+        for process in frozen:
+            process.suspend()
+        ended = both.nodes[0].end(timeout_s=60)
+        assert ended.code == 1 and "node2, with rank 1, was lost" in ended.output, ended.output
+        assert "node2, with rank 1, was lost" in ended.summary["error"]

@@ -64,53 +64,30 @@ class RankSlot:
         return self.state > RankState.RUNNING
 
 
-class Board:
-    """This rank's slot, which it writes, and those of the others on this node, which it reads.
+class BoardView:
+    """The slots of a node's ranks, as any process of the node sees them.
 
-    Writing costs some microseconds and no system call. The file holds the slots, the verdict, and room for a stack of each
-    rank; it may be deleted once every rank has opened it.
+    The file holds the slots, the verdict, and room for a stack of each rank; it may be deleted once every rank has opened it.
     """
 
-    def __init__(self, path: Path, *, rank: int, local_rank: int, num_local: int) -> None:
-        self.local_rank = local_rank
-        self.num_local = num_local
-        self.leads = False
-        self._number = 0
+    local_rank = -1  # of a process that is no rank
+
+    def __init__(self, path: Path, *, first_rank: int, num_local: int) -> None:
+        """FileNotFoundError if no rank has made it yet. `first_rank` is that of local rank 0."""
+        self._set_up(os.open(path, os.O_RDWR), first_rank=first_rank, num_local=num_local)
+
+    def _set_up(self, descriptor: int, *, first_rank: int, num_local: int) -> None:
+        self.num_local, self.leads = num_local, False
+        self._first_rank, self._descriptor = first_rank, descriptor
         self._verdict_at = num_local * _SLOT.itemsize
-        self._descriptor = descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, self._stack_at(num_local))
-        # on a full disk a write to memory without a page behind it is fatal, and this is an error
-        os.posix_fallocate(descriptor, local_rank * _SLOT.itemsize, _SLOT.itemsize)
         self._slots = np.frombuffer(mmap.mmap(descriptor, self._verdict_at), dtype=_SLOT)
-        self._mine = self._slots[local_rank]
-        # the handler works in C: also where a loop in C never lets Python run again
-        self._stack = open(path, "r+b", buffering=0)
-        self._stack.seek(self._stack_at(local_rank))
-        faulthandler.register(DUMP, file=self._stack, all_threads=True)
-        self._mine["rank"], self._mine["pid"], self._mine["state"] = rank, os.getpid(), RankState.RUNNING
 
     def close(self) -> None:
-        faulthandler.unregister(DUMP)
-        self._stack.close()
         os.close(self._descriptor)
 
-    def beat(self, phase: str, *, step: int, collectives: tuple[int, int]) -> None:
-        """Write down that this rank is about to do `phase` (at most 16 characters) of a step."""
-        self._mine["beats"][self._number % NUM_BEATS] = (self._number, step, phase.encode(), *collectives)
-        self._number += 1
-        self._mine["num_beats"] = self._number
-
-    def report(self, state: RankState, *, stack: str, collectives: tuple[int, int]) -> None:
-        """Write down how this rank's work has ended, and where."""
-        if not self.stack(self.local_rank):
-            os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
-        self._mine["since"] = time.monotonic()
-        self._mine["on_default"], self._mine["on_control"] = collectives
-        self._mine["state"] = state  # the last: with it the others begin to read the rest
-
-    @property
-    def mine(self) -> RankSlot:
-        return self.slot(self.local_rank)
+    def everyone(self) -> list[RankSlot]:
+        return [self.slot(local_rank) for local_rank in range(self.num_local)]
 
     def others(self) -> list[RankSlot]:
         return [self.slot(local_rank) for local_rank in range(self.num_local) if local_rank != self.local_rank]
@@ -121,7 +98,7 @@ class Board:
         beats = tuple(Beat(number, step, phase.decode(), (a, b)) for number, step, phase, a, b in latest)
         collectives = (begun[0], begun[1]) if state > RankState.RUNNING or not beats else beats[-1].collectives
         if state == RankState.ABSENT:  # then its slot is empty; launchers number a node's ranks without a gap
-            rank = int(self._mine["rank"]) - self.local_rank + local_rank
+            rank = self._first_rank + local_rank
         return RankSlot(local_rank, rank, pid, RankState(state), since, collectives, beats)
 
     def stack(self, local_rank: int) -> str:
@@ -132,7 +109,7 @@ class Board:
         return self._verdict_at + _VERDICT_BYTES + local_rank * _STACK_BYTES
 
     def try_lead(self) -> bool:
-        """Take the lead in finding out what has happened, if no living rank has it and it is not known yet."""
+        """Take the lead in finding out what has happened, if no living process has it and it is not known yet."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -153,6 +130,47 @@ class Board:
     def verdict(self) -> str:
         """What the leader has found, or an empty string."""
         return _text_at(self._descriptor, self._verdict_at, _VERDICT_BYTES)
+
+
+class Board(BoardView):
+    """This rank's slot, which it writes, and those of the others. Writing takes microseconds, and no system call."""
+
+    def __init__(self, path: Path, *, rank: int, local_rank: int, num_local: int) -> None:
+        self.local_rank = local_rank
+        self._number = 0
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._set_up(descriptor, first_rank=rank - local_rank, num_local=num_local)
+        # on a full disk a write to memory without a page behind it is fatal, and this is an error
+        os.posix_fallocate(descriptor, local_rank * _SLOT.itemsize, _SLOT.itemsize)
+        self._mine = self._slots[local_rank]
+        # the handler works in C: also where a loop in C never lets Python run again
+        self._stack = open(path, "r+b", buffering=0)
+        self._stack.seek(self._stack_at(local_rank))
+        faulthandler.register(DUMP, file=self._stack, all_threads=True)
+        self._mine["rank"], self._mine["pid"], self._mine["state"] = rank, os.getpid(), RankState.RUNNING
+
+    def close(self) -> None:
+        faulthandler.unregister(DUMP)
+        self._stack.close()
+        super().close()
+
+    def beat(self, phase: str, *, step: int, collectives: tuple[int, int]) -> None:
+        """Write down that this rank is about to do `phase` (at most 16 characters) of a step."""
+        self._mine["beats"][self._number % NUM_BEATS] = (self._number, step, phase.encode(), *collectives)
+        self._number += 1
+        self._mine["num_beats"] = self._number
+
+    def report(self, state: RankState, *, stack: str, collectives: tuple[int, int]) -> None:
+        """Write down how this rank's work has ended, and where."""
+        if not self.stack(self.local_rank):
+            os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
+        self._mine["since"] = time.monotonic()
+        self._mine["on_default"], self._mine["on_control"] = collectives
+        self._mine["state"] = state  # the last: with it the others begin to read the rest
+
+    @property
+    def mine(self) -> RankSlot:
+        return self.slot(self.local_rank)
 
 
 def request_stacks(pid: int) -> None:

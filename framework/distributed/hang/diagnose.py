@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from framework.distributed.hang.board import Beat, Board, RankSlot, RankState, request_stacks
+from framework.distributed.hang.board import Beat, Board, BoardView, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
@@ -154,6 +154,41 @@ def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
     return board.verdict
 
 
+def look(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> str:
+    """Find out who hangs, as a process that is no rank: where no rank can, or where those of another node wait for this one's.
+
+    Posts the verdict, and returns it; an empty string if a rank has ended, which is no hang.
+    """
+    while not board.verdict:
+        if board.try_lead():
+            found = _lead(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
+            board.stop_leading()
+            if not found:
+                return ""
+        time.sleep(0.02)
+    return board.verdict
+
+
+class Stillness:
+    """Tells whether all ranks of a node have stood still: no beat, no error, and nothing to do for a CPU."""
+
+    def __init__(self) -> None:
+        self._beats: list[int] = []
+        self._busy_s, self._since = 0.0, time.monotonic()
+
+    def lasts_s(self, slots: Sequence[RankSlot]) -> float:
+        """Return for how many seconds they have."""
+        beats = [slot.beats[-1].number if slot.beats else -1 for slot in slots]
+        has_error, busy = any(slot.has_reported for slot in slots), sum(busy_s(slot.pid) for slot in slots if slot.pid)
+        now = time.monotonic()
+        if has_error or beats != self._beats or busy - self._busy_s > _IDLE_SHARE * (now - self._since) + _IDLE_S:
+            self._beats, self._busy_s, self._since = beats, busy, now
+        return now - self._since
+
+
+_IDLE_SHARE, _IDLE_S = 0.01, 0.2  # on a CPU, of the time in which nothing happens: a thread that listens, say
+
+
 def kill_silent(board: Board) -> None:
     """Kill the ranks of this node that have reported nothing: they will not end by themselves."""
     for slot in board.others():
@@ -162,11 +197,11 @@ def kill_silent(board: Board) -> None:
                 os.kill(slot.pid, signal.SIGKILL)
 
 
-def _has_timed_out(board: Board) -> bool:
+def _has_timed_out(board: BoardView) -> bool:
     return any(slot.state is RankState.TIMED_OUT for slot in board.others())
 
 
-def _has_ended(board: Board) -> bool:
+def _has_ended(board: BoardView) -> bool:
     started = [slot for slot in board.others() if slot.state is not RankState.ABSENT]
     return any(slot.state is RankState.FAILED or _process_state(slot) in ("", "Z", "X") for slot in started)
 
@@ -194,7 +229,7 @@ def _stat(pid: int) -> list[str]:
     return []
 
 
-def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
+def _lead(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> bool:
     """Find the rank that hangs, log it and post it. Returns False if a rank has ended: then no rank hangs."""
     started_at, busy = time.monotonic(), {slot.local_rank: busy_s(slot.pid) for slot in board.others()}
     _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
@@ -223,9 +258,9 @@ def _lead(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     return True
 
 
-def _lateness(slot: RankSlot, board: Board) -> str:
+def _lateness(slot: RankSlot, board: BoardView) -> str:
     """Return by how much a rank came late. A rank that waits loses its connections the moment another rank gives up."""
-    gave_up = [p.since for p in board.others() + [board.mine] if p.state is RankState.TIMED_OUT and p.since <= slot.since]
+    gave_up = [p.since for p in board.everyone() if p.state is RankState.TIMED_OUT and p.since <= slot.since]
     if slot.state is RankState.LOST_PEER and gave_up and slot.since - max(gave_up) > _LATE_S:
         return f"came {slot.since - max(gave_up):.1f} seconds after the others had given up"
     return ""
@@ -243,7 +278,7 @@ def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
     return "" if waits_for_others else "waits, but not for the other ranks"
 
 
-def _dump(slots: list[RankSlot], board: Board) -> None:
+def _dump(slots: list[RankSlot], board: BoardView) -> None:
     for slot in slots:
         with suppress(ProcessLookupError):
             request_stacks(slot.pid)

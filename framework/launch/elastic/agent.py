@@ -5,29 +5,26 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from framework.config.frozen_file import FrozenConfig
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
 from framework.distributed.hang.diagnose import is_of_others
-from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
+from framework.launch.elastic.entry import Entry
 from framework.launch.elastic.links import LOST_AFTER_S, Links
 from framework.launch.elastic.meeting import Meeting, Superseded
 from framework.launch.elastic.membership import Member, Membership
 from framework.launch.elastic.network import Network
-from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report
+from framework.launch.failures import Failure, cause, recorded_failures, report
 from framework.launch.scratch import new_folder, remove_scratch
-from framework.launch.worker import Agent, prepare, work
+from framework.launch.worker import Agent, prepare
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
-from framework.runtime.environment import Environment, node_name, variables
+from framework.runtime.environment import node_name, variables
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -63,7 +60,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
         try:
             remove_scratch(directory.path)
             with new_folder(directory.path) as scratch:
-                entry = _Entry(config, meeting.folder)
+                entry = Entry(config, meeting.folder)
                 agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
                 return agent.attend(meeting, links, network, timeout_s=launch.timeout_s)
         finally:
@@ -92,39 +89,6 @@ def _enter(meeting: Meeting) -> Exit | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """How each worker of a node begins a round. `folder` is shared by all nodes."""
-
-    config: RunConfig
-    folder: Path
-
-    def join(self, node_folder: Path) -> int:
-        """Do one worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes."""
-        environment = Environment.read()
-        log.start_console(rank=environment.rank)
-        try:
-            store = dist.FileStore(str(self.folder / f"start_{environment.attempt}"), environment.world_size)
-            if environment.rank == 0:
-                store.set("decision", as_text(self._decide()))
-            taken = from_text(store.get("decision").decode())
-        except Exception as error:
-            record_failure(error, environment=environment, scratch=self.folder)
-            raise
-        return work(taken, self.folder, node_scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
-
-    def _decide(self) -> FrozenConfig | int:
-        began = self.folder / "began"
-        config = self.config.begun() if began.exists() else self.config
-        if is_finished(config.run):
-            return Exit.FINISHED
-        run = claim(config, party="elastic")
-        if not isinstance(run, ClaimedRun):
-            return run
-        began.touch()
-        return run.frozen  # its lock stays with this process until it ends
-
-
 class _Agent(Agent):
     """Torch elastic's agent, with a worker group for each round; a round that loses a node is not a failure.
 
@@ -140,8 +104,8 @@ class _Agent(Agent):
                 self._watch(membership.round)
         finally:
             self.end_workers(signal.SIGKILL)
-        if self.verdict or self.failures:
-            report(self.verdict or self.failures[-1], self._directory)
+        if membership.code == Exit.HANG or self.failures:
+            report(str(membership.error) if membership.code == Exit.HANG else self.failures[-1], self._directory)
         elif membership.code == Exit.CONFIGURATION and membership.error is not None:
             print(membership.error, file=sys.stderr)
         elif membership.error is not None:
@@ -177,15 +141,37 @@ class _Agent(Agent):
             return membership
         if (fault := self._network.fault(membership.nodes.values())) is not None:
             membership.end(Exit.CONFIGURATION, error=fault)
+        elif hang := self._hang(membership):
+            membership.end(Exit.HANG, error=hang)
         elif membership.stops:
             membership.end(Exit.PREEMPTED)
         elif membership.may_start and (membership.is_full or waited_s > _LAST_CALL_S):
             membership.start_round()
         elif idle_s > self._timeout_s:
             there = f"{len(membership.nodes)} of at least {membership.sizes[0]} nodes have come"
-            apart = "".join(f"; {line}" for line in self._apart(membership, membership.doubtful))
-            membership.end(Exit.FAILED, error=f"{there} in launch.timeout_s={self._timeout_s:g}{apart}")
+            lacks = [*self._apart(membership, membership.doubtful), *self._lost(membership)]
+            membership.end(Exit.FAILED, error="; ".join([f"{there} in launch.timeout_s={self._timeout_s:g}", *lacks]))
         return membership
+
+    def _hang(self, membership: Membership) -> str:
+        """Return who hangs, by what all nodes of the latest round have found; nothing if only the network is to blame."""
+        told = [membership.verdicts[number] for number in membership.members if number in membership.verdicts]
+        guilty = [verdict for verdict in told if not is_of_others(verdict)]
+        if guilty:
+            return "; ".join([*guilty, *(verdict for verdict in told if verdict not in guilty)])
+        is_parted = any(set(pair) <= set(membership.members) for pair in membership.doubtful)
+        if not told or len(told) < len(membership.members) or is_parted or membership.is_short:
+            return ""
+        return "; ".join(["the nodes' ranks wait for each other, and not for the same", *told])
+
+    def _lost(self, membership: Membership) -> list[str]:
+        """Say which nodes of the latest round have been lost since."""
+        size, lost = membership.num_workers, []
+        for place, (number, host) in enumerate(zip(membership.members, membership.hosts)):
+            if number not in membership.nodes:
+                ranks = f"rank {place}" if size == 1 else f"ranks {place * size} to {(place + 1) * size - 1}"
+                lost.append(f"{host}, with {ranks}, was lost")
+        return lost
 
     def _start(self, membership: Membership) -> None:
         spec, place = self.workers.spec, self.place
@@ -204,6 +190,8 @@ class _Agent(Agent):
         while (result := self.watch_workers()).state == WorkerState.HEALTHY:
             time.sleep(_POLL_S)
             seen = self._meeting.look()
+            if seen.verdicts and not self.verdict and seen.round == round:
+                self.look()  # the ranks of another node have waited in vain
             if not is_stopping and (PREEMPTION.requested or seen.stops or seen.may_grow):
                 is_stopping = self._ask_to_stop(round)
             patience_s = self._patience_s(seen, round)
@@ -277,10 +265,10 @@ class _Agent(Agent):
                 membership.end(code)
             return 0
         membership.broken = max(membership.broken, round)
+        if self.verdict and membership.round == round:
+            membership.verdicts[self._meeting.number] = self.verdict
         if membership.lost_links and membership.round == round:
             membership.parted = round
-        if self.verdict and not is_of_others(self.verdict):
-            membership.end(Exit.HANG, error=self.verdict)
         if failure is None or membership.code is not None or membership.round != round:
             return 0
         number = membership.note(failure, round)

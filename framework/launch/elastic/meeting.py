@@ -223,11 +223,13 @@ class Meeting:
         self._path(self.number).write_text(text.ljust((len(text) // _BLOCK + 1) * _BLOCK))
 
     def _keep_beating(self) -> None:
-        count = 0
-        while not self._left.wait(_BEAT_S):
-            count += 1
-            with suppress(OSError):  # a missed beat is not a lost node
-                self._beat(count)
+        count, told, since = 0, list[int](), time.monotonic()
+        while not self._left.wait(_BEAT_S / 5):
+            heard = self._links.answering(within_s=DOUBTFUL_AFTER_S)
+            if heard != told or time.monotonic() - since >= _BEAT_S:  # news of a link is not waited for
+                count, told, since = count + 1, heard, time.monotonic()
+                with suppress(OSError):  # a missed beat is not a lost node
+                    self._beat(count)
 
 
 @dataclass

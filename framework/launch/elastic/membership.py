@@ -36,6 +36,8 @@ class Membership:
     num_nodes_ever: int = 0
     round: int = 0
     members: list[int] = field(default_factory=list)  # of the round, by rank, including nodes that have left it
+    hosts: list[str] = field(default_factory=list)  # of the members
+    verdicts: dict[int, str] = field(default_factory=dict)  # what the members have found of a hang, by node
     broken: int = 0  # the newest round that has lost a worker
     parted: int = 0  # the newest round whose nodes have lost each other
     cut: list[tuple[int, int]] = field(default_factory=list)  # pairs of nodes that do not reach each other (`Meeting.look`)
@@ -101,6 +103,7 @@ class Membership:
             return
         self.round += 1
         self.members = self.ready[: self._size_for(len(self.ready))]
+        self.hosts, self.verdicts = [self.nodes[number].host for number in self.members], {}
         for number in self.members:
             self.nodes[number].waits = False
 

@@ -1,0 +1,48 @@
+"""How each worker of an elastic run begins a round: with rank 0's configuration, which alone claims the directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from framework.config.frozen_file import FrozenConfig
+from framework.config.schema import RunConfig
+from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
+from framework.launch.failures import record_failure
+from framework.launch.worker import work
+from framework.runtime import log
+from framework.runtime.environment import Environment
+from framework.runtime.exits import Exit
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How each worker of a node begins a round. `folder` is shared by all nodes."""
+
+    config: RunConfig
+    folder: Path
+
+    def join(self, node_folder: Path) -> int:
+        """Do one worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes."""
+        environment = Environment.read()
+        log.start_console(rank=environment.rank)
+        try:
+            store = dist.FileStore(str(self.folder / f"start_{environment.attempt}"), environment.world_size)
+            if environment.rank == 0:
+                store.set("decision", as_text(self._decide()))
+            taken = from_text(store.get("decision").decode())
+        except Exception as error:
+            record_failure(error, environment=environment, scratch=self.folder)
+            raise
+        return work(taken, self.folder, node_scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
+
+    def _decide(self) -> FrozenConfig | int:
+        began = self.folder / "began"
+        config = self.config.begun() if began.exists() else self.config
+        if is_finished(config.run):
+            return Exit.FINISHED
+        run = claim(config, party="elastic")
+        if not isinstance(run, ClaimedRun):
+            return run
+        began.touch()
+        return run.frozen  # its lock stays with this process until it ends
