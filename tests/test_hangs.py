@@ -335,3 +335,58 @@ def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_con
     assert re.search(r"exitcode *: 71 ", output.read_text()), output.read_text()
     again = finished(*line, "launch.nproc_per_node=2", root=tmp_path / "runs")
     assert_same_bits(again, finished(*line, "launch.nproc_per_node=2", root=tmp_path / "whole"))
+
+
+# --- nobody waits
+
+
+def test_one_process_alone_that_stands_still_is_ended_and_the_same_command_continues(tmp_path: Path) -> None:
+    line = [*RUN, f"launch.timeout_s={TIMEOUT_S}"]
+    began = time.monotonic()
+    ended = end(begin(*line, root=tmp_path / "runs", before=lambda: in_training(sleep)), root=tmp_path / "runs")
+    assert ended.code == 71 and time.monotonic() - began < WITHIN_S + 10, ended.output
+    error = ended.summary["error"]
+    assert error.startswith("rank 0 hangs: it waits") and f"in step {AT + 1} (training), at {__file__}:" in error
+    assert "in sleep" in (ended.directory / "train.log").read_text()
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), finished(*line, root=tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("act", [stop, pytest.param(sleep, marks=pytest.mark.slow)])
+def test_where_all_ranks_stand_still_all_are_named(act: Act, tmp_path: Path) -> None:
+    line = LINES["ddp 2"]
+    process = begin(*line, root=tmp_path / "runs", before=lambda: in_training(act))
+    ended = end(process, root=tmp_path / "runs", timeout_s=60)
+    assert ended.code == 71, ended.output
+    manner = "is stopped" if act is stop else "waits, but not for the other ranks"
+    assert all(f"rank {rank} hangs: it {manner}" in ended.summary["error"] for rank in (0, 1)), ended.summary["error"]
+
+
+def test_a_command_that_was_stopped_for_long_goes_on(tmp_path: Path) -> None:
+    """Ctrl-Z, and `fg` after more than launch.timeout_s."""
+    line = [*RUN, f"launch.timeout_s={TIMEOUT_S}"]
+    process = begin(*line, root=tmp_path / "runs", before=lambda: in_training(stop))
+    os.waitpid(process.pid, os.WUNTRACED)
+    time.sleep(3 * TIMEOUT_S + 3)  # the time is what is tested
+    os.kill(process.pid, signal.SIGCONT)
+    ended = end(process, root=tmp_path / "runs")
+    assert ended.code == 0, ended.output
+
+
+@pytest.mark.slow
+def test_a_loader_that_works_for_long_is_no_hang(tmp_path: Path) -> None:
+    """The process waits for a loader's process, which computes."""
+
+    def plant() -> None:
+        original = Synthetic.transform
+
+        def transform(self, inputs, targets, *, keys):  # type: ignore[no-untyped-def]
+            until = time.monotonic() + 2 * TIMEOUT_S + 4
+            while keys is not None and not (tmp_path / "done").exists() and time.monotonic() < until:
+                pass
+            (tmp_path / "done").touch()
+            return original(self, inputs, targets, keys=keys)
+
+        Synthetic.transform = transform  # type: ignore[method-assign]
+
+    line = [*RUN, f"launch.timeout_s={TIMEOUT_S}", "dataset.num_workers=1", "dataset.augment=true"]
+    finished(*line, root=tmp_path / "runs", before=plant)

@@ -23,6 +23,7 @@ from framework.config.modes import MODES
 from framework.config.schema import LaunchSection
 from framework.config.targets import locate
 from framework.distributed.hang import diagnose as hang
+from framework.distributed.hang.alone import watched_alone
 from framework.distributed.hang.board import Board, BoardView, posted_verdict
 from framework.distributed.world import World
 from framework.launch.claim import ClaimedRun
@@ -94,10 +95,16 @@ def _watched(
 
     At once, since nothing later could end it: the destructors of gloo's groups wait for the operations in progress.
     """
-    if environment.world_size == 1:
-        yield None
-        return
     directory, verdict = RunDirectory(frozen.path.parent), ""
+    if environment.world_size == 1:
+
+        def end(verdict: str) -> None:
+            report(verdict, directory)
+            os._exit(Exit.HANG)
+
+        with watched_alone(timeout_s=timeout_s, on_hang=end) as board:
+            yield board
+        return
     with ExitStack() as ends:
         folder = scratch or ends.enter_context(common_folder(directory.path, attempt=environment.attempt))
         board = Board(

@@ -174,19 +174,36 @@ class Stillness:
 
     def __init__(self) -> None:
         self._beats: list[int] = []
-        self._busy_s, self._since = 0.0, time.monotonic()
+        self._busy_s, self._since, self._looked_at = 0.0, time.monotonic(), 0.0
 
     def lasts_s(self, slots: Sequence[RankSlot]) -> float:
-        """Return for how many seconds they have."""
-        beats = [slot.beats[-1].number if slot.beats else -1 for slot in slots]
-        has_error, busy = any(slot.has_reported for slot in slots), sum(busy_s(slot.pid) for slot in slots if slot.pid)
+        """Return for how many seconds they have. To be called often: a second and more."""
         now = time.monotonic()
-        if has_error or beats != self._beats or busy - self._busy_s > _IDLE_SHARE * (now - self._since) + _IDLE_S:
+        if now - self._looked_at < 1.0:
+            return self._looked_at - self._since
+        if now - self._looked_at > _ASLEEP_S:  # this process was stopped too
+            self._since = now
+        self._looked_at = now
+        beats = [slot.beats[-1].number if slot.beats else -1 for slot in slots]
+        busy = sum(busy_s(pid) for slot in slots if slot.pid for pid in (slot.pid, *_descendants(slot.pid)))
+        if any(slot.has_reported for slot in slots) or beats != self._beats or self._works(busy, now):
             self._beats, self._busy_s, self._since = beats, busy, now
         return now - self._since
 
+    def _works(self, busy: float, now: float) -> bool:
+        return abs(busy - self._busy_s) > _IDLE_SHARE * (now - self._since) + _IDLE_S  # less: a process has ended
+
 
 _IDLE_SHARE, _IDLE_S = 0.01, 0.2  # on a CPU, of the time in which nothing happens: a thread that listens, say
+_ASLEEP_S = 10.0
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, such as those of its loaders."""
+    children: list[int] = []
+    with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
+        children = [int(child) for child in file.read().split()]
+    return children + [other for child in children for other in _descendants(child)]
 
 
 def kill_silent(board: Board) -> None:
