@@ -15,6 +15,7 @@ from framework.config.modes import MODES, Command, Mode
 from framework.config.schema import RunConfig, completed
 from framework.config.targets import locate
 from framework.config.validation import validate
+from framework.launch.catch_up import catch_up
 from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
@@ -88,6 +89,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
                 return print_problems(problems)
             if is_finished(config.run):
                 accept_code(config.run, config.targets())
+                catch_up(config.run, config.logger, name=config.name, config=config.plain())
                 return Exit.FINISHED
         from framework.preflight.child import problems_in_child
         from framework.preflight.dry_build import dry_build

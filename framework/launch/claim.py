@@ -13,9 +13,9 @@ from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE, read_rows
 from framework.runs.provenance import Provenance
 from framework.runtime.environment import Environment
-from framework.runtime.exits import Exit
+from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.files import require_room
-from framework.runtime.lock import Lock, RunLocked
+from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
@@ -76,9 +76,9 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
         if not is_beside:
             Provenance(directory.path).add_start(config.targets())
         return ClaimedRun(config, replace(frozen, token=lock.token), lock)
-    except RunLocked as locked:
-        LOGGER.error("%s", locked)
-        return locked.code
+    except RunEnded as end:
+        LOGGER.error("%s", end)
+        return end.code
     except OSError as error:
         LOGGER.error("the run's directory cannot be written: %s", error)
         return Exit.DISK

@@ -25,6 +25,7 @@ from framework.config.targets import locate
 from framework.distributed.hang import diagnose as hang
 from framework.distributed.hang.alone import watched_alone
 from framework.distributed.hang.board import Board, BoardView, posted_verdict
+from framework.distributed.hang.stillness import Stillness
 from framework.distributed.world import World
 from framework.launch.claim import ClaimedRun
 from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report
@@ -184,7 +185,7 @@ class Agent(ElasticAgent):
         self.verdict = ""  # on a hang
         self.failures: list[Failure] = []
         self._scratch, self._directory, self._timeout_s = scratch, directory, launch.timeout_s
-        self._view: tuple[int, BoardView, hang.Stillness] | None = None  # of an attempt
+        self._view: tuple[int, BoardView, Stillness] | None = None  # of an attempt
 
     @property
     def attempt(self) -> int:
@@ -213,7 +214,7 @@ class Agent(ElasticAgent):
             first, path = self.workers.workers[0].global_rank, board_in(self._scratch, attempt=self.attempt)
             with suppress(FileNotFoundError):
                 view = BoardView(path, first_rank=first, num_local=len(self.workers.workers))
-                self._view = self.attempt, view, hang.Stillness()
+                self._view = self.attempt, view, Stillness()
         return self._view[1] if self._view is not None and self._view[0] == self.attempt else None
 
     def _stand_still(self) -> bool:

@@ -18,7 +18,7 @@ from framework.config.folders import option_node
 from framework.config.schema import Node
 from framework.config.targets import locate
 from framework.data.source import Source
-from framework.distributed.hang.diagnose import busy_s
+from framework.distributed.hang.stillness import busy_s
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.world import World
 from framework.preflight.child import end_of

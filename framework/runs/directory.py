@@ -141,4 +141,6 @@ _IS_OF_KIND: dict[str, Callable[[Any], bool]] = {  # the values of a summary tha
     "metrics": _is_metrics,
     "restarts": lambda count: isinstance(count, int),
     "continued_at": _are_steps,
+    "step": lambda step: isinstance(step, int),
+    "unlogged": lambda names: isinstance(names, list),
 }

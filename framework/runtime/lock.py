@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.runtime.exits import Exit, RunEnded
+from framework.runtime.exits import Exit, Interrupted, RunEnded
 from framework.runtime.files import lock_file, make_directory
+from framework.runtime.preemption import PREEMPTION
 
 _BEAT_S = 1.0
 _DEAD_AFTER_S = 4.0  # without a beat; a network file system shows what is older by up to 3 s
@@ -66,7 +67,7 @@ class Lock:
 
         If the holder itself is dead and its workers are about to end, waits `patience_s` for them; for a process of the same
         party `party_patience_s`, and then goes on without its lock. A holder on another machine that has not released the
-        lock is watched for a few seconds.
+        lock is watched for a few seconds. Interrupted if a signal comes meanwhile.
         """
         make_directory(self.path.parent)
         began = time.monotonic()
@@ -77,11 +78,11 @@ class Lock:
                     self.path.unlink(missing_ok=True)  # the lock belongs to the file, not to its name
             elif waited > (0.0 if _is_alive(holder) else patience_s):
                 raise self._locked(holder)
-            time.sleep(0.05)
+            self._wait(0.05)
         self._descriptor = descriptor
         try:
             self._watch_holder()
-        except RunLocked:
+        except RunEnded:
             os.close(descriptor)
             self._descriptor = None
             raise
@@ -98,9 +99,15 @@ class Lock:
         while (now := self.holder()) == before and not is_gone(before):
             if time.monotonic() - began > _DEAD_AFTER_S:
                 return
-            time.sleep(0.1)
+            self._wait(0.1)
         if now != before and now.get("token"):
             raise self._locked(now)
+
+    @staticmethod
+    def _wait(seconds: float) -> None:
+        if PREEMPTION.requested:
+            raise Interrupted("stopped before the run's directory was free; the same command begins")
+        time.sleep(seconds)
 
     def _locked(self, holder: dict[str, Any]) -> RunLocked:
         return RunLocked(f"{self.path.parent} is in use by {_named(holder)}; wait for it, or stop it")

@@ -17,14 +17,17 @@ from framework.runtime.secrets import Redacting, WrappedStream
 LOGGER = logging.getLogger("steadfast")
 
 
-def start_console(*, rank: int) -> None:
-    """Log to stderr, without secrets: rank 0 everything, the others warnings. Can be called again in a forked worker."""
+def start_console(*, rank: int, who: str | None = None) -> None:
+    """Log to stderr, without secrets: rank 0 everything, the others warnings. Can be called again in a forked worker.
+
+    `who` speaks, if it is no rank.
+    """
     if not isinstance(sys.stderr, Redacting):  # not only for the log: also for a library's warnings and a last traceback
         sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # all but by class
     handler = logging.StreamHandler()
     level = logging.DEBUG if variables().get("STEADFAST_VERBOSE") else logging.INFO
     handler.setLevel(level if rank == 0 else logging.WARNING)
-    handler.setFormatter(_Console(f"[rank {rank}] %(levelname)s: %(message)s"))
+    handler.setFormatter(_Console(f"[{who or f'rank {rank}'}] %(levelname)s: %(message)s"))
     LOGGER.handlers.clear()
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.DEBUG)

@@ -26,6 +26,7 @@ class Recorder:
         self._num_rows: int | None = None  # that a checkpoint relies on
         self._world = world
         self._sinks = dict(sinks)  # the sinks that work
+        self._lost: list[str] = []  # the others
         self._metrics: MetricsFile | None = None
         self._loaded: dict[str, str] | None = None  # the user's modules of which the provenance tells
         code_of(type(sink).__module__ for sink in sinks.values())  # so that what a logger loads is not taken for the run's
@@ -83,6 +84,7 @@ class Recorder:
             except Exception as error:  # of the console, rich's; of the others, SinkFailed
                 LOGGER.warning("logger %s is off for the rest of this run: %s", name, error)
                 del self._sinks[name]
+                self._lost.append(name)
 
     def flush(self, **values: Any) -> None:
         """Write the rows to the disk and `values` into the summary, before a checkpoint that relies on them."""
@@ -108,9 +110,12 @@ class Recorder:
         metrics, self._metrics = self._metrics, None
         if metrics is not None:
             metrics.close()
-        self.directory.record_end(**values)
+        own = [*self._lost, *(name for name, sink in self._sinks.items() if isinstance(sink, Background))]
+        self.directory.record_end(**values, **({"unlogged": own} if own else {}))  # until each has said that it has all
         if metrics is not None:
             summary = self.directory.read_summary()
             self._each(lambda sink: sink.close(summary))
         self._each(lambda sink: sink.wait(within_s=within_s) if isinstance(sink, Background) else None)
+        if own:
+            self.directory.record_end(unlogged=self._lost)
         self._sinks = {}

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from framework.distributed.hang.board import Board, BoardView
-from framework.distributed.hang.diagnose import Stillness, look
+from framework.distributed.hang.diagnose import look
+from framework.distributed.hang.stillness import Stillness
 
 _LOOK_S = 1.0
 _DEBUGGERS = ("/pdb.py", "/bdb.py")  # a person may think for as long as they like

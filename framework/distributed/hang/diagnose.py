@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from framework.distributed.hang.board import Beat, Board, BoardView, RankSlot, RankState, request_stacks
+from framework.distributed.hang.stillness import busy_s, stat_of
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
@@ -169,43 +170,6 @@ def look(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> str:
     return board.verdict
 
 
-class Stillness:
-    """Tells whether all ranks of a node have stood still: no beat, no error, and nothing to do for a CPU."""
-
-    def __init__(self) -> None:
-        self._beats: list[int] = []
-        self._busy_s, self._since, self._looked_at = 0.0, time.monotonic(), 0.0
-
-    def lasts_s(self, slots: Sequence[RankSlot]) -> float:
-        """Return for how many seconds they have. To be called often: a second and more."""
-        now = time.monotonic()
-        if now - self._looked_at < 1.0:
-            return self._looked_at - self._since
-        if now - self._looked_at > _ASLEEP_S:  # this process was stopped too
-            self._since = now
-        self._looked_at = now
-        beats = [slot.beats[-1].number if slot.beats else -1 for slot in slots]
-        busy = sum(busy_s(pid) for slot in slots if slot.pid for pid in (slot.pid, *_descendants(slot.pid)))
-        if any(slot.has_reported for slot in slots) or beats != self._beats or self._works(busy, now):
-            self._beats, self._busy_s, self._since = beats, busy, now
-        return now - self._since
-
-    def _works(self, busy: float, now: float) -> bool:
-        return abs(busy - self._busy_s) > _IDLE_SHARE * (now - self._since) + _IDLE_S  # less: a process has ended
-
-
-_IDLE_SHARE, _IDLE_S = 0.01, 0.2  # on a CPU, of the time in which nothing happens: a thread that listens, say
-_ASLEEP_S = 10.0
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, such as those of its loaders."""
-    children: list[int] = []
-    with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
-        children = [int(child) for child in file.read().split()]
-    return children + [other for child in children for other in _descendants(child)]
-
-
 def kill_silent(board: Board) -> None:
     """Kill the ranks of this node that have reported nothing: they will not end by themselves."""
     for slot in board.others():
@@ -229,21 +193,7 @@ def _is_stopped(slot: RankSlot) -> bool:
 
 def _process_state(slot: RankSlot) -> str:
     """Return the letter of /proc/PID/stat: T is stopped, Z a zombie; an empty string if there is no such process."""
-    return (_stat(slot.pid) or [""])[0]
-
-
-def busy_s(pid: int) -> float:
-    """Return the seconds on a CPU, and those for which the first thread waited for a CPU, where the kernel counts them."""
-    fields, waited_s = _stat(pid), 0.0
-    with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
-        waited_s = int(file.read().split()[1]) / 1e9
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited_s if fields else 0.0
-
-
-def _stat(pid: int) -> list[str]:
-    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()
-    return []
+    return (stat_of(slot.pid) or [""])[0]
 
 
 def _lead(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> bool:

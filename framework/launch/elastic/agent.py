@@ -13,7 +13,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
 from framework.distributed.hang.diagnose import is_of_others
-from framework.launch.elastic.entry import Entry
+from framework.launch.elastic.entry import RoundEntry
 from framework.launch.elastic.links import LOST_AFTER_S, Links
 from framework.launch.elastic.meeting import Meeting, Superseded
 from framework.launch.elastic.membership import Member, Membership
@@ -40,6 +40,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
 
     An `attempt` that compares as greater takes the run from the nodes of the other attempts.
     """
+    log.start_console(rank=0, who=node_name())
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     directory, launch = RunDirectory(Path(config.run.dir)), config.launch
     # every node has as many workers: torch then numbers them without a store
@@ -60,7 +61,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
         try:
             remove_scratch(directory.path)
             with new_folder(directory.path) as scratch:
-                entry = Entry(config, meeting.folder)
+                entry = RoundEntry(config, meeting.folder)
                 agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
                 return agent.attend(meeting, links, network, timeout_s=launch.timeout_s)
         finally:
@@ -106,6 +107,8 @@ class _Agent(Agent):
             self.end_workers(signal.SIGKILL)
         if membership.code == Exit.HANG or self.failures:
             report(str(membership.error) if membership.code == Exit.HANG else self.failures[-1], self._directory)
+        elif membership.code == Exit.PREEMPTED and self._directory.read_summary().get("status") in ("running", "failed"):
+            self._directory.record_end(status="preempted", error=None)  # its workers did not come so far
         elif membership.code == Exit.CONFIGURATION and membership.error is not None:
             print(membership.error, file=sys.stderr)
         elif membership.error is not None:

@@ -16,7 +16,7 @@ from framework.runtime.exits import Exit
 
 
 @dataclass(frozen=True)
-class Entry:
+class RoundEntry:
     """How each worker of a node begins a round. `folder` is shared by all nodes."""
 
     config: RunConfig
