@@ -126,6 +126,16 @@ class Host:
             f"ip -n {self._space} addr add {address}/16 dev aside0; ip -n {self._space} link set aside0 up; ip -n {self._space} link set aside1 up"
         )
 
+    def allow_only(self, first: int, last: int) -> None:
+        """Have a firewall that lets connections to some ports in, and the kernel give no others."""
+        self._run("iptables -A INPUT -i eth0 -m state --state ESTABLISHED,RELATED -j ACCEPT")
+        self._run(f"iptables -A INPUT -i eth0 -p tcp --dport {first}:{last} -j ACCEPT")
+        self._run("iptables -A INPUT -i eth0 -p tcp -j DROP")
+        self._run(f"sh -c 'echo {first} {last} > /proc/sys/net/ipv4/ip_local_port_range'")
+
+    def _run(self, line: str) -> None:
+        _sh(f"ip netns exec {self._space} {line}")
+
     def heal(self) -> None:
         _sh(f"ip netns exec {self._space} iptables -F")
 

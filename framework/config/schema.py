@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from framework.config.section import AboveZero, Count, Positive, Section
+from framework.config.section import AboveZero, Count, Positive, Section, texts_in
 from framework.runtime.problem import Problem, shown
 
 Monitor = Annotated[str, Field(description="SPLIT/METRIC")]
@@ -146,6 +146,7 @@ class LaunchSection(Section):
     nproc_per_node: Positive | None
     nnodes: int | str
     max_restarts: Count
+    ports: str | None
     timeout_s: AboveZero
     grace_s: AboveZero | None
     slurm: SlurmSection | None = None  # with launch=slurm
@@ -154,6 +155,15 @@ class LaunchSection(Section):
         if not self.node_counts:
             expected = "a number of nodes, or MIN:MAX for a run that nodes may leave and join"
             yield Problem("nnodes", f"{shown(self.nnodes)} is not valid", expected)
+        if self.ports is not None and not self.port_range:
+            yield Problem("ports", f"{shown(self.ports)} is not valid", "LOW-HIGH, of ports from 1024 to 65535")
+
+    @property
+    def port_range(self) -> range:
+        """The ports of `ports`; empty if there are none, or if it is invalid."""
+        match = re.fullmatch(r"(\d{4,5})-(\d{4,5})", self.ports or "")
+        low, high = (int(match[1]), int(match[2])) if match is not None else (0, -1)
+        return range(low, high + 1) if 1024 <= low <= high <= 65535 else range(0)
 
     @property
     def node_counts(self) -> range:
@@ -252,14 +262,6 @@ class RunConfig(Section):
     def plain(self) -> dict[str, Any]:
         """Return the configuration as plain data, to be frozen."""
         return self.model_dump(exclude_unset=True)
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield each text in a node."""
-    if isinstance(value, str):
-        yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from texts_in(item)
 
 
 COMPONENTS = ("model", "dataset", "sampler", "task", "parallel", "optimizer", "scheduler")

@@ -1,7 +1,7 @@
 """A part of the configuration: what its keys may hold, and its rules."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -28,3 +28,11 @@ class Section(BaseModel):
         if problems := list(self.rules()):
             raise PydanticCustomError("rules", "{count} rules are broken", {"count": len(problems), "problems": problems})
         return self
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield each text in a node."""
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts_in(item)

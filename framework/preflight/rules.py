@@ -110,6 +110,18 @@ def processes_can_share(launch: LaunchSection, dataset: Node) -> Iterator[Proble
         yield Problem(key, what, "a /dev/shm that can be written (docker run --shm-size), or one process")
 
 
+def ports_are_the_kernels(launch: LaunchSection) -> Iterator[Problem]:
+    """Refuse ports beyond which gloo, RPC and NCCL would listen: they take any that the kernel of this host gives."""
+    ports, kernels = launch.port_range, Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not ports or launch.kind != "local" or not kernels.exists():
+        return
+    low, high = map(int, kernels.read_text().split())
+    if low not in ports or high not in ports:
+        what = f"{launch.ports}, but the kernel gives gloo and NCCL ports from {low} to {high}"
+        setting = f"net.ipv4.ip_local_port_range='{ports[0]} {ports[-1]}'"
+        yield Problem("launch.ports", what, f"sysctl -w {setting}; docker run --sysctl {setting}")
+
+
 RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     name_is_a_directory,
     micro_batch_fits,
@@ -120,4 +132,5 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     rollback_has_checkpoints,
     weights_come_from_one_place,
     processes_can_share,
+    ports_are_the_kernels,
 )

@@ -159,7 +159,7 @@ def test_between_two_of_three_nodes_the_largest_part_goes_on(
 def test_a_link_that_is_slow_or_loses_packets_costs_nothing(
     one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    both = cluster(*RUN, *ELASTIC, "launch.max_restarts=0")
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0")
     with hosts(2, tmp_path) as on:
         begun(both, on)
         on[0].lose(0.03)
@@ -194,13 +194,25 @@ NAMES: dict[str, Callable[[int], str]] = {
 def test_the_interface_that_reaches_the_others_is_found(
     what: str, one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    both = cluster(*RUN, *ELASTIC, "launch.max_restarts=0")
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0")
     with hosts(2, tmp_path, name=NAMES[what]) as on:
         for host in on:
             host.add_network("172.17.0.1")  # as a container's bridge: on each host the same
         begun(both, on)
         ended(both, one)
         assert "round 2" not in both.nodes[0].output.read_text()
+
+
+@pytest.mark.slow
+def test_behind_a_firewall_the_nodes_meet_on_the_ports_that_are_open(
+    one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0", "launch.ports=40000-40199")
+    with hosts(2, tmp_path) as on:
+        for host in on:
+            host.allow_only(40000, 40199)
+        begun(both, on)
+        ended(both, one)
 
 
 def test_an_interface_that_only_this_host_reaches_is_refused_with_the_line_to_add(

@@ -46,7 +46,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
     # every node has as many workers: torch then numbers them without a store
     variables().setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     network = Network.find()
-    links = Links(network.addresses)
+    links = Links(network.addresses, ports=launch.port_range or (0,))
     meeting = Meeting(
         directory.path.with_name(f".{directory.path.name}.elastic"),
         node=Member(node_name(), os.getpid(), attempt or [], machine=network.machine),
