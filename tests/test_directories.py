@@ -2,12 +2,14 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from framework.runtime.exits import Exit
-from tests.harness import assert_same_bits, command, exact_rows, files_below, finished
+from tests.harness import Says, assert_same_bits, command, exact_rows, files_below, finished
+from tests.hosts import needs_hosts, own_mounts
 
 RUN = ["model=mlp", "model.dim=4", "dataset=synthetic", "dataset.num_train=64", "global_batch_size=32", "trainer.log_every=1"]
 
@@ -83,3 +85,22 @@ def test_a_pipe_among_the_pictures_is_no_picture(tmp_path: Path) -> None:
     without = finished(*line, root=tmp_path / "without")
     os.mkfifo(folder / "zz.png")
     assert_same_bits(finished(*line, root=tmp_path / "with"), without)
+
+
+@needs_hosts
+@pytest.mark.parametrize(("line", "code"), [(["launch.nproc_per_node=2", "parallel=ddp"], 78), ([], 0)])
+def test_without_memory_to_share_several_processes_are_refused_in_a_line(line: list[str], code: int, tmp_path: Path) -> None:
+    def enter() -> None:
+        own_mounts()
+        for words in ("--bind /dev/shm /dev/shm", "-o remount,bind,ro /dev/shm"):
+            subprocess.run(["mount", *words.split()], check=True)
+
+    ended = command(*RUN, "trainer.max_steps=2", *line, root=tmp_path / "runs", before=enter)
+    assert ended.code == code, ended.output
+    said = "launch.nproc_per_node: several processes, but /dev/shm cannot be used (Read-only file system) ..."
+    assert not code or ended.output.splitlines() == [Says(said)]
+
+
+@pytest.mark.parametrize("name", [" ", "\t", " . "])
+def test_a_name_of_blanks_is_none(name: str, tmp_path: Path) -> None:
+    assert command(f"name='{name}'", root=tmp_path / "runs").code == 78

@@ -14,7 +14,7 @@ import pytest
 from framework.checkpoint.store import CheckpointStore
 from framework.training.trainer import Trainer
 from tests.harness import Ended, Says, assert_close, exact_rows, finished, slow_but, wait_for
-from tests.hosts import Host, hosts, needs_hosts
+from tests.hosts import Host, hosts, mount_remote, needs_fuse, needs_hosts
 from tests.launch.test_elastic import ELASTIC, JOINED_S, LOST_S, RUN, Cluster, assert_no_trace
 from tests.test_hangs import loop, sleep, stop
 
@@ -226,6 +226,28 @@ def test_an_interface_that_only_this_host_reaches_is_refused_with_the_line_to_ad
     assert [end.code for end in found] == [78, 78], found[0].output
     expected = "launch.nnodes: GLOO_SOCKET_IFNAME=lo is of ... alone, and ... is another host (GLOO_SOCKET_IFNAME=eth0)"
     assert any(line == Says(expected) for line in (found[0].output + found[1].output).splitlines()), found[0].output
+
+
+@needs_fuse
+@pytest.mark.slow
+def test_where_locks_end_at_a_machine_and_files_look_old_the_nodes_agree(
+    one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """As on NFS without its locks: attributes and names are up to 3 s old. A node is killed, and comes back."""
+    both = cluster(*RUN, *ELASTIC)
+    both.root.mkdir()
+    with hosts(2, tmp_path) as on:
+        for host in on:
+            host.mounts.append(lambda: mount_remote(both.root, cached_s=3))
+        begun(both, on)
+        killed_at = time.time()
+        both.nodes[0].kill()
+        both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S + 10)
+        back_at = time.time()
+        both.start(before=on[0].enter)
+        both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S + 10)
+        both.nodes.pop(0)
+        ended(both, one)
 
 
 # --- a rank that hangs
