@@ -52,7 +52,7 @@ def _faults_of_call(node: ast.Call) -> list[str]:
         return []
     if called.split(".")[-1] == "load" and called.split(".")[0] in ("np", "numpy"):
         return [] if values.get("allow_pickle") == "False" else [called]  # it is the default, but let it be seen
-    ours = ("dataset.load", "self.load", "self.dataset.load", "self.build.dataset.load")  # a dataset's own
+    ours = ("dataset.load", "self.load", "self.dataset.load", "build.dataset.load")  # a dataset's own
     ours += (
         "torch.export.load",
     )  # of what framework/modes/export.py has just saved to memory: see the test of what it unpickles

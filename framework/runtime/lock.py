@@ -42,7 +42,8 @@ class Claim:
         """Raise Taken if another launch has the directory by now: before a write that would harm it."""
         holder = _holder(self.directory / "lock") if self.token else {}
         if holder.get("token", self.token) != self.token:
-            raise Taken(errno.ESTALE, f"{self.directory} has been taken by {_named(holder)}")
+            who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
+            raise Taken(errno.ESTALE, f"{self.directory} has been taken by {who}")
 
 
 class Lock:
@@ -110,7 +111,8 @@ class Lock:
         time.sleep(seconds)
 
     def _locked(self, holder: dict[str, Any]) -> RunLocked:
-        return RunLocked(f"{self.path.parent} is in use by {_named(holder)}; wait for it, or stop it")
+        pid, host = holder.get("pid", "?"), holder.get("host", "an unknown host")
+        return RunLocked(f"{self.path.parent} is in use by process {pid} on {host}; wait for it, or stop it")
 
     def _write(self, token: str, beat: int = 0) -> None:
         holder = {"host": socket.gethostname(), "party": self._party, "token": token, "beat": beat}
@@ -168,16 +170,14 @@ def _holder(path: Path) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-def _named(holder: dict[str, Any]) -> str:
-    return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
-
-
 def process_identity(pid: int | None = None) -> dict[str, Any]:
     """Return what tells a process, this one by default, from all others: machine, container, number, and when it began."""
     pid = os.getpid() if pid is None else pid
     with suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
-        started = stat.read().rpartition(")")[2].split()[19]
-        return {"pid": pid, "boot": boot.read().strip(), "container": os.readlink("/proc/self/ns/pid"), "started": started}
+        state, *fields = stat.read().rpartition(")")[2].split()
+        is_there = state not in ("Z", "X")  # else it has ended, and nobody has asked how yet
+        where = {"pid": pid, "boot": boot.read().strip(), "container": os.readlink("/proc/self/ns/pid")}
+        return where | {"started": fields[18]} if is_there else {}
     return {}
 
 
