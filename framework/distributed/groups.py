@@ -2,7 +2,7 @@
 
 import functools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -59,7 +59,7 @@ class Groups:
 
 def attempt_store(environment: Environment, *, scratch: Path | None, timeout: timedelta) -> dist.Store:
     """Return this attempt's store. Keys of a failed attempt must not be seen by the next: gloo would hang on them."""
-    if scratch is not None:
+    if scratch is not None and not environment.uses_agent_store:
         return dist.FileStore(str(scratch / f"store_{environment.attempt}"), environment.world_size)
     return launcher_store(environment, timeout=timeout, part="attempt")
 
@@ -73,6 +73,24 @@ def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -
     store = _tcp_store(environment)
     store.set_timeout(timeout)
     return dist.PrefixStore(part, store)
+
+
+def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
+    """Serve a store on an address of this host, and the first of `ports` that is free (0: any). Returns it and its port.
+
+    It lives as long as the object. OSError if no port is free.
+    """
+    fault: OSError | None = None
+    for port in ports:
+        try:
+            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            fault = error
+            continue
+        port = listener.getsockname()[1]
+        # a socket of our own: TCPStore's listens to every network (pytorch#173909)
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
+    raise fault or OSError("no port to serve a store on")
 
 
 @functools.cache  # rank 0 serves it, so it lives as long as the process: other ranks may still be asking

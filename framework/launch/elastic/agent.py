@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
+from framework.distributed.groups import serve_store
 from framework.distributed.hang.diagnose import is_of_others
 from framework.launch.elastic.entry import RoundEntry
-from framework.launch.elastic.links import LOST_AFTER_S, Links
+from framework.launch.elastic.links import LOST_AFTER_S, Links, interface_of
 from framework.launch.elastic.meeting import Meeting, Superseded
 from framework.launch.elastic.membership import Member, Membership
 from framework.launch.elastic.network import Network
@@ -46,7 +48,8 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
     # every node has as many workers: torch then numbers them without a store
     variables().setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     network = Network.find()
-    links = Links(network.addresses, ports=launch.port_range or (0,))
+    ports = launch.port_range or (0,)
+    links = Links(network.addresses, ports=ports)
     meeting = Meeting(
         directory.path.with_name(f".{directory.path.name}.elastic"),
         node=Member(node_name(), os.getpid(), attempt or [], machine=network.machine),
@@ -63,7 +66,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
             with new_folder(directory.path) as scratch:
                 entry = RoundEntry(config, meeting.folder)
                 agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
-                return agent.attend(meeting, links, network, timeout_s=launch.timeout_s)
+                return agent.attend(meeting, links, network, ports=ports, timeout_s=launch.timeout_s)
         finally:
             meeting.leave()
     except (Superseded, OSError) as error:
@@ -90,19 +93,24 @@ def _enter(meeting: Meeting) -> Exit | None:
     return None
 
 
+_UNDONE = RunResult(state=WorkerState.HEALTHY)  # workers that were ended, or never began
+
+
 class _Agent(Agent):
     """Torch elastic's agent, with a worker group for each round; a round that loses a node is not a failure.
 
     `failures` holds the failure that has ended the run, where it is this node's.
     """
 
-    def attend(self, meeting: Meeting, links: Links, network: Network, *, timeout_s: float) -> int:
+    def attend(self, meeting: Meeting, links: Links, network: Network, *, ports: Iterable[int], timeout_s: float) -> int:
         """Take part in round after round until the run has ended on all nodes. Returns how."""
         self._meeting, self._links, self._network, self._timeout_s = meeting, links, network, timeout_s
+        self._ports = ports
+        self.place.use_agent_store = True  # the first node's, of each round
         try:
             while (membership := self._next_round()).code is None:
-                self._start(membership)
-                self._watch(membership.round)
+                if self._start(membership):
+                    self._watch(membership.round)
         finally:
             self.end_workers(signal.SIGKILL)
         if membership.code == Exit.HANG or self.failures:
@@ -152,7 +160,7 @@ class _Agent(Agent):
             membership.start_round()
         elif idle_s > self._timeout_s:
             there = f"{len(membership.nodes)} of at least {membership.sizes[0]} nodes have come"
-            lacks = [*self._apart(membership, membership.doubtful), *self._lost(membership)]
+            lacks = [*self._apart(membership, membership.doubtful), *membership.lost_nodes]
             membership.end(Exit.FAILED, error="; ".join([f"{there} in launch.timeout_s={self._timeout_s:g}", *lacks]))
         return membership
 
@@ -167,16 +175,8 @@ class _Agent(Agent):
             return ""
         return "; ".join(["the nodes' ranks wait for each other, and not for the same", *told])
 
-    def _lost(self, membership: Membership) -> list[str]:
-        """Say which nodes of the latest round have been lost since."""
-        size, lost = membership.num_workers, []
-        for place, (number, host) in enumerate(zip(membership.members, membership.hosts)):
-            if number not in membership.nodes:
-                ranks = f"rank {place}" if size == 1 else f"ranks {place * size} to {(place + 1) * size - 1}"
-                lost.append(f"{host}, with {ranks}, was lost")
-        return lost
-
-    def _start(self, membership: Membership) -> None:
+    def _start(self, membership: Membership) -> bool:
+        """Start this node's workers of a round. Returns False if the round has ended before."""
         spec, place = self.workers.spec, self.place
         place.rank, place.world_size = membership.members.index(self._meeting.number), len(membership.members)
         if place.rank == 0:
@@ -184,8 +184,21 @@ class _Agent(Agent):
             LOGGER.info("%s", f"round {membership.round}: {nodes} of launch.nproc_per_node={spec.local_world_size}")
         # torch numbers attempts by restarts, which every agent counts for itself; the rounds are counted together
         self.restarts_left = spec.max_restarts - membership.round
-        self._network.use(self._links.interface(set(membership.members) - {self._meeting.number}))
+        address = self._links.address(set(membership.members) - {self._meeting.number})
+        self._network.use(interface_of(address) if address is not None else None)
+        if place.rank == 0:
+            host = address or "127.0.0.1"
+            self._served, port = serve_store(host, ports=self._ports)  # as long as the round
+            self._meeting.announce(membership.round, (host, port))
+        while (served := self._meeting.announced(membership.round)) is None:
+            time.sleep(_POLL_S)
+            seen = self._meeting.look()
+            if self._patience_s(seen, membership.round) is not None:
+                self._meeting.change(partial(self._conclude, round=membership.round, result=_UNDONE, failure=None))
+                return False
+        place.master_addr, place.master_port = served
         self.start_workers()
+        return True
 
     def _watch(self, round: int) -> None:
         """Watch this node's workers until they have ended, and record how they ended."""

@@ -1,12 +1,12 @@
 """How each worker of an elastic run begins a round: with rank 0's configuration, which alone claims the directory."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
 
 from framework.config.frozen_file import FrozenConfig
 from framework.config.schema import RunConfig
+from framework.distributed.groups import launcher_store
 from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
 from framework.launch.failures import record_failure
 from framework.launch.worker import work
@@ -27,7 +27,7 @@ class RoundEntry:
         environment = Environment.read()
         log.start_console(rank=environment.rank)
         try:
-            store = dist.FileStore(str(self.folder / f"start_{environment.attempt}"), environment.world_size)
+            store = launcher_store(environment, timeout=timedelta(seconds=self.config.launch.timeout_s), part="start")
             if environment.rank == 0:
                 store.set("decision", as_text(self._decide()))
             taken = from_text(store.get("decision").decode())

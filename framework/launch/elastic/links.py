@@ -75,10 +75,10 @@ class Links:
         now = time.monotonic()
         return sorted(number for number, heard in list(self._heard.items()) if now - heard < within_s)
 
-    def interface(self, others: Iterable[int]) -> str | None:
-        """Return the name of this node's interface over which most of the others answer; None if none does."""
+    def address(self, others: Iterable[int]) -> str | None:
+        """Return this node's address over which most of the others answer; None if none does."""
         used = Counter(address for number in others if (address := self._local.get(number)) is not None)
-        return interface_of(used.most_common(1)[0][0]) if used else None
+        return used.most_common(1)[0][0] if used else None
 
     def close(self) -> None:
         self._closed.set()

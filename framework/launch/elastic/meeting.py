@@ -170,7 +170,7 @@ class Meeting:
         """Remove the files that the workers of earlier rounds have left here, and old claims."""
         ends = {"change": membership.version - _NUM_CLAIMS}
         for path in self.folder.iterdir():
-            numbered = re.fullmatch(r"(store|start|failure|change)_(\d+).*", path.name)
+            numbered = re.fullmatch(r"(store|failure|change)_(\d+).*", path.name)
             if numbered is not None and int(numbered[2]) < ends.get(numbered[1], membership.round):
                 path.unlink(missing_ok=True)
 
@@ -211,6 +211,21 @@ class Meeting:
         with suppress(FileNotFoundError, ValidationError):
             self._signs[number] = _SIGN.validate_json(self._path(number).read_bytes())
         return self._signs.get(number) or Sign(0, [], [], [])
+
+    def announce(self, round: int, address: tuple[str, int]) -> None:
+        """Tell the nodes of a round where its store is."""
+        write_atomically(self._store_of(round), json.dumps(address))
+
+    def announced(self, round: int) -> tuple[str, int] | None:
+        """Return where the store of a round is; None while nobody has told."""
+        try:
+            host, port = json.loads(self._store_of(round).read_text())
+        except FileNotFoundError:
+            return None
+        return host, port
+
+    def _store_of(self, round: int) -> Path:
+        return self.folder / f"store_{round}.json"
 
     def addresses(self, number: int) -> list[tuple[str, int]]:
         """Return where a node listens."""

@@ -84,6 +84,16 @@ class Membership:
         """Whether a node of the round is dead."""
         return any(number not in self.nodes for number in self.members)
 
+    @property
+    def lost_nodes(self) -> list[str]:
+        """Which nodes of the round are dead, in words."""
+        size, lost = self.num_workers, []
+        for place, (number, host) in enumerate(zip(self.members, self.hosts)):
+            if number not in self.nodes:
+                ranks = f"rank {place}" if size == 1 else f"ranks {place * size} to {(place + 1) * size - 1}"
+                lost.append(f"{host}, with {ranks}, was lost")
+        return lost
+
     def restart(self, fresh: "Membership") -> None:
         """Become another attempt's. The numbers of nodes and rounds stay used: some of their files may be left."""
         vars(self).update(vars(fresh) | {"num_nodes_ever": self.num_nodes_ever, "round": self.round, "version": self.version})
