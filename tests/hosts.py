@@ -3,7 +3,9 @@
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,7 +61,12 @@ def mount_over(source: Path, target: Path) -> None:
 def mount_remote(folder: Path, *, cached_s: int = 0) -> None:
     """See `folder` as over a network whose locks stay on each machine, and whose attributes are old by up to `cached_s`."""
     options = f"attr_timeout={cached_s},entry_timeout={cached_s},negative_timeout=0"
-    subprocess.run(["bindfs", "-o", options, folder, folder], check=True)
+    # it ends with this process: as a daemon it would keep these mounts, and itself, for ever
+    subprocess.Popen(["bindfs", "-f", "-o", options, folder, folder], preexec_fn=lambda: _LIBC.prctl(1, signal.SIGKILL))
+    deadline = time.monotonic() + 10
+    while not os.path.ismount(folder):
+        assert time.monotonic() < deadline, "bindfs has not mounted"
+        time.sleep(0.01)
 
 
 @dataclass

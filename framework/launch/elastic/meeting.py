@@ -9,21 +9,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
-from framework.launch.elastic.links import DOUBTFUL_AFTER_S, LOST_AFTER_S, Links
+from framework.launch.elastic.links import Links
 from framework.launch.elastic.membership import MEMBERSHIP, Member, Membership
+from framework.launch.elastic.signs import Signs
 from framework.runtime.exits import RunEnded
 from framework.runtime.files import write_atomically
 from framework.runtime.lock import is_gone, process_identity
 
 Returned = TypeVar("Returned")
 
-_BEAT_S = 1.0
+_BLOCK = 1024
 _DEAD_AFTER_S = 8.0  # without a beat
 _POLL_S = 0.05
 _NUM_CLAIMS = 100  # kept: a network file system may show the record as it was some seconds, and changes, ago
@@ -50,8 +49,8 @@ class Meeting:
         self._new = lambda: Membership(sizes, num_workers, max_restarts, secrets.token_hex(16), attempt=node.attempt)
         self._node, self._links = node, links
         self._came = time.monotonic()
-        self._seen: dict[Path, tuple[str, float]] = {}  # of a node or a claim: its content, and when this process saw it first
-        self._signs: dict[int, Sign] = {}
+        self._signs = Signs(folder, links)
+        self._claims: dict[Path, float] = {}  # of others, and when this process saw each first
         self._left = threading.Event()
 
     def enter(self) -> bool:
@@ -71,12 +70,13 @@ class Meeting:
             if membership.attempt != self._node.attempt:  # ours is newer, and begins when the older nodes have left
                 membership.attempt, membership.stops = self._node.attempt, False
             self.number = membership.add(self._node)
-            self._beat(0)
+            self._signs.give(self.number, 0)
             return True
 
         if not self.change(join):
             return False
-        threading.Thread(target=self._keep_beating, name="beat", daemon=True).start()
+        keep = partial(self._signs.keep_giving, self.number, until=self._left)
+        threading.Thread(target=keep, name="beat", daemon=True).start()
         return True
 
     def _is_of_one_command(self, membership: Membership) -> bool:
@@ -101,7 +101,7 @@ class Meeting:
             return self._new()
         for number in [number for number in membership.nodes if self._is_dead(number)]:
             del membership.nodes[number]
-        signs = {number: self._sign(number) for number in membership.nodes}
+        signs = {number: self._signs.of(number) for number in membership.nodes}
         pairs = list(itertools.combinations(sorted(signs), 2))
         membership.cut = [(a, b) for a, b in pairs if b not in signs[a].reaches or a not in signs[b].reaches]
         membership.doubtful = [(a, b) for a, b in pairs if b not in signs[a].hears or a not in signs[b].hears]
@@ -157,9 +157,10 @@ class Meeting:
         return claim.with_name(f"{change}_{int(number) + 1}")
 
     def _is_abandoned(self, claim: Path) -> bool:
-        silent_s, holder = self._silent_s(claim), dict[str, Any]()
+        holder, now = dict[str, Any](), time.monotonic()
         with suppress(OSError, ValueError):
             holder = json.loads(claim.read_text())
+        silent_s = now - self._claims.setdefault(claim, now)
         return not holder.get("is_done") and (silent_s > _DEAD_AFTER_S or is_gone(holder))
 
     def wait_for_next(self, membership: Membership) -> None:
@@ -180,7 +181,7 @@ class Meeting:
 
         def go(membership: Membership) -> None:
             membership.nodes.pop(self.number, None)
-            self._path(self.number).unlink(missing_ok=True)
+            self._signs.path(self.number).unlink(missing_ok=True)
             if not membership.nodes:  # renamed: another node may be coming
                 trash = self.folder.rename(self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}"))
                 shutil.rmtree(trash, ignore_errors=True)
@@ -190,27 +191,7 @@ class Meeting:
             self.change(go)
 
     def _is_dead(self, number: int) -> bool:
-        return number != self.number and self._silent_s(self._path(number)) > _DEAD_AFTER_S
-
-    def _silent_s(self, path: Path) -> float:
-        """Return for how many seconds this process has seen a file unchanged."""
-        try:
-            content = path.read_text()  # opened, so that a network file system asks the server
-        except FileNotFoundError:
-            content = ""
-        now = time.monotonic()
-        if self._seen.get(path, (None, 0.0))[0] != content:
-            self._seen[path] = content, now
-        return now - self._seen[path][1]
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"node_{number}"
-
-    def _sign(self, number: int) -> "Sign":
-        """Return a node's latest sign of life; its latest whole one, while it writes another."""
-        with suppress(FileNotFoundError, ValidationError):
-            self._signs[number] = _SIGN.validate_json(self._path(number).read_bytes())
-        return self._signs.get(number) or Sign(0, [], [], [])
+        return number != self.number and self._signs.silent_s(number) > _DEAD_AFTER_S
 
     def announce(self, round: int, address: tuple[str, int]) -> None:
         """Tell the nodes of a round where its store is."""
@@ -229,36 +210,7 @@ class Meeting:
 
     def addresses(self, number: int) -> list[tuple[str, int]]:
         """Return where a node listens."""
-        return self._sign(number).addresses
-
-    def _beat(self, count: int) -> None:
-        reaches, hears = (self._links.answering(within_s=seconds) for seconds in (LOST_AFTER_S, DOUBTFUL_AFTER_S))
-        text = _SIGN.dump_json(Sign(count, self._links.addresses, reaches, hears)).decode()
-        # of the same size, mostly: a network file system may show an old size
-        self._path(self.number).write_text(text.ljust((len(text) // _BLOCK + 1) * _BLOCK))
-
-    def _keep_beating(self) -> None:
-        count, told, since = 0, list[int](), time.monotonic()
-        while not self._left.wait(_BEAT_S / 5):
-            heard = self._links.answering(within_s=DOUBTFUL_AFTER_S)
-            if heard != told or time.monotonic() - since >= _BEAT_S:  # news of a link is not waited for
-                count, told, since = count + 1, heard, time.monotonic()
-                with suppress(OSError):  # a missed beat is not a lost node
-                    self._beat(count)
-
-
-@dataclass
-class Sign:
-    """What each node writes each second: that it lives, where it listens, and whom it reaches."""
-
-    beat: int
-    addresses: list[tuple[str, int]]
-    reaches: list[int]  # that have not been silent for so long that they are lost
-    hears: list[int]  # that have answered just now
-
-
-_SIGN = TypeAdapter(Sign)
-_BLOCK = 1024
+        return self._signs.of(number).addresses
 
 
 class _Removed(Exception):
