@@ -22,6 +22,7 @@ from framework.preflight.player import Finding, Player, Refused, blamed
 
 # after the two steps, for an optimizer that begins late to look at several parameters
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
+_SAMPLED = 1 << 16  # numbers of a tensor
 _SEARCHED, _SEARCH_S = 16, 0.5  # steps, for one that asks much of a strategy
 
 Sketch = tuple[float, float]  # of a tensor: its norm, and a projection
@@ -52,9 +53,10 @@ def sketch(tensor: Tensor) -> Sketch:
 
 
 def sketches(module: nn.Module) -> dict[str, Sketch]:
-    """Return sketches of a module's parameters and buffers."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return {name: sketch(tensor) for name, tensor in tensors if not tensor.is_meta}
+    """Return sketches of a module's parameters and buffers, of large ones of some of their numbers."""
+    tensors = {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    plain = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided and not tensor.is_meta}
+    return {name: sketch(tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED) or 1]) for name, tensor in plain.items()}
 
 
 def _steps(build: Builder, source: Source, engine: Engine, *, first: int, count: int) -> Iterator[tuple[int, Step]]:

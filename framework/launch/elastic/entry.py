@@ -27,7 +27,7 @@ class RoundEntry:
         environment = Environment.read()
         log.start_console(rank=environment.rank)
         try:
-            store = launcher_store(environment, timeout=timedelta(seconds=self.config.launch.timeout_s), part="start")
+            store = launcher_store(environment, timeout=timedelta(minutes=10), part="start")
             if environment.rank == 0:
                 store.set("decision", as_text(self._decide()))
             taken = from_text(store.get("decision").decode())
