@@ -22,6 +22,7 @@ _BUFFER = {  # what to do with what goes on from step to step
     "modules": "register_buffer() it in the model, or keep it in a part",
     "task": "register_buffer() it in the task, an nn.Module then, or in the model",
     "optimizer": "keep it in optimizer.state or in param_groups",
+    "dataset": "let a sample depend on its number and on `keys` alone",
     "metric": "a metric whose reset() takes back all that it keeps",
     "part": "return it from state_dict(), and take it back in load_state_dict()",
 }
