@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and then it stops no run
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -361,6 +361,7 @@ def test_where_all_ranks_stand_still_all_are_named(act: Act, tmp_path: Path) -> 
     assert all(f"rank {rank} hangs: it {manner}" in ended.summary["error"] for rank in (0, 1)), ended.summary["error"]
 
 
+@pytest.mark.slow
 def test_a_command_that_was_stopped_for_long_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z, and `fg` after more than launch.timeout_s."""
     line = [*RUN, f"launch.timeout_s={TIMEOUT_S}"]

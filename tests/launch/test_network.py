@@ -278,7 +278,8 @@ HANGS: dict[str, tuple[Callable[[], object], int | None, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", slow_but([*HANGS][:1], [*HANGS]))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [*HANGS])
 def test_the_guilty_rank_is_named_wherever_it_is(what: str, cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     act, rank, said = HANGS[what]
     both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=9", "checkpoint.every=10")
