@@ -282,10 +282,10 @@ HANGS: dict[str, tuple[Callable[[], object], int | None, list[str]]] = {
 @pytest.mark.parametrize("what", [*HANGS])
 def test_the_guilty_rank_is_named_wherever_it_is(what: str, cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     act, rank, said = HANGS[what]
-    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=9", "checkpoint.every=10")
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=20", "checkpoint.every=10")
     with hosts(2, tmp_path) as on:
         begun(both, on, before=at_step(20, act, on_rank=rank))
-        found = [node.end(timeout_s=60) for node in both.nodes]
+        found = [node.end(timeout_s=90) for node in both.nodes]
     assert [end.code for end in found] == [71, 71], found[0].output + found[1].output
     for text in (found[0].output, found[1].output, str(found[0].summary["error"])):
         assert all(words in text for words in said), text

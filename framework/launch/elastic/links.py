@@ -132,7 +132,7 @@ class Links:
                     break
                 writer.write(f"{self._secret} {self._number} is here\n".encode())
                 await writer.drain()
-        except _FAULTS:
+        except (*_FAULTS, asyncio.CancelledError):  # cancelled as this agent ends, of which asyncio would print
             pass
         finally:
             writer.close()
