@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import functools
+import io
 import itertools
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -1079,6 +1081,19 @@ class Points:
         if index not in self.cache:
             self.cache[index] = torch.full((3, 8, 8), index / 40)
         return self.cache[index] + 0.1 * torch.rand(3, 8, 8)
+
+
+class PointsInAnArchive(Points):
+    """Reads an open file, whose place moves, and a path, which keeps its own text when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path, self.file, self.first, self.text = Path(__file__), io.BytesIO(bytes(range(256))), -1.0, ""
+
+    def point(self, index: int) -> Tensor:
+        self.file.seek(index)
+        self.text = f"{self.path} {self.file.read(1)!r}"
+        return super().point(index)
 
 
 class PointsDrawnOnce(Points):

@@ -132,6 +132,7 @@ RIGHT = {
     "a hook of training": model("Pulled"),
     "a flag of the mode": [*model("Observing"), "parallel=ddp", TWO],
     "a task without metrics": [*model("Net"), "task._target_=tests.faulty.OnlyLoss"],
+    "samples in an open file": points("PointsInAnArchive"),
     "samples kept as they are stored": [*points("Points"), "parallel=ddp", TWO],
     "latest activations": model("LastSeen"),
     "a clamp, alone": model("Clamped"),

@@ -25,7 +25,6 @@ _OF_MODULES = set(vars(nn.Module()))
 _OF_OPTIMIZERS = set(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))])))
 
 GENERATOR = "generator"  # how the digest of one begins
-ARRAY = "array"  # or a tensor
 Memory = dict[str, str]  # digests by paths such as `layers.0.count`
 
 
@@ -206,13 +205,13 @@ def _plain(value: Any, *, most: int = _LARGEST) -> str | None:
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(value)  # nan is nan
     if isinstance(value, array.array):
-        return f"{ARRAY} {value.typecode} {_digest(lambda: value.tobytes())}"
+        return f"array {value.typecode} {_digest(lambda: value.tobytes())}"
     if isinstance(value, Tensor):
         return _of_tensor(value, most=most)
     if isinstance(value, np.ndarray):
         flat = value.reshape(-1)
         step = -(-flat.nbytes // most) if flat.nbytes > most else 1
-        return f"{ARRAY} {value.dtype} {list(value.shape)} {_digest(lambda: flat[::step].tobytes())}"
+        return f"array {value.dtype} {list(value.shape)} {_digest(lambda: flat[::step].tobytes())}"
     if isinstance(value, torch.Generator):
         return f"{GENERATOR} {_digest(lambda: _bytes_of(value.get_state(), most=most))}"
     if isinstance(value, np.random.Generator):
@@ -224,7 +223,7 @@ def _plain(value: Any, *, most: int = _LARGEST) -> str | None:
 
 
 def _of_tensor(tensor: Tensor, *, most: int) -> str:
-    kind = f"{ARRAY} {str(tensor.dtype).removeprefix('torch.')}"
+    kind = f"array {str(tensor.dtype).removeprefix('torch.')}"
     is_plain = tensor.layout == torch.strided and not tensor.is_nested
     # a sample says nothing of what was written elsewhere; torch counts that, if it sees it
     written = "" if is_plain and tensor.nbytes <= most or most == _LARGEST or tensor.is_inference() else tensor._version

@@ -1,6 +1,7 @@
 """What a rehearsal fetches of the training split, and what that shows of the data."""
 
 import time
+from typing import Any
 
 from torch import Tensor
 
@@ -8,12 +9,12 @@ from framework.build.training import Builder
 from framework.config.code import own_modules
 from framework.data.loader import Loader
 from framework.engine.seam import Step
-from framework.modules.aside import ARRAY, kept_aside
 from framework.modules.tensors import tensors_in
 from framework.preflight.differences import same
 from framework.preflight.player import Refused, blamed
 
 KEYED = "from torch, numpy.random or random themselves"  # which the run seeds
+_DEEP = 3  # objects within each other: a dataset of a dataset
 _AHEAD, _AHEAD_S = 40, 0.2  # steps and seconds, before the first step is fetched again
 
 
@@ -33,9 +34,7 @@ class TrainingSamples:
 
     def fetch(self, count: int) -> list[Step]:
         """Return so many steps."""
-        loader, own = self._loader(), own_modules(self._build.config.targets())
-        holders = self._source, self._build.dataset
-        kept = [kept_aside(holder, own=own) for holder in holders]
+        loader, before = self._loader(), self._counts()
         with blamed("dataset", "its first batch cannot be fetched", "see dataset.*"):
             steps = loader.train(0)
             fetched, again = [next(steps) for _ in range(count)], next(loader.train(0))
@@ -47,12 +46,28 @@ class TrainingSamples:
         if any(not _equal(fetched[0], other) for other in (again, late)):
             what = "the same samples are other numbers each time: it draws from a generator of its own, or counts"
             raise Refused("dataset", what, f"draw {KEYED}, or from the `keys` of transform()")
-        for holder, before in zip(holders, kept):
-            for name, value in kept_aside(holder, own=own).items():
-                if value != before.get(name, value) and not value.startswith(ARRAY):  # an array may be a cache
-                    what = f"{name} changes as samples are fetched, and no checkpoint holds it"
-                    raise Refused("dataset", what, "let a sample depend on its number and on `keys` alone")
+        for name, value in self._counts().items():
+            if value != before.get(name, value):
+                what = f"{name} changes as samples are fetched, and no checkpoint holds it"
+                raise Refused("dataset", what, "let a sample depend on its number and on `keys` alone")
         return fetched
+
+    def _counts(self) -> dict[str, float]:
+        """Return the numbers that objects of the user's own classes keep: a library's (an open archive's place) mean nothing."""
+        own, seen, found = own_modules(self._build.config.targets()), set[int](), dict[str, float]()
+
+        def look(holder: Any, path: str, depth: int) -> None:
+            if id(holder) in seen or depth > _DEEP or not hasattr(holder, "__dict__") or isinstance(holder, type):
+                return
+            seen.add(id(holder))
+            for name, value in list(vars(holder).items()):
+                if isinstance(value, (int, float)) and type(holder).__module__ in own:
+                    found[path + name] = value
+                look(value, f"{path}{name}.", depth + 1)
+
+        look(self._source, "", 0)
+        look(self._build.dataset, "", 0)
+        return found
 
     def later(self) -> list[Tensor]:
         """Return the first step's samples as they are in the next epoch."""
