@@ -52,9 +52,9 @@ class TrainingSamples:
                 raise Refused("dataset", what, "let a sample depend on its number and on `keys` alone")
         return fetched
 
-    def _counts(self) -> dict[str, float]:
-        """Return the numbers that objects of the user's own classes keep: a library's (an open archive's place) mean nothing."""
-        own, seen, found = own_modules(self._build.config.targets()), set[int](), dict[str, float]()
+    def _counts(self) -> dict[str, str]:
+        """Return the numbers that objects of the user's own classes keep; a library's, an open archive's place, mean nothing."""
+        own, seen, found = own_modules(self._build.config.targets()), set[int](), dict[str, str]()
 
         def look(holder: Any, path: str, depth: int) -> None:
             if id(holder) in seen or depth > _DEEP or not hasattr(holder, "__dict__") or isinstance(holder, type):
@@ -62,7 +62,7 @@ class TrainingSamples:
             seen.add(id(holder))
             for name, value in list(vars(holder).items()):
                 if isinstance(value, (int, float)) and type(holder).__module__ in own:
-                    found[path + name] = value
+                    found[path + name] = repr(value)  # nan is nan
                 look(value, f"{path}{name}.", depth + 1)
 
         look(self._source, "", 0)
