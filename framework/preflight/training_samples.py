@@ -53,7 +53,7 @@ class TrainingSamples:
         return fetched
 
     def _counts(self) -> dict[str, str]:
-        """Return the numbers that objects of the user's own classes keep; a library's, an open archive's place, mean nothing."""
+        """Return the numbers that objects of the user's own classes keep; a library's (an open file's place) mean nothing."""
         own, seen, found = own_modules(self._build.config.targets()), set[int](), dict[str, str]()
 
         def look(holder: Any, path: str, depth: int) -> None:
