@@ -9,7 +9,8 @@
 #   eval "$(slurm/local_cluster.sh env)"    point sbatch, squeue, ... at it
 #
 # munged, MariaDB, slurmdbd, slurmctld and a slurmd for each of the nodes node1, node2, ..., which share the machine and
-# differ by their ports. They have as many CPUs, as much memory and as many GPUs (which are /dev/null) as we say.
+# differ by their ports. They have as many CPUs and as much memory as we say. One more, in the partition gpu, has two GPUs,
+# which are /dev/null; the partition mixed has all nodes.
 #
 #   SLURM_CLUSTER_DIR=/tmp/slurm_cluster    a short path: munge's socket is in it
 #   SLURM_CLUSTER_NODES=4
@@ -24,7 +25,7 @@ unset SLURM_JOB_ID SLURM_JOBID  # a cluster may be started from within another's
 
 say() { echo "local_cluster: $*" >&2; }
 die() { say "$*"; exit 1; }
-nodes() { seq -f 'node%.0f' 1 "$NODES"; }
+nodes() { seq -f 'node%.0f' 1 $((NODES + 1)); }
 
 wait_for() {  # SECONDS WHAT COMMAND...
     local deadline=$((SECONDS + $1)) what=$2
@@ -76,11 +77,11 @@ with_descendants() {  # PID...
 
 is_taken() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
-free_ports() {  # the first of NODES + 3 neighbours, all free
+free_ports() {  # the first of NODES + 4 neighbours, all free
     local base port
     for _ in $(seq 100); do
         base=$((10000 + RANDOM % 20000))  # below those that the kernel gives away by itself
-        for port in $(seq $base $((base + NODES + 2))); do
+        for port in $(seq $base $((base + NODES + 3))); do
             is_taken "$port" && continue 2
         done
         echo $base && return
@@ -125,7 +126,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=100
 GresTypes=gpu
-NodeName=node[1-$NODES] NodeHostName=$host NodeAddr=127.0.0.1 Port=[$((base + 3))-$((base + NODES + 2))] CPUs=4 RealMemory=4000 Gres=gpu:2
+NodeName=node[1-$NODES] NodeHostName=$host NodeAddr=127.0.0.1 Port=[$((base + 3))-$((base + NODES + 2))] CPUs=4 RealMemory=4000
+NodeName=node$((NODES + 1)) NodeHostName=$host NodeAddr=127.0.0.1 Port=$((base + NODES + 3)) CPUs=8 RealMemory=4000 Gres=gpu:a100:2
 
 # seconds, where the defaults are minutes
 SchedulerType=sched/backfill
@@ -142,9 +144,11 @@ JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 PriorityTier=1 GraceTime=20
-PartitionName=short Nodes=ALL MaxTime=2 DefaultTime=1 PriorityTier=1 GraceTime=20
-PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=10 PriorityTier=10 PreemptMode=OFF
+PartitionName=main Nodes=node[1-$NODES] Default=YES MaxTime=INFINITE DefaultTime=10 PriorityTier=1 GraceTime=20
+PartitionName=short Nodes=node[1-$NODES] MaxTime=2 DefaultTime=1 PriorityTier=1 GraceTime=20
+PartitionName=high Nodes=node[1-$NODES] MaxTime=INFINITE DefaultTime=10 PriorityTier=10 PreemptMode=OFF
+PartitionName=gpu Nodes=node$((NODES + 1)) MaxTime=INFINITE DefaultTime=10
+PartitionName=mixed Nodes=ALL MaxTime=INFINITE DefaultTime=10
 
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
@@ -155,7 +159,7 @@ JobAcctGatherType=jobacct_gather/none
 END
     # a GPU has to be a device
     ln -s /dev/null "$DIR/dev/gpu0" && ln -s /dev/null "$DIR/dev/gpu1"
-    echo "Name=gpu File=$DIR/dev/gpu[0-1]" >"$DIR/conf/gres.conf"
+    echo "NodeName=node$((NODES + 1)) Name=gpu Type=a100 File=$DIR/dev/gpu[0-1]" >"$DIR/conf/gres.conf"
     # nothing uses cgroups, but slurmd loads a plug-in for them, and the one that it would choose dies without a mount
     echo "CgroupPlugin=cgroup/v1" >"$DIR/conf/cgroup.conf"
     (umask 077 && cat >"$DIR/conf/slurmdbd.conf") <<END

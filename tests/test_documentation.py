@@ -50,7 +50,8 @@ SHORTER = {
 # What cannot be appended. {store} is one that the test serves.
 INSTEAD = {
     "--nproc-per-node=8": "--nproc-per-node=1",
-    "--gpus-per-node=8": "--gpus-per-node=2",
+    "--gpus-per-node=8": "--gres=none",
+    "launch.slurm.gpus_per_node=8": "launch.slurm.gpus_per_node=0",
     "--rdzv-endpoint=HOST:PORT --rdzv-id=NAME": "--rdzv-endpoint={store} --rdzv-id=name",
 }
 # How commands begin that are not run here, and why.
@@ -166,7 +167,10 @@ def give(command: Command, folder: Path, *more: str) -> Ended:
     times = 1 if uses_slurm(command) else next((times for word, times in NODES.items() if word in line), 1)
     if times == 1 and re.fullmatch(r"python train\.py[^;&|()$]*", line):
         ended = typed(
-            *shlex.split(line)[2:], directory=folder, before=without_slurm if command.code and "slurm" in line else None
+            *shlex.split(line)[2:],
+            directory=folder,
+            timeout_s=300,  # beside others
+            before=without_slurm if command.code and "slurm" in line else None,
         )
     else:
         ended = in_bash(line, folder, times=times)

@@ -5,6 +5,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
+from framework.config.draft import Draft
 from framework.config.modes import Command
 from framework.launch.claim import print_problems
 from framework.preflight.slurm import job_problems
@@ -32,7 +33,9 @@ def check_run(command: Command) -> int:
         rows, fate = in_child(partial(_rows, build))
         if not fate:
             print_summary(rows, file=sys.stdout)
-        problems = rehearse(build, unfinished="problem") + job_problems(config.name, config.run, config.launch)
+        draft = Draft(dict(config), rehearse(build, unfinished="problem"))
+        draft.check(job_problems)
+        problems = draft.problems
     if problems:
         return print_problems(problems)
     took = time.monotonic() - start

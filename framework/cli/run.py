@@ -11,7 +11,7 @@ from framework.config.compose import Composed, compose_line
 from framework.config.draft import Draft
 from framework.config.frozen_file import recall
 from framework.config.identity import is_below
-from framework.config.modes import MODES, Command, Mode
+from framework.config.modes import MODES, Command, Mode, folder_of
 from framework.config.schema import RunConfig, completed
 from framework.config.targets import locate
 from framework.config.validation import validate
@@ -22,16 +22,23 @@ from framework.launch.torchrun import join
 from framework.preflight.check import check, code_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.directory import RunDirectory
-from framework.runtime import log
-from framework.runtime.environment import Environment
+from framework.runtime import log, slurm
+from framework.runtime.environment import Environment, SrunTask
 from framework.runtime.exits import Exit
+from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem, missing_extra
+from framework.runtime.slurm import SlurmFailed
 
 
 def start(overrides: list[str]) -> int:
     """Run one command line to its end. Returns the exit code."""
     begin_program()
+    try:
+        _enter_step(overrides)
+    except SlurmFailed as error:
+        LOGGER.error("srun has started several processes, and Slurm does not say where the first one is: %s", error)
+        return Exit.PREEMPTED
     environment = Environment.read()
     log.start_console(rank=environment.rank)
     PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs
@@ -42,11 +49,18 @@ def start(overrides: list[str]) -> int:
     return config if isinstance(config, int) else locate(MODES[config.mode].parent)(Command(overrides, config))
 
 
+def _enter_step(overrides: list[str]) -> None:
+    """Take the tasks of an `srun` as the processes of one run, as torchrun's; with `launch.nnodes` each of them is a node."""
+    task = SrunTask.read()
+    if task is not None and not any(text.startswith("launch.nnodes=") for text in overrides):
+        task.export(slurm.address_of_first(task.nodes))
+
+
 def launch(command: Command) -> int:
     """Start the workers of a run: as a job, as one node of several, or here. Returns the exit code."""
     config = command.config
     if config.launch.kind == "slurm":
-        return submit([config], folder=Path(config.run.dir) / "slurm")[0]
+        return submit([config], folder=folder_of(config.run, config.mode) / "slurm")[0]
     if config.launch.node_counts != range(1, 2):
         from framework.launch.elastic.agent import take_part
 
@@ -137,9 +151,6 @@ def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
                 for key in composed.given if not is_below(key, mode.may_give)]  # fmt: skip
     if "run.dir" not in composed.given:
         problems = [Problem("run.dir", f"is not given: mode={mode.name} is about one run", "run.dir=runs/NAME/ID")]
-    elif asked is not None and (asked.launch.kind != "local" or asked.launch.node_counts != range(1, 2)):
-        problems.append(Problem("launch", f"mode={mode.name} is no job, and runs on one node",
-                                "launch=local, or torchrun within a job of your own"))  # fmt: skip
     if asked is not None and asked.predict.files is not None and "predict.split" in composed.given:
         problems.append(Problem("predict.split", "is given, and so is predict.files", "one of them"))
     if problems or asked is None:

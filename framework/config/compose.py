@@ -19,10 +19,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from framework.config.folders import CONF, config_name, folders, own_folder, own_groups
+from framework.config.folders import CONF, config_name, folders, options, own_folder, own_groups
 from framework.config.identity import EXECUTION, flat, identity, is_below
 from framework.config.modes import MODES, Mode
-from framework.config.overrides import apply, key_of, one_line, parse, sort_overrides
+from framework.config.overrides import apply, chosen_by_default, key_of, one_line, parse, sort_overrides
 from framework.config.renamed import renamed
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean
@@ -108,6 +108,8 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     choices, values, problems = sort_overrides(overrides)
     try:
         config = _compose(choices)
+        if options("resources") and "resources" in chosen_by_default() and config.launch.kind != "slurm":
+            config = _compose([*choices, "~resources"])
     except Exception as error:  # Hydra, OmegaConf and PyYAML raise almost anything for a faulty file
         return OmegaConf.create(), [], [*problems, Problem(" ".join(choices) or "conf", one_line(error))]
     OmegaConf.set_struct(config, False)

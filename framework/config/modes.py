@@ -1,9 +1,10 @@
 """The table of modes: for each mode its subject, the work of the command's own process, and the work of each worker."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from framework.config.schema import RunConfig
+from framework.config.schema import RunConfig, RunSection
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Mode:
 _HOW = ("mode", "run.dir", "run.root", "run.checkpoint")
 _FORWARD = ("parallel", "launch", "backend", "precision", "micro_batch_size", "dataset.num_workers")
 _OF_EVALUATION, _OF_PREDICTION = (*_HOW, "eval", *_FORWARD), (*_HOW, "predict", *_FORWARD)
+_OF_EXPORT = (*_HOW, "export", "launch")
 _LAUNCH = "framework.cli.run.launch"
 _MODES = (
     Mode("train", "run", parent=_LAUNCH, worker="framework.modes.train.train", sweep="framework.sweep.sweep.run_jobs"),
@@ -41,8 +43,15 @@ _MODES = (
     Mode("check", "run", parent="framework.cli.check_run.check_run"),
     Mode("eval", "existing run", parent=_LAUNCH, worker="framework.modes.evaluate.evaluate", may_give=_OF_EVALUATION),
     Mode("predict", "existing run", parent=_LAUNCH, worker="framework.modes.predict.predict", may_give=_OF_PREDICTION),
-    Mode("export", "existing run", parent=_LAUNCH, worker="framework.modes.export.export", may_give=(*_HOW, "export")),
+    Mode("export", "existing run", parent=_LAUNCH, worker="framework.modes.export.export", may_give=_OF_EXPORT),
+    Mode("cancel", "run", parent="framework.cli.control.cancel_run", sweep="framework.sweep.sweep.cancel_jobs"),
+    Mode("follow", "run", parent="framework.cli.control.follow"),
     Mode("report", "root", parent="framework.cli.overview.make_report", extra="report"),
     Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_sweep_status"),
 )
 MODES = {mode.name: mode for mode in _MODES}
+
+
+def folder_of(run: RunSection, mode: str) -> Path:
+    """Return where a command keeps what is its own: the run's directory, or beside the run, which may be in progress."""
+    return Path(run.dir, f".{mode}") if MODES[mode].about == "existing run" else Path(run.dir)

@@ -32,7 +32,7 @@ def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], lis
             found = _choice_problems(override.key_or_group, override.value())
             problems += found
             if override.value() is not None and not found:
-                has_choice = override.key_or_group in _chosen_by_default()  # otherwise the choice is added with +
+                has_choice = override.key_or_group in chosen_by_default()  # otherwise the choice is added with +
                 choices.append(("" if has_choice else "+") + text.lstrip("+"))
         elif override.key_or_group.partition(".")[0] != "hydra":
             values.append(override)
@@ -62,7 +62,7 @@ def is_hydras(key: str) -> bool:
     return key.split("/")[0].split(".")[0] == "hydra"
 
 
-def _chosen_by_default() -> set[str]:
+def chosen_by_default() -> set[str]:
     """Return the groups with a default in the primary configuration, or in the framework's, if the primary one includes it."""
     paths = [folder / f"{config_name()}.yaml" for folder in folders()]
     chosen = defaults_in(next((path for path in paths if path.is_file()), CONF / "config.yaml"))

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from framework.config.launch import LaunchSection
 from framework.config.section import AboveZero, Count, Positive, Section, texts_in
-from framework.runtime.problem import Problem, shown
+from framework.runtime.problem import Problem
 
 Monitor = Annotated[str, Field(description="SPLIT/METRIC")]
 
@@ -124,64 +125,6 @@ class ExportSection(Section):
     formats: Annotated[list[Literal["safetensors", "pt2", "onnx", "huggingface"]], Field(min_length=1)] | None
 
 
-class SlurmSection(Section):
-    partition: str | None
-    time_min: Positive | None
-    account: str | None
-    qos: str | None
-    mem_gb: AboveZero | None
-    cpus_per_task: Positive | None
-    gpus_per_node: Positive | None
-    constraint: str | None
-    exclude: str | None
-    setup: list[str]
-    snapshot: bool
-    signal_s: Positive
-    requeue: bool
-    array_parallelism: Positive | None
-
-
-class LaunchSection(Section):
-    kind: Literal["local", "slurm"]
-    nproc_per_node: Positive | None
-    nnodes: int | str
-    max_restarts: Count
-    ports: str | None
-    timeout_s: AboveZero
-    grace_s: AboveZero | None
-    slurm: SlurmSection | None = None  # with launch=slurm
-
-    def rules(self) -> Iterator[Problem]:
-        if not self.node_counts:
-            expected = "a number of nodes, or MIN:MAX for a run that nodes may leave and join"
-            yield Problem("nnodes", f"{shown(self.nnodes)} is not valid", expected)
-        if self.ports is not None and not self.port_range:
-            yield Problem("ports", f"{shown(self.ports)} is not valid", "LOW-HIGH, of ports from 1024 to 65535")
-
-    @property
-    def port_range(self) -> range:
-        """The ports of `ports`; empty if there are none, or if it is invalid."""
-        match = re.fullmatch(r"(\d{4,5})-(\d{4,5})", self.ports or "")
-        low, high = (int(match[1]), int(match[2])) if match is not None else (0, -1)
-        return range(low, high + 1) if 1024 <= low <= high <= 65535 else range(0)
-
-    @property
-    def node_counts(self) -> range:
-        """The allowed numbers of nodes: `nnodes` is a number or MIN:MAX. Empty if it is invalid."""
-        match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", str(self.nnodes))
-        return range(int(match[1]), int(match[2] or match[1]) + 1) if match is not None else range(0)
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes on each node."""
-        return self.nproc_per_node or 1
-
-    @property
-    def most_processes(self) -> int:
-        """The number of processes on the largest allowed number of nodes."""
-        return self.num_processes * self.node_counts[-1]
-
-
 class BackendSection(Section):
     name: Literal["auto", "gloo", "nccl", "mpi", "ucc"]
 
@@ -194,7 +137,7 @@ class RunConfig(Section):
     """The configuration of a run. The components' nodes are checked against the signatures of their `_target_`."""
 
     name: str
-    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status"]
+    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel", "follow"]
     seed: Count
     global_batch_size: Positive
     micro_batch_size: Positive | None

@@ -203,7 +203,7 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
         if is_my_turn and world.local_rank == 0:
             source = dataset.load(split)
         world.agreement.barrier()
-    if world.local_world_size == 1:
+    if max(world.agreement.gather(world.local_world_size)) == 1:  # nodes may have different numbers of processes
         assert source is not None
         return source
     offer, descriptors = None, dict[str, int]()

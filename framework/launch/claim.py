@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, freeze
-from framework.config.modes import MODES
+from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig, RunSection
 from framework.launch.scratch import remove_scratch
 from framework.runs.directory import RunDirectory
@@ -62,7 +62,7 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
     directory = RunDirectory(Path(config.run.dir))
     # evaluation and export of a run have a lock and a log of their own: the run itself may be in progress
     is_beside = MODES[config.mode].about == "existing run"
-    folder = directory.path / f".{config.mode}" if is_beside else directory.path
+    folder = folder_of(config.run, config.mode)
     if is_beside:
         PREEMPTION.says = "stopping"  # there are no steps
     lock = Lock(folder, party=party)

@@ -8,12 +8,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from framework.config.folders import ROOT, project_folders
 from framework.config.frozen_file import FrozenConfig, freeze, thaw
-from framework.config.schema import RunConfig
+from framework.config.launch import SlurmSection
+from framework.config.modes import folder_of
+from framework.config.schema import RunConfig, RunSection
 from framework.launch.claim import ClaimedRun, claim
-from framework.preflight.slurm import job_options, slurm_section
+from framework.preflight.slurm import JobRequest, slurm_section
 from framework.runs.directory import RunDirectory
 from framework.runs.status import queued_jobs
 from framework.runtime import log, slurm
@@ -22,12 +25,12 @@ from framework.runtime.exits import Exit
 from framework.runtime.files import make_directory
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS
-from framework.runtime.slurm import SlurmFailed
+from framework.runtime.slurm import SlurmFailed, SlurmSilent
 
 # Python, with signals blocked until take_node handles them: a signal would end an interpreter that is starting
 PATIENT = (
     f"import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {[int(signum) for signum in SIGNALS]}); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    "os.environ['STEADFAST_PYTHON'] = sys.executable; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 # the first entry of the path would be the directory of the submission, which may hold a newer framework
 NODE = "import sys; sys.path[0] = sys.argv[1]; from framework.launch.slurm import take_node; sys.exit(take_node(*sys.argv[2:]))"
@@ -39,26 +42,26 @@ def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -
     Returns each run's exit code at once, since a job may wait for days. `folder` must hold nothing else: the job's output, and
     the code with launch.slurm.snapshot, go there. `name` is the job's; None = the run's.
     """
-    codes = {config.run.dir: int(Exit.FINISHED) for config in configs}
+    codes: dict[str, int] = {}
     claimed: list[ClaimedRun] = []
     try:
-        queued = _queued(list(codes))
-        for config in configs:
-            found = claim(config) if config.run.dir not in queued else None
+        codes |= dict.fromkeys(_queued([config.run for config in configs], mode=configs[0].mode), Exit.FINISHED)
+        for config in [config for config in configs if config.run.dir not in codes]:
+            found = claim(config)
             if isinstance(found, ClaimedRun):
                 claimed.append(found)
-            elif found is not None:
+            else:
                 codes[config.run.dir] = found
         # before we had its lock, another process may have submitted it; the job needs seconds to start, and finds the lock free
-        queued = _queued([run.config.run.dir for run in claimed])
-        left = [run for run in claimed if run.config.run.dir not in queued]
-        if left:
-            with _undisturbed(), outside_of_jobs():
-                _submit(left, folder=folder.absolute(), name=name)
+        codes |= dict.fromkeys(_queued([run.config.run for run in claimed], mode=configs[0].mode), Exit.FINISHED)
+        left = [run for run in claimed if run.config.run.dir not in codes]
+        with _undisturbed(), outside_of_jobs():
+            for run in _submitted(left, folder=folder.absolute(), name=name) if left else []:
+                codes[run.config.run.dir] = Exit.FINISHED
     except (SlurmFailed, OSError) as error:
         LOGGER.error("not submitted: %s; the same command tries again", error)
-        code = Exit.FAILED if isinstance(error, SlurmFailed) else Exit.DISK
-        codes |= {run.config.run.dir: code for run in claimed}
+        code = Exit.PREEMPTED if isinstance(error, SlurmFailed) else Exit.DISK
+        codes = {config.run.dir: code for config in configs} | codes
     finally:
         for run in claimed:
             run.lock.release()
@@ -81,53 +84,84 @@ def _undisturbed() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _queued(paths: list[str]) -> list[str]:
-    jobs = queued_jobs(RunDirectory(Path(path)) for path in paths)
+def _queued(runs: list[RunSection], *, mode: str) -> list[str]:
+    jobs = queued_jobs(RunDirectory(folder_of(run, mode)) for run in runs)
     for path, job in jobs.items():
         LOGGER.info("job %s is %s already: %s", job.job_id, job.state, path)
-    return [path for path in paths if Path(path) in jobs]
+    return [run.dir for run in runs if folder_of(run, mode) in jobs]
 
 
-def _submit(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> None:
+def _submitted(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> Iterator[ClaimedRun]:
+    """Submit an array, or in parts where it is too large for the cluster, or for a quota. Yields what Slurm has taken."""
+    first = runs[0].config
+    request = JobRequest.of(first.launch, first.dataset, first.parallel, first.backend)
+    options = request.options(job_name=name or f"{first.name}/{first.run.id}")
+    code = _snapshot(folder) if request.asked.snapshot else None
+    most = slurm.largest_array() if len(runs) > 1 else 1
+    parts = [runs[first : first + most] for first in range(0, len(runs), most)]
+    LOGGER.info("%s", request)
+    while parts:
+        part = parts.pop(0)
+        try:
+            jobs = _sbatch(part, request.asked, options, folder=folder, code=code)
+        except SlurmFailed as error:
+            if len(part) == 1 or isinstance(error, SlurmSilent):
+                raise
+            parts = [part[: len(part) // 2], part[len(part) // 2 :], *parts]
+            continue
+        for run, (job_id, output) in zip(part, jobs):
+            directory = RunDirectory(folder_of(run.config.run, run.config.mode))
+            directory.update_summary(status="queued", job_id=job_id, job_output=output, error=None)
+            LOGGER.info("job %s is submitted: %s", job_id, directory.path)
+            yield run
+
+
+def _sbatch(
+    runs: list[ClaimedRun], asked: SlurmSection, options: dict[str, Any], *, folder: Path, code: Path | None
+) -> list[tuple[str, str]]:
+    """Submit one job or one array. Returns of each run the job's id, and where its output goes."""
     import submitit
     from submitit.core.utils import FailedJobError
 
-    first = runs[0].config
-    asked, options = slurm_section(first.launch), job_options(first.launch, job_name=f"{first.name}/{first.run.id}")
-    others = {key.replace("-", "_"): value for key, value in options.items()}
     make_directory(folder)
-    executor = submitit.SlurmExecutor(folder, python=shlex.join([sys.executable, "-I", "-S", "-c", PATIENT]))
+    executor = submitit.SlurmExecutor(
+        folder, python=shlex.join([*(asked.python or [sys.executable]), "-I", "-S", "-c", PATIENT])
+    )
     executor.update_parameters(
         **dict.fromkeys(("time", "wckey")),  # not submitit's defaults
-        setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *asked.setup],  # does the node see it?
+        setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *map(_checked, asked.setup)],
         stderr_to_stdout=True,
         array_parallelism=asked.array_parallelism or len(runs),
-        additional_parameters=others | ({"job_name": name} if name else {}),
+        additional_parameters={key.replace("-", "_"): value for key, value in options.items()},
         # a site, or the caller's environment, may have set these otherwise
         srun_args=["--mpi=none", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0",
-                   f"--cpus-per-task={options['cpus-per-task']}", *(["--no-kill"] if "no-kill" in options else [])],
+                   f"--cpus-per-task={options['cpus-per-task']}", *(["--no-kill"] if "no-kill" in options else []),
+                   *asked.srun],
     )  # fmt: skip
-    code = _snapshot(folder) if asked.snapshot else ROOT
     frozen_configs, jobs = [], []
     for run in runs:
-        own = Path(run.config.run.dir).absolute() / "slurm"
+        config = run.config.begun()  # an earlier run has been moved aside; what the job finds after a requeue is its own
+        own = folder_of(config.run, config.mode).absolute() / "slurm"
         make_directory(own)
-        # an earlier run has been moved aside; what the job finds after a requeue is its own
-        plain = run.config.begun().with_run(dir=str(own.parent)).plain()
+        plain = config.with_run(dir=str(Path(config.run.dir).absolute())).plain()
         frozen_configs.append(freeze(plain, own, name="frozen.yaml"))
     try:
         with executor.batch():
             for frozen in frozen_configs:
                 # submitit only starts the tasks: its signal handlers would save on one rank alone
-                python = [sys.executable, "-u", "-c", NODE, str(code), str(frozen.path), frozen.digest]
-                command = ["/usr/bin/env", *([f"STEADFAST_SNAPSHOT={code}"] if asked.snapshot else []), *python]
+                node = ["-u", "-c", NODE, str(code or ROOT), str(frozen.path), frozen.digest]
+                command = ["/usr/bin/env", *([f"STEADFAST_SNAPSHOT={code}"] if code else []),
+                           "sh", "-c", 'exec "$STEADFAST_PYTHON" "$@"', "sh", *node]  # fmt: skip
                 jobs.append(executor.submit(os.execv, command[0], command))
     except FailedJobError as error:
-        raise SlurmFailed(" ".join(str(error).split())) from None
-    for run, job in zip(runs, jobs):
-        directory = RunDirectory(Path(run.config.run.dir))
-        directory.update_summary(status="queued", job_id=str(job.job_id), error=None)
-        LOGGER.info("job %s is submitted: %s", job.job_id, directory.path)
+        raise slurm.failure(str(error)) from None
+    return [(str(job.job_id), str(job.paths.stdout)) for job in jobs]
+
+
+def _checked(line: str) -> str:
+    """Return a line of the job's setup so that the job ends where it fails, and says so."""
+    told = f'echo "{slurm.SETUP_FAILED} $code: "{shlex.quote(line)} >&2'
+    return f"{{ {line}\n}} || {{ code=$?; {told}; exit {Exit.CONFIGURATION}; }}"
 
 
 def _snapshot(folder: Path) -> Path:
@@ -169,19 +203,27 @@ def take_node(path: str, digest: str) -> int:
     PREEMPTION.watch()
     config = thaw(FrozenConfig(Path(path), digest))
     code = take_part(config, attempt=[task.job_id, task.restarts])
-    if code == Exit.PREEMPTED and task.node == 0 and slurm_section(config.launch).requeue:
-        _requeue(task.name, RunDirectory(Path(config.run.dir)))
+    directory = RunDirectory(folder_of(config.run, config.mode))
+    if code == Exit.FINISHED and task.node == 0 and directory.read_summary().get("status") == "queued":
+        directory.record_end(status="finished")  # an evaluation keeps no summary of its own
+    if code == Exit.PREEMPTED and task.node == 0:
+        _conclude(task.name, directory, may_requeue=slurm_section(config.launch).requeue)
     return code
 
 
-def _requeue(job: str, directory: RunDirectory) -> None:
-    """Requeue the job if Slurm has stopped it and would let it end; all nodes have left the run by now."""
+def _conclude(job: str, directory: RunDirectory, *, may_requeue: bool) -> None:
+    """Requeue the job if Slurm has stopped it and would let it end, or record that it was cancelled.
+
+    All nodes have left the run by now.
+    """
     PREEMPTION.ignore()
     try:
         facts = slurm.job_facts(job)
         is_preempted = facts.get("PreemptTime", "None") != "None"
-        # after scancel it is CANCELLED, after scontrol requeue PENDING; both send TERM
-        if facts["JobState"] == "RUNNING" and (PREEMPTION.signum == signal.SIGUSR1 or is_preempted):
+        # scancel and scontrol requeue both send TERM, and leave the job COMPLETING: the accounts tell which it was
+        if slurm.ends([job]).get(job, facts["JobState"]).startswith("CANCELLED"):
+            directory.record_end(status="cancelled")
+        elif may_requeue and facts["JobState"] == "RUNNING" and (PREEMPTION.signum == signal.SIGUSR1 or is_preempted):
             directory.record_end(status="queued")
             LOGGER.info("job %s requeues itself", job)
             slurm.ask("scontrol", "requeue", job)  # it then ends its processes, maybe including this one

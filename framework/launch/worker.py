@@ -19,8 +19,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from framework.build.training import Builder
 from framework.config.frozen_file import FrozenConfig, thaw
+from framework.config.launch import LaunchSection
 from framework.config.modes import MODES
-from framework.config.schema import LaunchSection
 from framework.config.targets import locate
 from framework.distributed.hang import diagnose as hang
 from framework.distributed.hang.alone import watched_alone

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.folders import option_node, options
-from framework.config.schema import BackendSection, LaunchSection, Node
+from framework.config.launch import LaunchSection
+from framework.config.schema import BackendSection, Node
 from framework.distributed.mesh import MESH_AXES
 from framework.distributed.mpi import start as mpi
 from framework.runtime.problem import Problem
@@ -31,7 +32,7 @@ def with_processes(
             problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
     else:
         if asked is None:  # a process for each of a node's CUDA devices; one on a CPU, or if the strategy has no mesh
-            fitting = _devices_of_node(launch) // _devices_of_each(parallel) if axes_of(parallel) else 1
+            fitting = _devices_of_node(launch) // devices_of_each(parallel) if axes_of(parallel) else 1
             launch = launch.model_copy(update={"nproc_per_node": max(1, fitting)})
         source, start = f"launch.nproc_per_node gives {launch.num_processes}", "launch.nproc_per_node={}"
     axes = axes_of(parallel)
@@ -87,10 +88,11 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
 
 
 def _devices_of_node(launch: LaunchSection) -> int:
-    return _cuda_devices() if launch.slurm is None else launch.slurm.gpus_per_node or 0
+    return _cuda_devices() if launch.slurm is None else launch.slurm.num_gpus or 0
 
 
-def _devices_of_each(parallel: Node) -> int:
+def devices_of_each(parallel: Node) -> int:
+    """Return how many devices a process of this strategy uses."""
     num_devices = parallel.get("num_devices")
     return num_devices if isinstance(num_devices, int) and num_devices > 0 else 1
 
@@ -107,12 +109,15 @@ def _cuda_devices() -> int:
 
 def _device_problems(launch: LaunchSection, parallel: Node, *, backend: str) -> list[Problem]:
     """Refuse more processes or devices than the machine's CUDA devices. A machine without any runs them on the CPU."""
-    num_processes, each = launch.num_processes, _devices_of_each(parallel)
+    num_processes, each = launch.num_processes, devices_of_each(parallel)
     num_devices, there = num_processes * each, _devices_of_node(launch) if backend in ("auto", "nccl") else 0
     if not there or num_devices <= there:
         return []
     what = f"{num_processes} x parallel.num_devices={each} = {num_devices}" if each > 1 else f"{num_processes}"
     remedy = f"at most {there // each}, or backend=gloo for the CPU" if each <= there else f"at most {there} of each"
+    if launch.slurm is not None:
+        what = f"{what}, but launch.slurm.gpus_per_node={launch.slurm.gpus_per_node}"
+        return [Problem("launch.nproc_per_node", what, f"launch.slurm.gpus_per_node={num_devices}, or {remedy}")]
     return [Problem("launch.nproc_per_node", f"{what}, but there are {there} CUDA devices", remedy)]
 
 

@@ -7,16 +7,9 @@ from pathlib import Path
 from framework.build import components
 from framework.checkpoint.stored import stored_tensors
 from framework.config.init_from import entries_of
+from framework.config.launch import LaunchSection
 from framework.config.model_keys import init_problems
-from framework.config.schema import (
-    BackendSection,
-    CheckpointSection,
-    LaunchSection,
-    Node,
-    PredictSection,
-    RunSection,
-    TrainerSection,
-)
+from framework.config.schema import BackendSection, CheckpointSection, Node, PredictSection, RunSection, TrainerSection
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown
 

@@ -6,16 +6,21 @@ import re
 import shutil
 import tempfile
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from framework.config.schema import LaunchSection, RunSection, SlurmSection
+from framework.config.launch import LaunchSection, SlurmSection
+from framework.config.modes import folder_of
+from framework.config.schema import BackendSection, Node, RunSection
 from framework.config.spelling import did_you_mean
+from framework.preflight.processes import devices_of_each
 from framework.runs.directory import RunDirectory
 from framework.runs.status import queued_jobs
 from framework.runtime import slurm
+from framework.runtime.exits import Exit
 from framework.runtime.problem import Problem, missing_extra
-from framework.runtime.slurm import SlurmFailed
+from framework.runtime.slurm import SlurmFailed, SlurmSilent
 
 
 def slurm_section(launch: LaunchSection) -> SlurmSection:
@@ -24,30 +29,142 @@ def slurm_section(launch: LaunchSection) -> SlurmSection:
     return launch.slurm
 
 
-def job_options(launch: LaunchSection, *, job_name: str) -> dict[str, Any]:
-    """Return the options of a run's job: sbatch's long options by name, True for an option without a value."""
-    asked, counts = slurm_section(launch), launch.node_counts
-    options = {
-        "job-name": job_name,
-        "partition": asked.partition,
-        "account": asked.account,
-        "qos": asked.qos,
-        "constraint": asked.constraint,
-        "exclude": asked.exclude,
-        "time": asked.time_min,
-        "nodes": f"{counts[0]}-{counts[-1]}",  # without a number of tasks, which would get as few nodes as possible
-        "cpus-per-task": _num_cpus(launch),
-        "mem": f"{_memory_mb(asked)}M" if asked.mem_gb is not None else None,
-        "gpus-per-node": asked.gpus_per_node,
-        # to the tasks, not to the batch script
-        "signal": f"USR1@{asked.signal_s}",
-        "requeue" if asked.requeue else "no-requeue": True,
-        "no-kill": len(counts) > 1,  # the remaining nodes continue
-    }
-    return {name: value for name, value in options.items() if value is not None and value is not False}
+@dataclass(frozen=True)
+class JobRequest:
+    """What a run asks of Slurm. SlurmFailed where that depends on the cluster, and Slurm does not say."""
+
+    launch: LaunchSection
+    num_devices: int  # that the processes of a node use, if it has GPUs
+    num_workers: int  # loader processes beside each process
+
+    @classmethod
+    def of(cls, launch: LaunchSection, dataset: Node, parallel: Node, backend: BackendSection) -> "JobRequest":
+        num_workers = dataset.get("num_workers")
+        on_gpus = backend.name not in ("gloo", "mpi")
+        num_devices = launch.num_processes * devices_of_each(parallel) if on_gpus else 0
+        return cls(launch, num_devices, num_workers if isinstance(num_workers, int) else 0)
+
+    @property
+    def asked(self) -> SlurmSection:
+        return slurm_section(self.launch)
+
+    def options(self, *, job_name: str) -> dict[str, Any]:
+        """Return sbatch's long options by name, True for an option without a value."""
+        asked, counts = self.asked, self.launch.node_counts
+        options = {
+            "job-name": job_name,
+            "partition": asked.partition,
+            "account": asked.account,
+            "qos": asked.qos,
+            "constraint": asked.constraint,
+            "exclude": asked.exclude,
+            "time": asked.time_min,
+            "nodes": f"{counts[0]}-{counts[-1]}",  # without a number of tasks, which would get as few nodes as possible
+            "cpus-per-task": self.num_cpus,
+            "mem": f"{self.memory_mb}M" if asked.mem_gb is not None else None,
+            "gpus-per-node": self.gpus or None,
+            # to the tasks, not to the batch script
+            "signal": f"USR1@{asked.signal_s}",
+            "requeue" if asked.requeue else "no-requeue": True,
+            "no-kill": len(counts) > 1,  # the remaining nodes continue
+        }
+        return {name: value for name, value in (options | asked.sbatch_options).items() if value not in (None, False)}
+
+    @property
+    def num_cpus(self) -> int:
+        """CPUs of a node: one for each process and each of its loader workers, or as many as the nodes have."""
+        asked, least = self.asked.cpus_per_task, self.launch.num_processes
+        if asked is not None or self.num_workers == 0:
+            return asked or least
+        most = max((kind.num_cpus for kind in self.kinds), default=least)
+        return max(least, min(least * (1 + self.num_workers), most))
+
+    @property
+    def memory_mb(self) -> int:
+        return math.ceil((self.asked.mem_gb or 0) * 1024)
+
+    @property
+    def gpus(self) -> str | int | None:
+        """GPUs of a node, `[TYPE:]N`: as asked; else, where all of the partition's nodes have some, one for each device."""
+        if self.asked.gpus_per_node is not None or not self._may_choose_gpus:
+            return self.asked.gpus_per_node or None
+        return self.num_devices if self.kinds and all(kind.num_gpus for kind in self.kinds) else None
+
+    @property
+    def _may_choose_gpus(self) -> bool:
+        others = self.asked.sbatch_options
+        return self.num_devices > 0 and not any(name == "gres" or name.startswith("gpus") for name in others)
+
+    @property
+    def num_gpus(self) -> int:
+        return int(str(self.gpus or 0).rpartition(":")[2])
+
+    @cached_property
+    def kinds(self) -> list["NodeKind"]:
+        """The kinds of nodes of the partitions that the job may run in."""
+        return [kind for kind in node_kinds() if kind.partition in self.partitions]
+
+    @property
+    def partitions(self) -> list[str]:
+        if self.asked.partition:
+            return self.asked.partition.split(",")
+        return list(dict.fromkeys(kind.partition for kind in node_kinds() if kind.is_default))
+
+    def problems(self) -> list[Problem]:
+        """Return what the partition does not have."""
+        asked, there = self.asked, list(dict.fromkeys(kind.partition for kind in node_kinds()))
+        if not self.partitions:
+            return [Problem("launch.slurm.partition", "null, but there is no default", "one of " + ", ".join(there))]
+        for name in self.partitions:
+            if name not in there:
+                close = did_you_mean(name, there)
+                expected = "one of " + ", ".join(there) + (f"; {close}" if close else "")
+                return [Problem("launch.slurm.partition", f"there is no partition {name!r}", expected)]
+        where = f"partition {','.join(self.partitions)}"
+        has_gpus = [kind.num_gpus > 0 for kind in self.kinds]
+        if asked.gpus_per_node is None and self._may_choose_gpus and any(has_gpus) and not all(has_gpus):
+            what = f"null, but {where} has nodes with GPUs and nodes without"
+            expected = f"launch.slurm.gpus_per_node={self.num_devices}, or 0 for none"
+            return [Problem("launch.slurm.gpus_per_node", what, expected)]
+        return self._resource_problems(where)
+
+    def _resource_problems(self, where: str) -> list[Problem]:
+        asked, kinds = self.asked, self.kinds
+        cpus_key = "launch.slurm.cpus_per_task" if asked.cpus_per_task else "launch.nproc_per_node"
+        gpus_key = "launch.nproc_per_node" if asked.gpus_per_node is None else "launch.slurm.gpus_per_node"
+        needs: list[tuple[str, float, str, list[float]]] = [
+            (cpus_key, self.num_cpus, "CPUs", [kind.num_cpus for kind in kinds]),
+            ("launch.slurm.mem_gb", self.memory_mb, "MB", [kind.memory_mb for kind in kinds]),
+            (gpus_key, self.num_gpus, "GPUs", [kind.num_gpus for kind in kinds]),
+            ("launch.slurm.time_min", asked.time_min or 0, "minutes", [kind.limit_min for kind in kinds]),
+        ]
+        found = [Problem(key, f"{needed:g} {unit}, but {where} has no more than {max(has):g}", f"at most {max(has):g}")
+                 for key, needed, unit, has in needs if needed > max(has)]  # fmt: skip
+        shortest = asked.signal_s // 60 + 2  # with less time an attempt may end before its first step
+        if asked.time_min is not None and asked.time_min < shortest:
+            when = f"launch.slurm.signal_s={asked.signal_s} before the end, or up to a minute earlier"
+            what = f"{asked.time_min} minutes, but Slurm has the job stop {when}"
+            found.append(Problem("launch.slurm.time_min", what, f"at least {shortest}"))
+        if found:
+            return found
+        fit = [all(needed <= has[place] for _, needed, _, has in needs) for place in range(len(kinds))]
+        num_nodes, least = (sum(kind.num_nodes for kind, fits in zip(kinds, fit) if fits), self.launch.node_counts[0])
+        if least > num_nodes:
+            what = f"{self.launch.nnodes}, but {where} has {num_nodes} such nodes"
+            return [Problem("launch.nnodes", what, f"at most {num_nodes}" if num_nodes else "less of each")]
+        return []
+
+    def __str__(self) -> str:
+        """What a node is asked for."""
+        num_processes, num_cpus, num_gpus = self.launch.num_processes, self.num_cpus, self.num_gpus
+        needed = num_processes * (1 + self.num_workers)
+        text = f"asks on each node for {num_cpus} CPU{'s' * (num_cpus != 1)} and {num_gpus} GPU{'s' * (num_gpus != 1)}"
+        return text if num_cpus >= needed else f"{text}; its processes and loader workers are {needed}"
 
 
-def job_problems(name: str, run: RunSection, launch: LaunchSection) -> list[Problem]:
+def job_problems(
+    name: str, mode: str, run: RunSection, launch: LaunchSection, dataset: Node, parallel: Node, backend: BackendSection
+) -> list[Problem]:
     """Return why Slurm would refuse the job, or the job could not run, as far as that shows without submitting it."""
     if launch.kind != "slurm":
         return []
@@ -56,23 +173,29 @@ def job_problems(name: str, run: RunSection, launch: LaunchSection) -> list[Prob
     if shutil.which("sbatch") is None:
         what = "slurm, but there is no sbatch on PATH"
         return [Problem("launch", what, "a machine from which jobs are submitted, or launch=local")]
+    request, folder = JobRequest.of(launch, dataset, parallel, backend), folder_of(run, mode)
     try:
-        if queued_jobs([RunDirectory(Path(run.dir))]):
+        if queued_jobs([RunDirectory(folder)]):
             return []  # nothing will be submitted
-        found = _check_partition(launch, _node_kinds())
+        found = request.problems()
+        if "%" in run.dir:
+            found.append(Problem("run.dir", "holds a %, which Slurm replaces in the names of its output", "a path without"))
+        if found:
+            return found
+        options = request.options(job_name=f"{name}/{run.id}")
+        is_known = not request.asked.check or _have_written(Path(run.root), folder)
+        return _check_limits(options) or ([] if is_known else _check_visible(folder, options))
+    except SlurmSilent as error:
+        return [Problem("launch", f"Slurm does not answer: {error}", "the same command, later", code=Exit.PREEMPTED)]
     except SlurmFailed as error:
-        return [Problem("launch", f"Slurm does not answer: {error}", "try again, or launch=local")]
-    if "%" in run.dir:
-        found.append(Problem("run.dir", "holds a %, which Slurm replaces in the names of its output", "a path without"))
-    options = job_options(launch, job_name=f"{name}/{run.id}")
-    return found or _check_limits(options) or _check_visible(Path(run.dir), options)
+        return [Problem("launch", f"Slurm cannot be asked: {error}", "a machine where `sinfo` works, or launch=local")]
 
 
 # --- what the cluster has
 
 
 @dataclass(frozen=True)
-class _NodeKind:
+class NodeKind:
     """Nodes of one partition with the same resources."""
 
     partition: str
@@ -84,14 +207,16 @@ class _NodeKind:
     limit_min: float
 
 
-def _node_kinds() -> list[_NodeKind]:
+@cache
+def node_kinds() -> tuple[NodeKind, ...]:
+    """Ask, once, which nodes the cluster has. SlurmFailed if Slurm does not say."""
     kinds = []
     for line in slurm.ask("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%l").splitlines():
         partition, nodes, cpus, memory, gres, limit = line.split("|")
         gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
         name = partition.rstrip("*")
-        kinds.append(_NodeKind(name, name != partition, int(nodes), int(cpus), int(memory), gpus, _minutes(limit)))
-    return kinds
+        kinds.append(NodeKind(name, name != partition, int(nodes), int(cpus), int(memory), gpus, _minutes(limit)))
+    return tuple(kinds)
 
 
 def _minutes(limit: str) -> float:
@@ -104,54 +229,12 @@ def _minutes(limit: str) -> float:
     return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def _num_cpus(launch: LaunchSection) -> int:
-    return slurm_section(launch).cpus_per_task or launch.num_processes
-
-
-def _memory_mb(asked: SlurmSection) -> int:
-    return math.ceil((asked.mem_gb or 0) * 1024)
-
-
-def _check_partition(launch: LaunchSection, kinds: list[_NodeKind]) -> list[Problem]:
-    asked, there = slurm_section(launch), list(dict.fromkeys(kind.partition for kind in kinds))
-    chosen = asked.partition.split(",") if asked.partition else [kind.partition for kind in kinds if kind.is_default]
-    if not chosen:
-        return [Problem("launch.slurm.partition", "null, but there is no default", "one of " + ", ".join(there))]
-    for name in chosen:
-        if name not in there:
-            close = did_you_mean(name, there)
-            expected = "one of " + ", ".join(there) + (f"; {close}" if close else "")
-            return [Problem("launch.slurm.partition", f"there is no partition {name!r}", expected)]
-    kinds = [kind for kind in kinds if kind.partition in chosen]
-    where = f"partition {','.join(dict.fromkeys(chosen))}"
-    cpus_key = "launch.slurm.cpus_per_task" if asked.cpus_per_task else "launch.nproc_per_node"
-    needs: list[tuple[str, float, str, list[float]]] = [
-        (cpus_key, _num_cpus(launch), "CPUs", [kind.num_cpus for kind in kinds]),
-        ("launch.slurm.mem_gb", _memory_mb(asked), "MB", [kind.memory_mb for kind in kinds]),
-        ("launch.slurm.gpus_per_node", asked.gpus_per_node or 0, "GPUs", [kind.num_gpus for kind in kinds]),
-        ("launch.slurm.time_min", asked.time_min or 0, "minutes", [kind.limit_min for kind in kinds]),
-    ]
-    found = [Problem(key, f"{needed:g} {unit}, but {where} has no more than {max(has):g}", f"at most {max(has):g}")
-             for key, needed, unit, has in needs if needed > max(has)]  # fmt: skip
-    shortest = asked.signal_s // 60 + 2  # with less time an attempt may end before its first step
-    if asked.time_min is not None and asked.time_min < shortest:
-        when = f"launch.slurm.signal_s={asked.signal_s} before the end, or up to a minute earlier"
-        what = f"{asked.time_min} minutes, but Slurm has the job stop {when}"
-        found.append(Problem("launch.slurm.time_min", what, f"at least {shortest}"))
-    if found:
-        return found
-    fit = [all(needed <= has[place] for _, needed, _, has in needs) for place in range(len(kinds))]
-    num_nodes, least = (sum(kind.num_nodes for kind, fits in zip(kinds, fit) if fits), launch.node_counts[0])
-    if least > num_nodes:
-        what = f"{launch.nnodes}, but {where} has {num_nodes} such nodes"
-        return [Problem("launch.nnodes", what, f"at most {num_nodes}" if num_nodes else "less of each")]
-    return []
-
-
 def _check_limits(options: dict[str, Any]) -> list[Problem]:
     flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
     try:
         slurm.ask("sbatch", "--test-only", *flags, "--wrap=true")
+    except SlurmSilent:
+        raise
     except SlurmFailed as error:
         # that error may be temporary: sbatch lets a job wait for nodes that are down
         if "node configuration is not available" not in str(error):
@@ -160,12 +243,24 @@ def _check_limits(options: dict[str, Any]) -> list[Problem]:
 
 
 _MEMORY = ("tmpfs", "ramfs", "overlay")  # file systems that are local to a machine or a container
+_SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "panfs", "afs", "wekafs", "orangefs")
+
+
+def _have_written(root: Path, folder: Path) -> bool:
+    """Return whether jobs of earlier runs have written their output below the run's root: then the nodes see it."""
+    outputs = (path for pattern in ("*.out", "*/*.out") for path in root.glob(f"*/*/slurm/{pattern}"))
+    return root.absolute() in folder.absolute().parents and next(outputs, None) is not None
 
 
 def _check_visible(place: Path, options: dict[str, Any]) -> list[Problem]:
-    """Refuse a run's directory that the nodes do not see. A node, if one is free at once, looks for a file there."""
+    """Refuse a run's directory that the nodes do not see. A node, if one is free at once, looks for a file there.
+
+    That is a job of its own, for a second: not where the file system is one that machines share.
+    """
     place = place.absolute()
     nearest = next(parent for parent in [place, *place.parents] if parent.is_dir())
+    if (kind := _file_system(nearest)) in _SHARED:
+        return []
     problem = Problem("run.dir", f"{nearest} is of this machine alone: the nodes do not see it",
                       "a directory on a file system that they share")  # fmt: skip
     names = ("partition", "account", "qos", "constraint", "exclude")
@@ -177,7 +272,7 @@ def _check_visible(place: Path, options: dict[str, Any]) -> list[Problem]:
                           *flags, "sh", "-c", test, file.name)  # fmt: skip
         except SlurmFailed:  # no node is free; the job itself checks at its start
             answer = ""
-    return [problem] if "unseen" in answer or ("seen" not in answer and _file_system(nearest) in _MEMORY) else []
+    return [problem] if "unseen" in answer or ("seen" not in answer and kind in _MEMORY) else []
 
 
 def _file_system(path: Path) -> str:

@@ -20,6 +20,7 @@ from framework.runtime.secrets import redact
 RECORD_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
 _FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json")
 _FOLDERS = ("checkpoints", "export", "predictions", "tensorboard", "wandb", "slurm", "profile", "compiled")
+_TAIL_BYTES = 4096
 _BESIDE = (".eval", ".predict", ".export")  # what works on a run that may be in progress
 
 
@@ -39,6 +40,10 @@ class RunDirectory:
         self.predictions = path / "predictions"
         self.profile = path / "profile"
         self.compiled = path / "compiled"
+
+    def beside(self) -> list["RunDirectory"]:
+        """Return the folders of the evaluations and the like that have worked on the run."""
+        return [RunDirectory(self.path / name) for name in _BESIDE if (self.path / name).is_dir()]
 
     def strangers(self) -> list[str]:
         """Return the names in the directory that are not a run's, if it has no frozen configuration."""
@@ -74,6 +79,16 @@ class RunDirectory:
         """The Slurm job of its latest submission; 12_3 for a job of an array."""
         job_id = self.read_summary().get("job_id")
         return job_id if isinstance(job_id, str) and re.fullmatch(r"\d+(_\d+)?", job_id) else None
+
+    def last_lines_of_job(self) -> list[str]:
+        """Return the last lines that its latest Slurm job has written, if there are any."""
+        path = Path(str(self.read_summary().get("job_output")))
+        if not path.is_file():
+            return []
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip()]
 
     def update_summary(self, **values: Any) -> None:
         """Change some of the summary's values. Rank 0, or the parent when the workers are gone."""

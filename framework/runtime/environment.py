@@ -1,6 +1,7 @@
 """The environment variables of the launcher: only this module reads `os.environ`."""
 
 import os
+import re
 import socket
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ class Environment:
     def read(cls) -> "Environment":
         env = os.environ
         is_torchruns = "RANK" in env and "WORLD_SIZE" in env
-        by_mpirun = [names for names in _MPIRUNS if names[0] in env and int(env.get(names[2], "1")) > 1]  # as one of several
+        # as one of several; Slurm's own srun sets some of MPICH's variables
+        by_mpirun = [names for names in _MPIRUNS if all(name in env for name in names) and int(env[names[2]]) > 1]
         uses_mpi = bool(by_mpirun) and not is_torchruns
         rank, local_rank, world_size, local_world_size = by_mpirun[0] if uses_mpi else _TORCHRUN
         return cls(
@@ -55,6 +57,35 @@ _MPIRUNS = [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH and its derivatives
 ]
+
+
+@dataclass(frozen=True)
+class SrunTask:
+    """The process's place among the tasks that one `srun` started."""
+
+    nodes: str  # in Slurm's words, as in node[1-4]
+    num_tasks: int
+    on_each: list[int]  # tasks of each node
+
+    @classmethod
+    def read(cls) -> "SrunTask | None":
+        """Return the place; None if srun did not start this process as one of several, or started a launcher that did."""
+        env = os.environ
+        num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+        if num_tasks < 2 or Environment.read().is_launched or env.get("STEADFAST_PYTHON"):
+            return None
+        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])  # 4(x2),1
+        return cls(
+            env["SLURM_STEP_NODELIST"], num_tasks, [int(count) for count, times in counts for _ in range(int(times or 1))]
+        )
+
+    def export(self, master_addr: str) -> None:
+        """Set the variables that torchrun would, unless the user has said where the processes meet."""
+        env, job, step = os.environ, int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+        place = (env["SLURM_PROCID"], env["SLURM_LOCALID"], self.num_tasks, self.on_each[int(env["SLURM_NODEID"])])
+        env |= dict(zip(_TORCHRUN, map(str, place)))
+        env.setdefault("MASTER_ADDR", master_addr)
+        env.setdefault("MASTER_PORT", str(20000 + (job * 17 + step) % 10000))  # each must know it, before they can speak
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,12 @@ def is_gone(holder: dict[str, Any]) -> bool:
     return there.get("started") != holder.get("started")
 
 
+def is_here(holder: dict[str, Any]) -> bool:
+    """Return whether the holder is a living process of this machine, and container."""
+    here = process_identity()
+    return bool(here) and all(holder.get(key) == here[key] for key in ("boot", "container")) and not is_gone(holder)
+
+
 def _is_alive(holder: dict[str, Any]) -> bool:
     if holder.get("host") != socket.gethostname():
         return bool(holder)  # on another host: believe the lock

@@ -14,12 +14,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from framework.cli.run import start
+from framework.config.draft import Draft
 from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
 from framework.launch.claim import accept_code
 from framework.launch.slurm import submit
 from framework.preflight.check import changed_code
-from framework.preflight.slurm import job_options, job_problems, slurm_section
+from framework.preflight.slurm import JobRequest, job_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import WAYS
 from framework.runs.status import queued_jobs
@@ -86,14 +87,20 @@ class Pool:
         self._running: dict[BaseProcess, tuple[Job, set[int]]] = {}
 
     @property
-    def has_room(self) -> bool:
-        return bool(self._shares)
+    def room(self) -> int:
+        """How many jobs may be started now."""
+        return len(self._shares)
 
     @property
     def running(self) -> list[Job]:
         return [job for job, _ in self._running.values()]
 
-    def start(self, job: Job) -> None:
+    def start(self, jobs: list[Job]) -> None:
+        """Start jobs for which there is room."""
+        for job in jobs:
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
         import matplotlib.figure  # noqa: F401  # once, for all jobs
 
         import framework.launch.worker  # noqa: F401
@@ -156,7 +163,7 @@ def exit_code(codes: list[int]) -> int:
 
 # --- as Slurm jobs
 
-_LARGEST_ARRAY = 500  # Slurm's own limit is 1001 unless the site has changed it; and each job's lock is an open file
+_LARGEST_ARRAY = 500  # each job's lock is an open file
 
 
 def problems_of(jobs: list[Job]) -> list[Problem]:
@@ -172,64 +179,63 @@ def problems_of(jobs: list[Job]) -> list[Problem]:
 
     found = [problem for job in left for problem in problems_in_child(partial(dry_build, job.config))]
     is_submitted = not found and left[0].config.launch.kind == "slurm"
-    for config in [alike[0].config for alike in _alike(left)] if is_submitted else []:
-        found += job_problems(config.name, config.run, config.launch)
+    for alike in _alike(left) if is_submitted else []:
+        draft = Draft(dict(alike[0].config), [])
+        draft.check(job_problems)
+        found += draft.problems
     return list(dict.fromkeys(found))
 
 
 def submit_all(jobs: list[Job], *, directory: Path, group: str) -> None:
-    """Submit the jobs that have not finished and are not in Slurm's queue. A job's code is then its submission's code.
+    """Submit jobs that are not in Slurm's queue. A job's code is then its submission's code.
 
     Jobs that ask for the same are an array. `directory` is the sweep's.
     """
-    for job in jobs:
-        if job.is_done:
-            job.skip()
-    for alike in _alike([job for job in jobs if not job.is_done]):
+    for alike in _alike(jobs):
         for first in range(0, len(alike), _LARGEST_ARRAY):
             part = alike[first : first + _LARGEST_ARRAY]
             folder, name = part[0].directory.path / "slurm", None
             if len(part) > 1:
                 folder = next(path for n in itertools.count(1) if not (path := directory / "slurm" / str(n)).exists())
                 name = f"{part[0].config.name}/{directory.name}"
-            _submit(part, group=group, folder=folder, name=name)
-
-
-def _submit(jobs: list[Job], *, group: str, folder: Path, name: str | None = None) -> None:
-    codes = submit([job.config.in_group(group) for job in jobs], folder=folder, name=name)
-    for job, code in zip(jobs, codes):
-        job.code = Exit.PREEMPTED if code == Exit.FAILED else code  # of the submission, which says nothing about the run
+            codes = submit([job.config.in_group(group) for job in part], folder=folder, name=name)
+            for job, code in zip(part, codes):
+                job.code = Exit.PREEMPTED if code == Exit.FAILED else code  # FAILED: its directory is in use
 
 
 def _alike(jobs: list[Job]) -> Iterator[list[Job]]:
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        asked = slurm_section(job.config.launch).model_dump()
-        groups.setdefault(digest_of([job_options(job.config.launch, job_name=""), asked]), []).append(job)
+        config = job.config
+        request = JobRequest.of(config.launch, config.dataset, config.parallel, config.backend)
+        asked = [config.launch.model_dump(), request.num_devices, request.num_workers]
+        groups.setdefault(digest_of(asked), []).append(job)
     yield from groups.values()
 
 
 class SlurmPool:
     """A `Pool` of Slurm jobs. They outlive this process; the same command finds them again."""
 
-    def __init__(self, *, size: int, group: str) -> None:
-        self.size, self._group = size, group
+    def __init__(self, *, size: int, group: str, directory: Path) -> None:
+        self.size, self._group, self._directory = size, group, directory
         self._running: list[Job] = []
         self._refused: list[Job] = []  # by Slurm: submitted again when another job has ended
         self._looks_at = 0.0  # on time.monotonic's clock
 
     @property
-    def has_room(self) -> bool:
-        return len(self._running) < self.size and not self._refused
+    def room(self) -> int:
+        """How many jobs may be started now."""
+        return 0 if self._refused else self.size - len(self._running)
 
     @property
     def running(self) -> list[Job]:
         return self._running + self._refused
 
-    def start(self, job: Job) -> None:
-        """Submit the job, unless it waits or runs already."""
-        _submit([job], group=self._group, folder=job.directory.path / "slurm")
-        (self._running if job.code == Exit.FINISHED else self._refused).append(job)
+    def start(self, jobs: list[Job]) -> None:
+        """Submit the jobs, unless they wait or run already."""
+        submit_all(jobs, directory=self._directory, group=self._group)
+        for job in jobs:
+            (self._running if job.code == Exit.FINISHED else self._refused).append(job)
 
     def stop(self, job: Job) -> None:
         """Make a job save a checkpoint and end."""
@@ -261,12 +267,12 @@ class SlurmPool:
             job.code = _CODES.get(job.directory.state, Exit.FAILED)
         if ended or not self._running:
             refused, self._refused = self._refused, []
-            for job in refused:
-                self.start(job)
+            self.start(refused)
         if not self._running:  # and there is nothing to wait for
             ended, self._refused = ended + self._refused, []
         return ended
 
 
 _PAUSE_S = 2.0  # between two calls of the controller, which all users share
-_CODES = {"finished": Exit.FINISHED, "preempted": Exit.PREEMPTED, "queued": Exit.PREEMPTED}  # queued: cancelled before it began
+_CODES = {"finished": Exit.FINISHED, "preempted": Exit.PREEMPTED,
+          "cancelled": Exit.PREEMPTED, "queued": Exit.PREEMPTED}  # queued: it left the queue before it began  # fmt: skip

@@ -67,19 +67,34 @@ class SubmititSlurm(Launcher):
     model_config = ConfigDict(extra="allow")
     array_parallelism: Positive | None
 
+    def rules(self) -> Iterator[Problem]:
+        for name in _NEEDLESS.keys() & (self.model_extra or {}).keys():
+            yield Problem(name, "does nothing here", _NEEDLESS[name])
+
     @property
     def num_at_a_time(self) -> int:
-        return self.array_parallelism or 1_000_000  # all jobs may wait in Slurm's queue
+        return 1_000_000  # all jobs may wait in Slurm's queue
 
     @property
     def overrides(self) -> list[str]:
-        values = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        given = [f"launch.{_IN_LAUNCH.get(name, f'slurm.{name}')}={json.dumps(value)}" for name, value in values.items()]
-        return ["launch=slurm", *given]
+        extra = dict(self.model_extra or {})
+        others = extra.pop("additional_parameters", None) or {}
+        values = {_IN_LAUNCH.get(name, f"slurm.{name}"): value for name, value in extra.items()}
+        values |= {f"slurm.options.{name}": value for name, value in others.items()}
+        values["slurm.array_parallelism"] = self.array_parallelism
+        return ["launch=slurm", *(f"launch.{key}={json.dumps(value)}" for key, value in values.items() if value is not None)]
 
 
+_OF_SBATCH = ("gres", "cpus_per_gpu", "mem_per_gpu", "mem_per_cpu", "comment", "exclusive", "nodelist", "dependency",
+              "mail_type", "mail_user")  # fmt: skip
 _IN_LAUNCH = {  # the keys of `launch` for submitit's keys; submitit's other keys have the same name in `launch.slurm`
     "nodes": "nnodes", "tasks_per_node": "nproc_per_node", "timeout_min": "slurm.time_min", "signal_delay_s": "slurm.signal_s",
+    "srun_args": "slurm.srun", **{name: f"slurm.options.{name}" for name in _OF_SBATCH},
+}  # fmt: skip
+_NEEDLESS = {  # of submitit's
+    "name": "a job's name is its run's", "submitit_folder": "a job's output is in its run's slurm/",
+    "stderr_to_stdout": "it always is", "max_num_timeout": "a job requeues itself as often as it takes",
+    "gpus_per_task": "gpus_per_node, since one task of each node starts all processes",
 }  # fmt: skip
 
 

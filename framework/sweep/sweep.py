@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
+from framework.cli.control import cancel
 from framework.cli.run import checked_line
 from framework.config.frozen_file import digest_of
 from framework.config.modes import MODES
@@ -131,6 +132,10 @@ def print_sweep_plan(sweep: Sweep) -> int:
     return Exit.FINISHED
 
 
+def cancel_jobs(sweep: Sweep) -> int:
+    return cancel(row.directory for row in sweep.rows())
+
+
 def run_jobs(sweep: Sweep) -> int:
     """Run the jobs, here or on a cluster."""
     multirun, jobs, directory, config = sweep.multirun, sweep.jobs, sweep.directory, sweep.jobs[0].config
@@ -149,11 +154,15 @@ def run_jobs(sweep: Sweep) -> int:
     try:
         source = sweep.source()
         if on_slurm and not isinstance(multirun.launcher, SubmititSlurm):
-            submit_all(jobs, directory=directory, group=group)
+            for job in [job for job in jobs if job.is_done]:
+                job.skip()
+            submit_all([job for job in jobs if not job.is_done], directory=directory, group=group)
             LOGGER.info("how they stand: python train.py mode=status run.root=%s", directory)
             return _end(source, config.checkpoint, directory)
         size = max(1, min(multirun.num_at_a_time, source.num_left))
-        pool = SlurmPool(size=size, group=group) if on_slurm else Pool(size=size, group=group, logs=directory / "logs")
+        pool: Pool | SlurmPool = Pool(size=size, group=group, logs=directory / "logs")
+        if on_slurm:
+            pool = SlurmPool(size=size, group=group, directory=directory)
         return _run(source, pool, config.checkpoint, directory)
     finally:
         lock.release()
@@ -210,13 +219,7 @@ def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, d
     PREEMPTION.watch()
     _write(source.rows(), directory / "sweep.csv", write_csv)
     while not PREEMPTION.requested or pool.running:
-        while pool.has_room and not PREEMPTION.requested and (job := source.next()) is not None:
-            if job.is_done:
-                job.skip()
-                source.note(job)
-            else:
-                LOGGER.info("running %s, in %s", job, job.directory.path)
-                pool.start(job)
+        pool.start(_due(source, pool.room))
         if not pool.running:
             break
         for job in pool.running:
@@ -228,6 +231,19 @@ def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, d
             if pool.size > 1:
                 LOGGER.info("%s", f"{job.row().state}: {job}")
     return _end(source, saving, directory)
+
+
+def _due(source: JobSource, room: int) -> list[Job]:
+    """Return the jobs to start now, and note those that have finished before."""
+    due: list[Job] = []
+    while len(due) < room and not PREEMPTION.requested and (job := source.next()) is not None:
+        if job.is_done:
+            job.skip()
+            source.note(job)
+        else:
+            LOGGER.info("running %s, in %s", job, job.directory.path)
+            due.append(job)
+    return due
 
 
 def _write(rows: list[TableRow], target: Path, write: Callable[[list[TableRow], Path], None]) -> None:

@@ -255,7 +255,7 @@ def test_an_mpirun_of_another_installation_is_refused(tmp_path: Path) -> None:
     """It sets the variables of an mpirun, but mpi4py's library knows nothing of it."""
 
     def as_rank_0() -> None:
-        os.environ |= {"PMI_RANK": "0", "PMI_SIZE": "2"}
+        os.environ |= {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
         os.environ |= {"TMPDIR": str(tmp_path), "OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
         warnings.simplefilter("ignore", RuntimeWarning)  # mpi4py's own: "suspicious MPI execution environment"
 

@@ -7,11 +7,10 @@ import sys
 import time
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from framework.config.modes import MODES
+from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig
 from framework.distributed.groups import serve_store
 from framework.distributed.hang.diagnose import is_of_others
@@ -44,14 +43,14 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
     """
     log.start_console(rank=0, who=node_name())
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
-    directory, launch = RunDirectory(Path(config.run.dir)), config.launch
+    directory, launch = RunDirectory(folder_of(config.run, config.mode)), config.launch
     # every node has as many workers: torch then numbers them without a store
     variables().setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     network = Network.find()
     ports = launch.port_range or (0,)
     links = Links(network.addresses, ports=ports)
     meeting = Meeting(
-        directory.path.with_name(f".{directory.path.name}.elastic"),
+        directory.path.with_name(f".{directory.path.name.lstrip('.')}.elastic"),
         node=Member(node_name(), os.getpid(), attempt or [], machine=network.machine),
         links=links,
         sizes=fitting_nodes(launch, config.parallel),

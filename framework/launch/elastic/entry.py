@@ -5,6 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig
+from framework.config.modes import MODES
 from framework.config.schema import RunConfig
 from framework.distributed.groups import launcher_store
 from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
@@ -39,7 +40,7 @@ class RoundEntry:
     def _decide(self) -> FrozenConfig | int:
         began = self.folder / "began"
         config = self.config.begun() if began.exists() else self.config
-        if is_finished(config.run):
+        if MODES[config.mode].about == "run" and is_finished(config.run):
             return Exit.FINISHED
         run = claim(config, party="elastic")
         if not isinstance(run, ClaimedRun):

@@ -1,0 +1,107 @@
+"""The modes about runs in progress: cancel stops them with a checkpoint, follow prints a run's log as it grows."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from framework.config.modes import Command
+from framework.launch.claim import print_problems
+from framework.runs.directory import RunDirectory
+from framework.runs.status import queued_jobs, states_of
+from framework.runtime import slurm
+from framework.runtime.exits import Exit
+from framework.runtime.lock import Lock, is_here
+from framework.runtime.log import LOGGER
+from framework.runtime.preemption import PREEMPTION
+from framework.runtime.problem import Problem
+from framework.runtime.slurm import SlurmFailed
+
+
+def cancel_run(command: Command) -> Exit:
+    return cancel([RunDirectory(Path(command.config.run.dir))])
+
+
+def cancel(directories: Iterable[RunDirectory]) -> Exit:
+    """Stop what waits or runs, as a Slurm job or as a process of this machine; what runs saves a checkpoint.
+
+    The same command, without mode=cancel, continues it.
+    """
+    found = {part.path: part for directory in directories for part in (directory, *directory.beside())}
+    try:
+        jobs = queued_jobs(found.values())
+        if jobs:
+            slurm.ask("scancel", *(job.job_id for job in jobs.values()))
+    except SlurmFailed as error:
+        LOGGER.error("not cancelled: %s; the same command tries again", error)
+        return Exit.PREEMPTED
+    running = {path: Lock(path).holder() for path in found if path not in jobs and Lock(path).is_held}
+    for path, job in jobs.items():
+        if job.waits:
+            found[path].update_summary(status="cancelled")
+        LOGGER.info("job %s %s: %s", job.job_id, "is cancelled" if job.waits else "stops, with a checkpoint", path)
+    elsewhere = [path for path, holder in running.items() if not is_here(holder)]
+    for path, holder in running.items():
+        if path in elsewhere:
+            LOGGER.error("process %s on %s is to be stopped there: %s", holder.get("pid"), holder.get("host"), path)
+        else:
+            os.kill(holder["pid"], signal.SIGTERM)
+            LOGGER.info("process %s stops, with a checkpoint: %s", holder["pid"], path)
+    if not jobs and not running:
+        LOGGER.info("nothing to cancel: no job or process of it waits or runs")
+    return Exit.FAILED if elsewhere else Exit.FINISHED
+
+
+# --- follow
+
+_POLL_S = 0.5
+_ASK_EVERY_S = 5.0  # Slurm, whose controller all users share
+_FIRST_BYTES = 2000  # of what was logged before
+_ENDS = {"finished": Exit.FINISHED, "failed": Exit.FAILED}
+
+
+def follow(command: Command) -> Exit:
+    """Print a run's log until it has ended, or Ctrl-C. Returns how it ended: 0 if it finished, 1 if it failed, else 75."""
+    directory = RunDirectory(Path(command.config.run.dir))
+    PREEMPTION.speaks = False
+    printed, asked_at, state = _Printed(directory.log), 0.0, "running"
+    while state in ("running", "queued", "?") and not PREEMPTION.requested:
+        time.sleep(_POLL_S)
+        if time.monotonic() - asked_at > _ASK_EVERY_S:
+            before, state, asked_at = state, states_of([directory])[directory.path], time.monotonic()
+            if state == "queued" != before:
+                LOGGER.info("job %s waits", directory.job_id)
+        printed.more()
+    if state == "missing":
+        return print_problems([Problem("run.dir", f"there is no run in {directory.path}", "the command that starts it, first")])
+    LOGGER.info("%s, at step %s: %s", state, directory.read_summary().get("step", 0), directory.path)
+    return Exit.FINISHED if PREEMPTION.requested else _ENDS.get(state, Exit.PREEMPTED)
+
+
+class _Printed:
+    """What has been printed of a file that grows, or is replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = self._offset = 0
+        with open(path, "rb") if path.is_file() else open(os.devnull, "rb") as file:
+            status = os.fstat(file.fileno())
+            self._inode, self._offset = status.st_ino, max(0, status.st_size - _FIRST_BYTES)
+            file.seek(self._offset)
+            self._offset += len(file.read().partition(b"\n")[0]) if self._offset else 0
+
+    def more(self) -> None:
+        """Print what is new."""
+        if not self._path.is_file():
+            return
+        with open(self._path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset = status.st_ino, 0
+            file.seek(self._offset)
+            new = file.read()
+        self._offset += len(new)
+        sys.stdout.write(new.decode(errors="replace"))
+        sys.stdout.flush()

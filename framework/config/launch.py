@@ -1,0 +1,99 @@
+"""What `launch` says: processes, nodes, and what a Slurm job asks for."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from framework.config.section import AboveZero, Count, Positive, Section
+from framework.runtime.problem import Problem, shown
+
+
+class SlurmSection(Section):
+    partition: str | None
+    time_min: Positive | None
+    account: str | None
+    qos: str | None
+    mem_gb: AboveZero | None
+    cpus_per_task: Positive | None
+    gpus_per_node: Count | str | None
+    constraint: str | None
+    exclude: str | None
+    options: dict[str, str | int | bool | None] = {}
+    setup: list[str]
+    python: list[str] = []
+    srun: list[str] = []
+    snapshot: bool
+    check: bool = True
+    signal_s: Positive
+    requeue: bool
+    array_parallelism: Positive | None
+
+    def rules(self) -> Iterator[Problem]:
+        if not re.fullmatch(r"([\w.-]+:)?\d{1,4}", str(self.gpus_per_node or 0)):
+            yield Problem("gpus_per_node", f"{shown(self.gpus_per_node)} is not valid", "an integer, or TYPE:N as in a100:4")
+        for name in self.sbatch_options:
+            if (instead := _OWN_OPTIONS.get(name)) is not None:
+                yield Problem(f"options.{name}", "is the framework's own", instead)
+
+    @property
+    def num_gpus(self) -> int | None:
+        """GPUs of a node as asked for, without their type; None if it is not said."""
+        return None if self.gpus_per_node is None else int(str(self.gpus_per_node).rpartition(":")[2])
+
+    @property
+    def sbatch_options(self) -> dict[str, str | int | bool | None]:
+        """`options` by sbatch's long names."""
+        return {name.replace("_", "-"): value for name, value in self.options.items()}
+
+
+_OWN_OPTIONS = {  # of sbatch: what says the same, or why it would break a job
+    **{name: f"launch.slurm.{name}" for name in ("partition", "account", "qos", "constraint", "exclude", "requeue")},
+    "gpus-per-node": "launch.slurm.gpus_per_node", "cpus-per-task": "launch.slurm.cpus_per_task",
+    "mem": "launch.slurm.mem_gb", "time": "launch.slurm.time_min", "signal": "launch.slurm.signal_s",
+    "no-requeue": "launch.slurm.requeue=false", "nodes": "launch.nnodes", "array": "-m submits an array",
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "gpus-per-task", "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket"),
+                    "one task of each node starts launch.nproc_per_node processes"),
+    **dict.fromkeys(("output", "error", "open-mode", "chdir", "wrap", "parsable", "test-only", "wait", "job-name", "input"),
+                    "a job's name and output are its run's"),
+}  # fmt: skip
+
+
+class LaunchSection(Section):
+    kind: Literal["local", "slurm"]
+    nproc_per_node: Positive | None
+    nnodes: int | str
+    max_restarts: Count
+    ports: str | None
+    timeout_s: AboveZero
+    grace_s: AboveZero | None
+    slurm: SlurmSection | None = None  # with launch=slurm
+
+    def rules(self) -> Iterator[Problem]:
+        if not self.node_counts:
+            expected = "a number of nodes, or MIN:MAX for a run that nodes may leave and join"
+            yield Problem("nnodes", f"{shown(self.nnodes)} is not valid", expected)
+        if self.ports is not None and not self.port_range:
+            yield Problem("ports", f"{shown(self.ports)} is not valid", "LOW-HIGH, of ports from 1024 to 65535")
+
+    @property
+    def port_range(self) -> range:
+        """The ports of `ports`; empty if there are none, or if it is invalid."""
+        match = re.fullmatch(r"(\d{4,5})-(\d{4,5})", self.ports or "")
+        low, high = (int(match[1]), int(match[2])) if match is not None else (0, -1)
+        return range(low, high + 1) if 1024 <= low <= high <= 65535 else range(0)
+
+    @property
+    def node_counts(self) -> range:
+        """The allowed numbers of nodes: `nnodes` is a number or MIN:MAX. Empty if it is invalid."""
+        match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", str(self.nnodes))
+        return range(int(match[1]), int(match[2] or match[1]) + 1) if match is not None else range(0)
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes on each node."""
+        return self.nproc_per_node or 1
+
+    @property
+    def most_processes(self) -> int:
+        """The number of processes on the largest allowed number of nodes."""
+        return self.num_processes * self.node_counts[-1]

@@ -1,0 +1,265 @@
+"""What a job asks of a real Slurm, what it runs and who may end it: GPUs, CPUs, any option, setup, srun, other modes."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from framework.runtime import slurm
+from framework.sweep.line import read
+from tests.harness import Ended, Says, assert_close, begin, command, end, finished, wait_for
+from tests.launch.paced import ROOT
+from tests.launch.test_elastic import RUN
+from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
+from tests.launch.test_slurm_sweep import ARRAY, SEEDS, Sweep, held, ids, multirun, sbatch_that, status, submitted  # noqa: F401
+
+HOLD = "launch.slurm.options.hold=true"
+GPU = [*ARRAY, HOLD, "launch.slurm.partition=gpu"]
+SHORT = [*RUN, "trainer.max_steps=20", "trainer.eval_every=null"]
+TRAIN = [sys.executable, str(ROOT / "train.py")]
+
+
+def given(*words: str, folder: Path) -> Ended:
+    """Give a whole command, in a directory; its runs are in `folder`/runs."""
+    (folder / "runs").mkdir(exist_ok=True)
+    done = subprocess.run([*words, f"run.root={folder / 'runs'}"], cwd=folder, text=True, timeout=150,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    return Ended(done.returncode, done.stdout, folder / "runs")
+
+
+# --- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus", "cpus"),
+    [
+        (["parallel=ddp", "launch.nproc_per_node=2"], "gres:gpu:2", 2),
+        ([], "gres:gpu:1", 1),
+        (["launch.slurm.gpus_per_node=0"], "", 1),
+        (["backend=gloo", "parallel=ddp", "launch.nproc_per_node=2"], "", 2),
+        (["parallel=ddp", "launch.slurm.gpus_per_node='a100:2'"], "gres:gpu:a100:2", 2),
+        (["launch.slurm.options.gres='gpu:a100:1'"], "gres:gpu:a100:1", 1),
+        (["parallel=ddp", "launch.nproc_per_node=2", "dataset.num_workers=2"], "gres:gpu:2", 6),
+        (["parallel=ddp", "launch.nproc_per_node=2", "dataset.num_workers=8"], "gres:gpu:2", 8),
+        (["launch.slurm.partition=main", "dataset.num_workers=2"], "", 3),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
+    line: list[str],
+    gpus: str,
+    cpus: int,
+    submitted: Sweep,  # noqa: F811
+) -> None:
+    told = command(*GPU, *line, root=submitted.root)
+    asked = facts(*ids(told))
+    assert (asked.get("TresPerNode", ""), int(asked["CPUs/Task"] if "CPUs/Task" in asked else asked["Task"])) == (gpus, cpus)
+    has_all = "8 CPUs and 2 GPUs; its processes and loader workers are 18" in told.output
+    assert has_all == ("dataset.num_workers=8" in line), told.output
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["launch.slurm.partition=mixed"],
+         "launch.slurm.gpus_per_node: null ... mixed has nodes with GPUs and nodes without (launch.slurm.gpus_per_node=1, or 0"),
+        (["launch.slurm.partition=gpu", "parallel=ddp", "launch.nproc_per_node=4", "launch.slurm.gpus_per_node=2"],
+         "launch.nproc_per_node: 4, but launch.slurm.gpus_per_node=2 (launch.slurm.gpus_per_node=4, or at most 2"),
+        (["launch.slurm.partition=gpu", "parallel=ddp", "launch.nproc_per_node=4"], "launch.nproc_per_node: 4 GPUs ... 2 ... 2"),
+        (["launch.slurm.gpus_per_node='a100:'"], "launch.slurm.gpus_per_node: 'a100:' is not valid ... integer ... TYPE:N"),
+        (["launch.slurm.options.reservation=nowhere"], "launch.slurm: Slurm refuses such a job: ... reservation"),
+        (["launch.slurm.options.reservatoin=x"], "launch.slurm: Slurm refuses such a job: ... reservatoin"),
+        (["launch.slurm.options={mem: 3}"], "launch.slurm.options.mem: is the framework's own (launch.slurm.mem_gb)"),
+        (["launch.slurm.options.ntasks_per_node=2"], "launch.slurm.options.ntasks-per-node: ... launch.nproc_per_node"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_what_does_not_fit_the_cluster_is_refused(line: list[str], problem: str, cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+    refused = command(*ARRAY, *line, root=tmp_path / "runs")
+    assert (refused.code, refused.output) == (78, Says(problem))
+    assert not list(refused.root.iterdir())
+
+
+def test_any_option_of_sbatch_and_the_names_of_the_plug_in(submitted: Sweep) -> None:  # noqa: F811
+    line = ["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.comment=ours", "hydra.launcher.gpus_per_node=a100:1",
+            "hydra.launcher.additional_parameters={nice: 3, hold: true}", "hydra.launcher.srun_args=['--label']"]  # fmt: skip
+    asks, problems = read(line)
+    given = asks.line({"seed": "0"})
+    assert not problems and {'launch.slurm.options.comment="ours"', "launch.slurm.options.nice=3"} <= set(given)
+    assert 'launch.slurm.srun=["--label"]' in given and 'launch.slurm.gpus_per_node="a100:1"' in given
+    assert not any("nnodes" in text or "signal_s" in text for text in given), "what the launcher's file leaves open"
+    (refused,) = read([*line, "hydra.launcher.max_num_timeout=3"])[1]
+    assert str(refused) == Says("hydra.launcher.max_num_timeout: does nothing here ... requeues itself")
+    job = ids(command(*ARRAY, HOLD, "launch.slurm.options={comment: ours, nice: 3}", root=submitted.root))
+    asked = facts(*job)
+    assert (asked["Comment"], asked["Nice"], asked["Reason"]) == ("ours", "3", "JobHeldUser")
+
+
+@pytest.mark.slow
+def test_what_a_strategy_asks_of_a_cluster_is_nothing_to_this_machine(submitted: Sweep, tmp_path: Path) -> None:  # noqa: F811
+    resources = tmp_path / "conf" / "resources" / "fsdp.yaml"
+    resources.parent.mkdir(parents=True)
+    resources.write_text("# @package launch\nnnodes: 2\nnproc_per_node: 2\nslurm:\n  mem_gb: 1\n")
+    here = given(*TRAIN, *SHORT, "parallel=fsdp", "name=here", folder=tmp_path)
+    assert here.code == 0 and here.summary["world_size"] == 1, here.output
+    there = given(*TRAIN, *SHORT, "-m", "seed=0,1", "parallel=fsdp", "hydra/launcher=submitit_slurm", folder=tmp_path)
+    assert there.code == 0 and "2 jobs: 2 finished" in there.output, there.output
+    jobs = [told.partition("_") for told in ids(there)]
+    assert len({job for job, _, _ in jobs}) == 1 and [place for _, _, place in jobs] == ["0", "1"], "one array"
+    assert {facts("_".join((job, place)))["NumNodes"] for job, _, place in jobs} == {"2"}
+    for row in submitted.table:
+        assert Ended(0, "", Path(row["directory"])).summary["world_size"] == 4
+
+
+def test_an_array_that_is_too_large_for_the_cluster_is_submitted_in_parts(
+    submitted: Sweep,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its largest array is asked for; what a quota leaves room for shows only when it is tried."""
+    assert slurm.largest_array() == 1001
+    too_large = '[ "$1" = --test-only ] || ! grep -q -- "--array=0-[3-9]" "$1" || { echo "sbatch: error: no" >&2; exit 1; }'
+    sbatch_that(f'{too_large}; exec "$real" "$@"', tmp_path, monkeypatch)
+    told = submitted.submit(*ARRAY, HOLD, "seed=0,1,2,3,4")
+    jobs = [job.partition("_")[0] for job in ids(told)]
+    assert sorted(jobs.count(job) for job in set(jobs)) == [2, 3], told.output
+
+
+# --- what it runs
+
+
+def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -> None:  # noqa: F811
+    setup = "launch.slurm.setup=['export A=b # and a comment','modul load cuda',\"echo 'not here'\"]"
+    told = command(*ARRAY, setup, root=submitted.root)
+    submitted.wait_for_end()
+    (row,) = status(root=submitted.root).values()
+    assert row["state"] == "failed" and row["why"] == "launch.slurm.setup failed with 127: modul load cuda", submitted.log
+    assert facts(*ids(told))["ExitCode"] == "78:0" and "not here\n" not in submitted.log
+
+
+@pytest.mark.slow
+def test_the_python_of_a_job_may_be_a_container_s(submitted: Sweep, tmp_path: Path) -> None:  # noqa: F811
+    """A stand-in for `apptainer exec image.sif python`: another command that starts a Python, with a word of its own."""
+    inside = tmp_path / "in_container"
+    inside.write_text(f'#!/bin/sh\necho "container: $1 $WORD"; shift; exec {sys.executable} "$@"\n')
+    inside.chmod(0o755)
+    options = [f"launch.slurm.python=[{inside},image.sif]", "launch.slurm.srun=['--export=ALL,WORD=given']"]
+    command(*SHORT, "launch=slurm", *options, root=submitted.root)
+    submitted.wait_for_end()
+    ended = submitted.run(0)
+    assert ended.summary["status"] == "finished", submitted.log
+    assert submitted.log.count("container: image.sif given") == 1  # it starts the node's own Python without a second one
+
+
+@pytest.mark.parametrize("tasks", [["--ntasks=3", "--nodes=2"], ["--ntasks=2", "--nodes=1"]], ids=" ".join)
+def test_the_tasks_of_srun_are_the_processes_of_one_run(tasks: list[str], one: Ended, cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Also where one node has more of them than another."""
+    ended = given("srun", *tasks, *TRAIN, *RUN, "parallel=ddp", folder=tmp_path)
+    assert ended.code == 0, ended.output
+    assert ended.summary["world_size"] == int(tasks[0].partition("=")[2])
+    assert_close(ended, one)
+
+
+@pytest.mark.slow
+def test_with_launch_nnodes_each_task_of_srun_is_a_node(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+    line = [*SHORT, "parallel=ddp", "launch.nnodes=2", "launch.nproc_per_node=1"]
+    told = given("srun", "--ntasks=2", "--nodes=2", *TRAIN, *line, folder=tmp_path)
+    assert told.code == 0 and "round 1: 2 nodes" in told.output, told.output
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_and_exported_by_jobs(submitted: Sweep) -> None:  # noqa: F811
+    run = finished(*SHORT, root=submitted.root)
+    summary = run.summary
+    line = [f"run.dir={run.directory}", "launch=slurm"]
+    evaluated = command("mode=eval", *line, "parallel=fsdp", "launch.nnodes=2", root=submitted.root)
+    exported = command("mode=export", *line, "export.formats=[safetensors]", root=submitted.root)
+    assert len(ids(evaluated)) == len(ids(exported)) == 1, evaluated.output + exported.output
+    submitted.wait_for_end()
+    (row,) = (run.directory / "evaluations.jsonl").read_text().splitlines()
+    assert '"world_size": 2' in row and (run.directory / "export" / "model.safetensors").exists()
+    assert run.summary == summary, "the run itself is as it was"
+
+
+# --- who may end it, and how that is told
+
+
+@pytest.mark.slow
+def test_cancelled_is_a_state_of_its_own(submitted: Sweep) -> None:  # noqa: F811
+    submitted.submit(*SEEDS, "launch.slurm.array_parallelism=1")
+    submitted.wait_for_rows(0)
+    line = [*TRAIN, "mode=follow", *ARRAY, "seed=0", f"run.root={submitted.root}"]
+    followed = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    told = command("mode=cancel", *SEEDS, root=submitted.root, run=multirun)
+    assert told.code == 0 and told.output.count("is cancelled: ") == 2 and told.output.count("stops, with a checkpoint") == 1
+    submitted.wait_for_end()
+    rows = status(*SEEDS, run=multirun, root=submitted.root)
+    assert {row["state"] for row in rows.values()} == {"cancelled"}
+    shown, _ = followed.communicate(timeout=60)
+    assert followed.returncode == 75 and "stopped after step" in shown and "cancelled, at step" in shown, shown
+    submitted.hurry()
+    again = ids(command(*ARRAY, "seed=0", root=submitted.root))
+    submitted.wait_for_end()
+    assert len(again) == 1 and submitted.run(0).summary["status"] == "finished" and submitted.run(0).summary["restarts"] == 1
+
+
+def test_a_run_of_this_machine_is_cancelled_too(tmp_path: Path) -> None:
+    line = [*RUN, "trainer.max_steps=100000"]
+    running = begin(*line, root=tmp_path)
+    wait_for(lambda: any(tmp_path.glob("*/*/metrics.jsonl")), what="its first row")
+    told = command("mode=cancel", *line, root=tmp_path)
+    assert told.code == 0 and f"process {running.pid} stops, with a checkpoint" in told.output
+    stopped = end(running, root=tmp_path)
+    assert stopped.code == 75 and stopped.summary["status"] == "preempted"
+    nothing = command("mode=cancel", *line, root=tmp_path)
+    assert nothing.code == 0 and "nothing to cancel" in nothing.output
+    followed = command("mode=follow", *line, root=tmp_path)
+    assert followed.code == 75 and "stopped after step" in followed.output
+    assert command("mode=follow", *line, "seed=7", root=tmp_path).output == Says("run.dir: there is no run in ...")
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Slurm's commands find no controller."""
+    text = Path(os.environ["SLURM_CONF"]).read_text()
+    quick = re.sub("SlurmctldPort=.*", "SlurmctldPort=1", text) + "MessageTimeout=1\nSlurmctldTimeout=1\n"
+    (tmp_path / "slurm.conf").write_text(quick)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    yield
+
+
+def test_a_controller_that_is_gone_is_trouble_that_passes(cluster: Path, silent: None, tmp_path: Path) -> None:  # noqa: F811
+    began = time.monotonic()
+    refused = command(*ARRAY, root=tmp_path / "runs")
+    assert refused.code == 75 and refused.output.startswith("launch: Slurm does not answer: "), refused.output
+    assert time.monotonic() - began < 30 and not list(refused.root.iterdir())
+
+
+def test_status_says_that_slurm_is_silent(held: None, submitted: Sweep, request: pytest.FixtureRequest) -> None:  # noqa: F811
+    submitted.submit(*ARRAY, "seed=0,1")
+    request.getfixturevalue("silent")
+    told = command("mode=status", root=submitted.root)
+    assert "Slurm does not answer: " in told.output.splitlines()[0], told.output
+    assert "2 runs: 2 ?" in told.output
+
+
+@pytest.mark.slow
+def test_a_node_looks_for_the_directory_once(submitted: Sweep) -> None:  # noqa: F811
+    """That is a job of its own, which some sites charge for."""
+
+    def looks() -> int:
+        return ask("sacct", "--noheader", "--allocations", "--format=JobName").split().count("sh")
+
+    before = looks()
+    command(*SHORT, "launch=slurm", "launch.slurm.check=false", root=submitted.folder / "unchecked")
+    assert looks() == before
+    command(*SHORT, "launch=slurm", root=submitted.root)
+    submitted.wait_for_end()
+    assert looks() == before + 1
+    command(*SHORT, "launch=slurm", "seed=1", root=submitted.root)
+    assert looks() == before + 1, "an earlier job has written there"
