@@ -62,7 +62,7 @@ _FIRST_BYTES = 2000  # of what was logged before
 _ENDS = {"finished": Exit.FINISHED, "failed": Exit.FAILED}
 
 
-def follow(command: Command) -> Exit:
+def follow_run(command: Command) -> Exit:
     """Print a run's log until it has ended, or Ctrl-C. Returns how it ended: 0 if it finished, 1 if it failed, else 75."""
     directory = RunDirectory(Path(command.config.run.dir))
     PREEMPTION.speaks = False

@@ -45,7 +45,7 @@ _MODES = (
     Mode("predict", "existing run", parent=_LAUNCH, worker="framework.modes.predict.predict", may_give=_OF_PREDICTION),
     Mode("export", "existing run", parent=_LAUNCH, worker="framework.modes.export.export", may_give=_OF_EXPORT),
     Mode("cancel", "run", parent="framework.cli.control.cancel_run", sweep="framework.sweep.sweep.cancel_jobs"),
-    Mode("follow", "run", parent="framework.cli.control.follow"),
+    Mode("follow", "run", parent="framework.cli.control.follow_run"),
     Mode("report", "root", parent="framework.cli.overview.make_report", extra="report"),
     Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_sweep_status"),
 )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from framework.config.folders import ROOT, project_folders
+from framework.config.folders import PACKAGED, ROOT, project_folders
 from framework.config.frozen_file import FrozenConfig, freeze, thaw
 from framework.config.launch import SlurmSection
 from framework.config.modes import folder_of
@@ -138,6 +138,8 @@ def _sbatch(
                    f"--cpus-per-task={options['cpus-per-task']}", *(["--no-kill"] if "no-kill" in options else []),
                    *asked.srun],
     )  # fmt: skip
+    # the packages beside an installed framework are this machine's: a container has its own
+    place = str(code or ROOT) if code or not asked.python or not PACKAGED.is_dir() else ""
     frozen_configs, jobs = [], []
     for run in runs:
         config = run.config.begun()  # an earlier run has been moved aside; what the job finds after a requeue is its own
@@ -149,7 +151,7 @@ def _sbatch(
         with executor.batch():
             for frozen in frozen_configs:
                 # submitit only starts the tasks: its signal handlers would save on one rank alone
-                node = ["-u", "-c", NODE, str(code or ROOT), str(frozen.path), frozen.digest]
+                node = ["-u", "-c", NODE, place, str(frozen.path), frozen.digest]
                 command = ["/usr/bin/env", *([f"STEADFAST_SNAPSHOT={code}"] if code else []),
                            "sh", "-c", 'exec "$STEADFAST_PYTHON" "$@"', "sh", *node]  # fmt: skip
                 jobs.append(executor.submit(os.execv, command[0], command))
