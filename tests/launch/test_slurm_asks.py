@@ -240,6 +240,17 @@ def test_a_controller_that_is_gone_is_trouble_that_passes(cluster: Path, silent:
     assert time.monotonic() - began < 30 and not list(refused.root.iterdir())
 
 
+def test_a_machine_that_is_not_configured_for_slurm_says_so(
+    cluster: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "slurm.conf").write_text("nonsense\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    refused = command(*ARRAY, root=tmp_path / "runs")
+    assert refused.code == 78 and "Slurm cannot be asked: " in refused.output, refused.output
+
+
 def test_status_says_that_slurm_is_silent(held: None, submitted: Sweep, request: pytest.FixtureRequest) -> None:  # noqa: F811
     submitted.submit(*ARRAY, "seed=0,1")
     request.getfixturevalue("silent")

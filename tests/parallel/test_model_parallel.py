@@ -124,7 +124,7 @@ def test_units_are_the_modules_that_a_forward_calls() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (["parallel=ddp", "launch.nproc_per_node=5"], "launch.nproc_per_node: 5 ... 4 CUDA ... 4"),
+        (["parallel=ddp", "launch.nproc_per_node=5"], "launch.nproc_per_node: 5 ... 4 CUDA devices ... 4"),
         (["parallel=ddp+mp", "launch.nproc_per_node=3"], "launch.nproc_per_node: 3 ... parallel.num_devices=2 = 6 ... 4 CUDA ... 2"),
         (["parallel=model-parallel", "parallel.num_devices=9"], "launch.nproc_per_node: 1 ... parallel.num_devices=9 = 9 ... 4 CUDA ... 4"),
     ],
