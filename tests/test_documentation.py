@@ -60,8 +60,6 @@ NOT_RUN = {
     "pytest": "it would run this, and CI does",
     "tests/install_debian.sh": "CI does, as root",
     ".ci/run": "it would run this",
-    "docker ": "there may be no builder: tests/test_deploy.py runs what the image does",
-    "apptainer ": "the same",
 }
 # Commands with these words need other machinery, or take long: they are slow, and run alone in a copy of the project.
 SLOW = ("torchrun", "mpirun", "sbatch", "launch=slurm", "launch.nnodes", "experiment=", "dataset=text", "parallel=pipeline", "nproc_per_node=4",
