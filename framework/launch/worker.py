@@ -224,6 +224,11 @@ class Agent(ElasticAgent):
             return False
         return self._view[2].lasts_s(board.everyone()) > self._timeout_s + _TO_NOTICE_S
 
+    @property
+    def slept_s(self) -> float:
+        """For how many seconds the ranks were suspended, if that is why they have found a hang; else 0."""
+        return self._view[2].slept_s(timeout_s=self._timeout_s) if self._view is not None and self.verdict else 0.0
+
     def _has_hung(self) -> bool:
         board = board_in(self._scratch, attempt=self.attempt)
         self.verdict = posted_verdict(board, num_local=len(self.workers.workers))
@@ -272,7 +277,11 @@ class _LocalAgent(Agent):
 
     def watch_workers(self) -> RunResult:
         result = super().watch_workers()
-        if self.verdict:
+        if self.slept_s:
+            LOGGER.warning("the run was suspended for %.0f s, longer than its processes wait for each other: they begin again",
+                           self.slept_s)  # fmt: skip
+            self.allow_restart()
+        elif self.verdict:
             self.restarts_left = 0
         elif result.is_failed():
             number = self.attempt + 1

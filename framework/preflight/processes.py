@@ -11,6 +11,7 @@ from framework.config.launch import LaunchSection
 from framework.config.schema import BackendSection, Node
 from framework.distributed.mesh import MESH_AXES
 from framework.distributed.mpi import start as mpi
+from framework.runtime.files import open_files
 from framework.runtime.problem import Problem
 
 
@@ -120,6 +121,19 @@ def _device_problems(launch: LaunchSection, parallel: Node, *, backend: str) -> 
         return [Problem("launch.nproc_per_node", what, f"launch.slurm.gpus_per_node={num_devices}, or {remedy}")]
     return [Problem("launch.nproc_per_node", f"{what}, but there are {there} CUDA devices", remedy)]
 
+
+def open_files_problems(launch: LaunchSection, dataset: Node) -> list[Problem]:
+    """Refuse more processes than this process's limit of open files lets them have connections and loader workers."""
+    num_workers = dataset.get("num_workers")
+    on_each = _FILES + _FILES_OF_EACH * (launch.most_processes + (num_workers if isinstance(num_workers, int) else 0))
+    allowed = open_files(at_least=on_each) if launch.kind == "local" else on_each  # a job has limits of its own
+    if allowed >= on_each:
+        return []
+    what = f"{launch.num_processes}, but this process may open {allowed} files only, where {on_each} may be needed"
+    return [Problem("launch.nproc_per_node", what, f"ulimit -n {on_each}, or more, before the command")]
+
+
+_FILES, _FILES_OF_EACH = 48, 8  # open files of a process, and for each process or loader worker that it speaks with
 
 _BACKEND_COMES_WITH = {"nccl": "those for CUDA", "ucc": "one compiled from source with USE_UCC=1"}
 

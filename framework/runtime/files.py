@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import re
+import resource
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -120,3 +121,13 @@ def flush_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_files(*, at_least: int) -> int:
+    """Return how many files this process, and each that it starts, may open; raised to `at_least` where that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < at_least:
+        soft = at_least if hard == unlimited else min(at_least, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return at_least if soft == unlimited else soft

@@ -204,6 +204,11 @@ class ElasticAgent(LocalElasticAgent):
     def restarts_left(self, count: int) -> None:
         self._remaining_restarts = count
 
+    def allow_restart(self) -> None:
+        """Let the next restart be one that does not count."""
+        self._worker_group.spec.max_restarts += 1
+        self._remaining_restarts += 1
+
     def start_workers(self) -> None:
         self._initialize_workers(self._worker_group)
 

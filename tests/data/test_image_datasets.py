@@ -242,3 +242,6 @@ def test_image_folder_problems_name_the_folder(tmp_path: Path):
     (tmp_path / "bad.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"bad\.png cannot be read"):
         decode_image(tmp_path / "bad.png", image_size=4, in_channels=3)
+    Image.new("1", (16000, 16000)).save(tmp_path / "bomb.png")  # 32 KB, of which 768 MB would be unpacked
+    with pytest.raises(ValueError, match=r"bomb\.png cannot be read as an image: .* exceeds limit"):
+        decode_image(tmp_path / "bomb.png", image_size=4, in_channels=3)

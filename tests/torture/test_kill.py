@@ -16,6 +16,10 @@ from framework.checkpoint.store import CheckpointStore
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
 from tests.harness import assert_same_bits, command, exact_rows, finished
+from tests.test_any_to_any import RUN as FROZEN_GPT
+from tests.test_any_to_any import STRATEGIES as STRATEGIES_OF_ALL
+from tests.test_any_to_any import line as line_of
+from tests.test_any_to_any import own_option  # noqa: F401  # a fixture
 from tests.test_bitwise import digest
 from tests.test_resume import RUN, STRATEGIES
 
@@ -111,6 +115,39 @@ def test_twenty_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
     ended = finished(*line, root=tmp_path / "killed")
     assert_same_bits(ended, whole)
     assert ended.summary["restarts"] >= 1
+
+
+EVERY = [*FROZEN_GPT, "trainer.max_steps=90", "trainer.eval_every=9", "checkpoint.every=3", "checkpoint.async_save=true",
+         "logger=tensorboard", "launch.max_restarts=0"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", [*STRATEGIES_OF_ALL, "local-sgd"])
+def test_twenty_kills_under_every_strategy_change_no_bit(
+    strategy: str,
+    own_option: Callable[[], None],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """With saves beside the steps, an average of the weights, frozen and tied ones, and a logger."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    how = line_of(strategy)
+    num_ranks = int(how[1].partition("=")[2])
+    whole = finished(*EVERY, *how, root=tmp_path / "whole", before=own_option)
+    for number in range(NUM_KILLS):
+        kill = Kill.draw(rng, number=number, num_ranks=num_ranks)
+
+        def before(kill: Kill = kill) -> None:
+            own_option()
+            kill.plant()
+
+        killed = command(*EVERY, *how, root=tmp_path / "killed", before=before)
+        assert killed.code in (0, 1, -signal.SIGKILL), f"{kill}\n{killed.output}"
+    ended = finished(*EVERY, *how, root=tmp_path / "killed", before=own_option)
+    assert ended.summary["restarts"] >= NUM_KILLS // 2
+    assert_same_bits(ended, whole)
 
 
 BITWISE = [*LONG, "parallel=ddp", "invariance=bitwise", "micro_batch_size=4"]

@@ -1,5 +1,6 @@
 """Whether processes do anything: how long they have used a CPU, or waited for one."""
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -29,20 +30,30 @@ class Stillness:
     def __init__(self) -> None:
         self._beats: list[int] = []
         self._busy_s, self._since, self._looked_at = 0.0, time.monotonic(), 0.0
+        self._woke_at, self._slept_s = -math.inf, 0.0
 
     def lasts_s(self, slots: Sequence[RankSlot]) -> float:
         """Return for how many seconds they have. To be called often: a second and more."""
         now = time.monotonic()
         if now - self._looked_at < 1.0:
             return self._looked_at - self._since
-        if now - self._looked_at > _ASLEEP_S:  # this process was stopped too
-            self._since = now
+        if self._looked_at and now - self._looked_at > _ASLEEP_S:  # this process was stopped too
+            self._since = self._woke_at = now
+            self._slept_s = now - self._looked_at
         self._looked_at = now
         beats = [slot.beats[-1].number if slot.beats else -1 for slot in slots]
         busy = sum(busy_s(pid) for slot in slots if slot.pid for pid in (slot.pid, *_descendants(slot.pid)))
         if any(slot.has_reported for slot in slots) or beats != self._beats or self._works(busy, now):
             self._beats, self._busy_s, self._since = beats, busy, now
         return now - self._since
+
+    def slept_s(self, *, timeout_s: float) -> float:
+        """Return for how long this process, and with it the ranks, was stopped, if a time-out now may come from that; else 0.
+
+        A suspended machine, container or job: the collectives' clocks went on.
+        """
+        is_recent = time.monotonic() - self._woke_at < timeout_s + _ASLEEP_S
+        return self._slept_s if is_recent and self._slept_s > timeout_s / 2 else 0.0
 
     def _works(self, busy: float, now: float) -> bool:
         return abs(busy - self._busy_s) > _IDLE_SHARE * (now - self._since) + _IDLE_S  # less: a process has ended

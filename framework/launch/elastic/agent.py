@@ -280,7 +280,7 @@ class _Agent(Agent):
                 membership.end(code)
             return 0
         membership.broken = max(membership.broken, round)
-        if self.verdict and membership.round == round:
+        if self.verdict and membership.round == round and not self.slept_s:
             membership.verdicts[self._meeting.number] = self.verdict
         if membership.lost_links and membership.round == round:
             membership.parted = round
