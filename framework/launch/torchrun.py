@@ -6,6 +6,7 @@ from datetime import timedelta
 from framework.config.frozen_file import FrozenConfig
 from framework.distributed.mpi import start as mpi
 from framework.launch.claim import ClaimedRun, as_text, from_text, print_problems
+from framework.launch.elastic.network import Network
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, headline, is_lost_peer
@@ -19,6 +20,10 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> 
     if environment.uses_mpi and (problem := mpi.problem(environment)) is not None:
         # the ranks cannot agree on which of them prints; and if rank 0 has not printed, the problem is this node's alone
         return print_problems([problem], each_rank=True)
+    if environment.world_size > environment.local_world_size and not environment.uses_mpi:
+        network = Network.find()
+        # NCCL finds its networks by itself, and may use several
+        network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"))
     begun = begin() if environment.rank == 0 else None  # the lock of a run stays with this process until it ends
     taken = _from_rank_0(begun.frozen if isinstance(begun, ClaimedRun) else begun, environment=environment)
     if isinstance(taken, FrozenConfig):

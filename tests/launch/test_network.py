@@ -3,6 +3,8 @@
 import itertools
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.training.trainer import Trainer
 from tests.harness import Ended, Says, assert_close, exact_rows, finished, slow_but, wait_for
 from tests.hosts import Host, hosts, mount_remote, needs_fuse, needs_hosts
+from tests.launch.paced import ROOT
 from tests.launch.test_elastic import ELASTIC, JOINED_S, LOST_S, RUN, Cluster, assert_no_trace
 from tests.test_hangs import loop, sleep, stop
 
@@ -201,6 +204,25 @@ def test_the_interface_that_reaches_the_others_is_found(
         begun(both, on)
         ended(both, one)
         assert "round 2" not in both.nodes[0].output.read_text()
+
+
+@pytest.mark.parametrize("what", slow_but([*NAMES][:1], [*NAMES]))
+def test_under_torchrun_too(what: str, one: Ended, tmp_path: Path) -> None:
+    with hosts(2, tmp_path, name=NAMES[what]) as on:
+        for host in on:
+            host.add_network("172.17.0.1")
+        line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--master-addr={on[0].address}",
+                "--master-port=29400", str(ROOT / "train.py"), *RUN, "parallel=ddp", f"run.root={tmp_path / 'runs'}"]  # fmt: skip
+        nodes = [subprocess.Popen([*line[:5], f"--node-rank={number}", *line[5:]], preexec_fn=host.enter, text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                 for number, host in enumerate(on)]  # fmt: skip
+        try:
+            outputs = [node.communicate(timeout=120)[0] for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+    assert_close(Ended(0, outputs[0], tmp_path / "runs"), one)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The network over which a node's workers reach those of the others, for the libraries that do not look for it themselves."""
 
 import os
+import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,9 +42,23 @@ class Network:
         cure = f"GLOO_SOCKET_IFNAME={better[0]}" if better else "a network that all hosts are on"
         return str(Problem("launch.nnodes", f"{chosen} is of {node_name()} alone, and {others[0]} is another host", cure))
 
-    def use(self, interface: str | None) -> None:
+    def towards(self, host: str) -> str | None:
+        """Return the interface over which `host` is reached; None if it is this machine by a name that means loopback."""
+        with suppress(OSError):
+            family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # of UDP: nothing is sent
+                own = str(probe.getsockname()[0])
+            if not is_loopback(own):
+                return interface_of(own)
+            if is_loopback(host) or host == "localhost":
+                return None
+        reached = [address for address in self.addresses if not is_loopback(address)]  # this is the host, by another name
+        return interface_of(reached[0]) if reached else None
+
+    def use(self, interface: str | None, *, libraries: Iterable[str] = _VARIABLES) -> None:
         """Have the workers that start next listen on an interface, where the user has chosen none; None: as if alone."""
-        for name in _VARIABLES:
+        for name in libraries:
             if name in self.given:
                 continue
             if interface is None:
