@@ -30,7 +30,7 @@ from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS, die_with_parent
 from framework.runtime.problem import Problem
 from framework.runtime.slurm import SlurmFailed
-from framework.sweep.line import Values
+from framework.sweep.space import Values
 
 
 @dataclass(eq=False)

@@ -24,9 +24,12 @@ from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
+from framework.runtime.secrets import redact
 from framework.sweep.jobs import Job, Pool, SlurmPool, exit_code, problems_of, submit_all
-from framework.sweep.line import Launcher, Multirun, SubmititSlurm, Values, read
+from framework.sweep.line import Launcher, Multirun, SubmititSlurm, read
 from framework.sweep.picture import draw
+from framework.sweep.space import Values
+from framework.sweep.workers import Worker
 
 if TYPE_CHECKING:
     from framework.sweep.search import Search
@@ -41,6 +44,8 @@ class Grid:
         self._jobs = jobs
         self._on_slurm = jobs[0].config.launch.kind == "slurm"
         self._waiting = list(jobs)
+
+    is_waiting = False  # for a run of another command
 
     @property
     def num_left(self) -> int:
@@ -99,21 +104,28 @@ class Sweep:
         """The sweep's directory, named by a hash of its runs; of a search, by a hash of its start and how it draws."""
         decides: Any = sorted([job.config.name, job.config.run.id] for job in self.jobs)
         if self.multirun.sweeper is not None:
-            spaces = {key: space if isinstance(space, list) else asdict(space) for key, space in self.multirun.swept.items()}
-            decides = [decides, spaces, self.multirun.sweeper.model_dump(exclude={"n_trials"})]
+            spaces = {one.name: one.values if isinstance(one.values, list) else asdict(one.values)
+                      for one in self.multirun.space.dimensions}  # fmt: skip
+            decides = [decides, spaces, self.multirun.sweeper.decisive()]
         return Path(self.jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
 
-    def source(self) -> JobSource:
+    @property
+    def is_shared(self) -> bool:
+        """Whether several commands may work on it at a time."""
+        return self.multirun.sweeper is not None and self.multirun.sweeper.is_shared
+
+    def source(self, worker: Worker | None = None) -> JobSource:
+        """Return where the jobs come from; `worker` is this command, if the sweep is shared and its jobs are to run."""
         if self.multirun.sweeper is None:
             return Grid(self.jobs)
         from framework.sweep.search import Search  # Optuna takes a second
 
         saving = self.jobs[0].config.checkpoint
-        return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory)
+        return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory, worker=worker)
 
     def rows(self) -> list[TableRow]:
         """Return the states of the jobs; of a search, of the trials that have been drawn."""
-        is_new = self.multirun.sweeper is not None and not (self.directory / "search.db").exists()
+        is_new = self.multirun.sweeper is not None and not self.directory.exists()
         return [] if is_new else self.source().rows()
 
 
@@ -127,7 +139,8 @@ def print_sweep_plan(sweep: Sweep) -> int:
     rows, sweeper = sweep.rows(), sweep.multirun.sweeper
     print(listing(rows), end="")
     if sweeper is not None:
-        print(f"{max(0, sweeper.n_trials - len(rows))} of {sweeper.n_trials} trials are still to be drawn")
+        num_trials = sweep.multirun.num_trials
+        print(f"{max(0, num_trials - len(rows))} of {num_trials} trials are still to be drawn")
     return Exit.FINISHED
 
 
@@ -137,17 +150,19 @@ def run_jobs(sweep: Sweep) -> int:
     on_slurm, group = config.launch.kind == "slurm", f"sweep-{directory.name}"
     if problems := problems_of(jobs):
         return print_problems(problems)
-    lock = Lock(directory)
+    worker = Worker(directory) if sweep.is_shared else None
+    lock = worker or Lock(directory)
     try:
         lock.take()
-        write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *sweep.overrides]}))
+        line = [redact(text) for text in sweep.overrides]
+        write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *line]}))
         if multirun.num_at_a_time > 1:
             make_directory(directory / "logs")
     except OSError as error:
         LOGGER.error("the sweep's directory cannot be written: %s", error)
         return Exit.DISK
     try:
-        source = sweep.source()
+        source = sweep.source(worker)
         if on_slurm and not isinstance(multirun.launcher, SubmititSlurm):
             submit_all(jobs, directory=directory, group=group)
             LOGGER.info("how they stand: python train.py mode=status run.root=%s", directory)
@@ -164,12 +179,12 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
 
     Every value is checked first, so that a wrong value is reported once; then every combination.
     """
-    jobs, found = _composed(multirun, multirun.samples())
+    jobs, found = _composed(multirun, multirun.space.samples())
     problems = [*problems, *(problem for problem in found if problem not in problems)]
     problems = problems or _launch_problems(multirun, jobs)
     if problems or multirun.sweeper is not None:
         return jobs, problems
-    jobs, problems = _composed(multirun, multirun.combinations())
+    jobs, problems = _composed(multirun, multirun.space.combinations())
     by_place: dict[str, Job] = {}
     for job in jobs:
         other = by_place.setdefault(job.config.run.dir, job)
@@ -217,7 +232,7 @@ def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, d
             else:
                 LOGGER.info("running %s, in %s", job, job.directory.path)
                 pool.start(job)
-        if not pool.running:
+        if not pool.running and (PREEMPTION.requested or not source.is_waiting):
             break
         for job in pool.running:
             if source.is_hopeless(job):
@@ -245,7 +260,10 @@ def _end(source: JobSource, saving: CheckpointSection, directory: Path) -> int:
     states = Counter(row.state for row in rows)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     LOGGER.info("%s", f"{len(rows)} job{'s' * (len(rows) != 1)}: {counts}; see {directory}")
-    if (best := best_of(rows, mode=saving.direction)) is not None:
+    for row in (pareto := [row for row in rows if row.is_pareto]):
+        values = ", ".join(f"{name} {value:.4g}" for name, value in row.objectives.items())
+        LOGGER.info("%s", f"Pareto: {values}: {row.assignment}, in {row.directory.path}")
+    if not pareto and (best := best_of(rows, mode=saving.direction)) is not None:
         of = f": {best.assignment}" if best.assignment else ""
         LOGGER.info("%s", f"best {saving.monitor} {best.objective:.4g}{of}, in {best.directory.path}")
     if PREEMPTION.requested and source.num_left:

@@ -19,8 +19,9 @@ from framework.runs.table import TableRow
 from framework.runtime.lock import Lock
 from framework.runtime.preemption import PREEMPTION
 from framework.sweep.jobs import Job, Pool, exit_code
-from framework.sweep.line import Interval, read
+from framework.sweep.line import read
 from framework.sweep.picture import draw, panels
+from framework.sweep.space import Interval
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, slow_but, wait_for
 from tests.test_resume import RUN, after_step, preempt
@@ -337,14 +338,18 @@ def test_a_line_is_taken_apart_as_hydra_does() -> None:
         ["seed=range(3)", "model=glob(*t)", "+model.dropout=choice(0,0.1)", "name=x", "optimizer=sgd,adam", "optimizer=sgd"]
     )
     assert not problems and line.fixed == ["name=x", "optimizer=sgd"]
-    assert line.swept == {"seed": ["0", "1", "2"], "model": ["gpt", "resnet", "vit"], "model.dropout": ["0", "0.1"]}
-    combinations = line.combinations()
+    assert {one.key: one.values for one in line.space.dimensions} == {
+        "seed": ["0", "1", "2"],
+        "model": ["gpt", "resnet", "vit"],
+        "model.dropout": ["0", "0.1"],
+    }
+    combinations = line.space.combinations()
     assert len(combinations) == 18 and combinations[1] == {"seed": "0", "model": "gpt", "model.dropout": "0.1"}
     assert line.line(combinations[1]) == ["name=x", "optimizer=sgd", "seed=0", "model=gpt", "model.dropout=0.1"]
-    space, problems = read(
+    search, problems = read(
         ["a=interval(1,2)", "b=int(interval(1,8))", "c=tag(log,interval(1e-3,1))", "d=range(1,9,3)", "hydra/sweeper=optuna"]
     )
-    assert not problems and space.swept == {
+    assert not problems and {one.key: one.values for one in search.space.dimensions} == {
         "a": Interval(1.0, 2.0), "b": Interval(1, 8), "c": Interval(1e-3, 1.0, log=True), "d": Interval(1, 7, step=3)
     }  # fmt: skip
 
