@@ -1,7 +1,7 @@
 """The space of a sweep: the swept keys, the values of each, and the options with which a key is swept."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from framework.config.folders import options
@@ -105,6 +105,14 @@ class Space:
 
     def _sample(self, chosen: dict[str, str]) -> Values:
         return self.choose(lambda dimension: chosen.get(dimension.name, dimension.listed[0]))
+
+    def explained(self, problem: Problem) -> Problem:
+        """Return a problem of a job, with the remedy for a key that only some of its group's swept options have."""
+        group = problem.key.split(".")[0]
+        options = next((one.listed for one in self.dimensions if one.key == group), [])
+        if problem.what != "unknown key" or problem.key not in self.keys or len(options) < 2:
+            return problem
+        return replace(problem, expected=f"{problem.expected}; {problem.key}@OPTION=... is for one of {', '.join(options)}")
 
     def problems(self, *, fixed: Sequence[str]) -> Iterator[Problem]:
         """Yield what is wrong with the conditions; `fixed` are the keys that all jobs share."""

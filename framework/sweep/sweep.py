@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -180,8 +180,8 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
     Every value is checked first, so that a wrong value is reported once; then every combination.
     """
     jobs, found = _composed(multirun, multirun.space.samples())
-    problems = [*problems, *(problem for problem in found if problem not in problems)]
-    problems = problems or _launch_problems(multirun, jobs)
+    problems = [*problems, *(multirun.space.explained(problem) for problem in found if problem not in problems)]
+    problems = problems or [*_launch_problems(multirun, jobs), *_objective_problems(multirun, jobs[0])]
     if problems or multirun.sweeper is not None:
         return jobs, problems
     jobs, problems = _composed(multirun, multirun.space.combinations())
@@ -208,6 +208,17 @@ def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
     if type(multirun.launcher) is not Launcher:
         return [Problem("hydra/launcher", "runs jobs on this machine, but launch=slurm on others", "one of the two")]
     return []
+
+
+def _objective_problems(multirun: Multirun, job: Job) -> list[Problem]:
+    """Return which of several objectives are no metrics of a run, as checkpoint.monitor would be checked."""
+    found = []
+    for name in multirun.sweeper.metrics if multirun.sweeper is not None else []:
+        problems = checked_line([*job.line, f"checkpoint.monitor={name}", "checkpoint.mode=min"]).problems
+        found += [
+            replace(problem, key="hydra.sweeper.objectives") for problem in problems if problem.key == "checkpoint.monitor"
+        ]
+    return found
 
 
 def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], list[Problem]]:

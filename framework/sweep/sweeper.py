@@ -8,6 +8,7 @@ from pydantic import Field, SerializeAsAny
 from framework.config.schema import Count, Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
+from framework.runs.metrics_file import MACHINE
 from framework.runtime.problem import Problem, shown
 
 JOURNAL = "journal"  # hydra.sweeper.storage: a file in the sweep's directory to which several commands append
@@ -159,6 +160,11 @@ class Sweeper(Section):
     def goals(self) -> list[Objective]:
         """The objectives, if there are several."""
         return [Objective(name, mode) for name, _, mode in (text.rpartition(":") for text in self.objectives or [])]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The objectives that are metrics; the others are of the summary, or measured by a clock."""
+        return [goal.name for goal in self.goals if "/" in goal.name and goal.name.partition("/")[2] not in MACHINE]
 
     def num_trials(self, num_combinations: int) -> int:
         """Return how many trials the search has; `num_combinations` are those of a grid."""

@@ -43,7 +43,7 @@ class Watched:
         if self.step > self._reported:
             self.trial.report(value, self.step)
         self.trial.study.pruner = pruner(self._settings)
-        self._is_hopeless = self.trial.should_prune()
+        self._is_hopeless = bool(self.trial.should_prune())  # else of numpy, which no journal takes
         self.trial.set_user_attr(_JUDGED, [self.step, self._is_hopeless])  # halving judges a step once
         return self._is_hopeless
 
