@@ -54,6 +54,7 @@ class Search:
         self._waiting: list[tuple[Job, Trial]] = []  # drawn, but the same run is at work
         self._running: dict[Job, Watched] = {}
         self._had: set[int] = set()  # the numbers of the trials that this command has had
+        self._said: set[int] = set()  # the numbers of the trials that wait for another command
         self._codes: list[int] = []
         self._checked: dict[int, Draft] = {}
         self._trials()  # a damaged file shows now
@@ -84,6 +85,9 @@ class Search:
                 settings = self._sweeper.chosen_pruner
                 self._running[job] = Watched(trial, job.directory, monitor=self._monitor, settings=settings)
                 return job
+            if not self._running and trial.number not in self._said:
+                self._said.add(trial.number)
+                LOGGER.info("waiting for %s, which another command runs, in %s", job, job.directory.path)
         return None
 
     def _is_at_work(self, job: Job) -> bool:

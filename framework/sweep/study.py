@@ -80,9 +80,7 @@ class Draws:
 
     def values(self, trial: Trial) -> Values:
         """Draw a trial's values; those that were drawn before it was interrupted stay."""
-        self._study.pruner = pruner(self._sweeper.chosen_pruner)
-        if isinstance(self._study.pruner, HyperbandPruner) and not trial.params:
-            trial.should_prune()  # sorts the trials into brackets: a draw follows from the trials of its own
+        self._study.pruner = NopPruner()  # with that of Hyperband, Optuna shows a sampler a part of the trials
         self._study.sampler = self._sampler(trial.number, self._space.dimensions[0])
         return self._space.choose(partial(self._draw, trial))
 

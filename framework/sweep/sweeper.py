@@ -210,7 +210,9 @@ def _storage_problems(storage: str) -> Iterator[Problem]:
         return
     try:
         url = make_url(storage)
-        url.get_dialect().import_dbapi()
+        dialect = url.get_dialect()
+        dialect.import_dbapi()
+        dialect().create_connect_args(url)
         if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
             raise ArgumentError("it keeps nothing")
     except (ArgumentError, NoSuchModuleError):
