@@ -1,8 +1,10 @@
 """Optuna's study of a search: where it is stored, how its trials are drawn, and how they are pruned."""
 
+import os
+import secrets
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,13 +40,21 @@ _JOURNAL = ".journal"
 
 
 def open_study(sweeper: Sweeper, *, directory: Path, goals: list[Objective]) -> Study:
-    """Open the study, or make it. In a database of the user's it has the name `sweep-HASH`."""
+    """Open the study, or make it."""
     place = place_of_study(sweeper.storage, directory)
-    name = "search" if isinstance(place, Path) else f"sweep-{directory.name}"
+    name = "search" if isinstance(place, Path) else _name_in_database(directory)
     directions = [StudyDirection.MAXIMIZE if goal.mode == "max" else StudyDirection.MINIMIZE for goal in goals]
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with disk_errors(place):
         return optuna.create_study(storage=_storage(place), study_name=name, directions=directions, load_if_exists=True)
+
+
+def _name_in_database(directory: Path) -> str:
+    """Return the study's name: of this directory alone, which has its runs and its workers' claims, whatever its path is."""
+    link = directory / "study"
+    with suppress(FileExistsError):
+        os.symlink(f"sweep-{directory.name}-{secrets.token_hex(4)}", link)
+    return os.readlink(link)
 
 
 def _storage(place: Path | str) -> BaseStorage:
@@ -61,8 +71,8 @@ def disk_errors(place: Path | str) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, OptunaError, *of_journal) as error:
-        what = redact(f"{place} cannot be used ({str(error).splitlines()[0]})")
-        raise DiskFailed(f"{what}; without it the search starts again, and finds its runs as they are") from None
+        ours = "; without it the search starts again, and finds its runs as they are" if isinstance(place, Path) else ""
+        raise DiskFailed(redact(f"{place} cannot be used ({str(error).splitlines()[0]}){ours}")) from None
 
 
 # --- how its trials are drawn

@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, SerializeAsAny
 
+from framework.config.overrides import one_line
 from framework.config.schema import Count, Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
@@ -200,6 +203,18 @@ class Sweeper(Section):
             if not is_known or mode not in ("min", "max"):
                 expected = f"val/METRIC:min, val/METRIC:max, train/..., or {', '.join(_OF_SUMMARY)} with :min or :max"
                 yield Problem("objectives", f"{text} is not valid", expected)
+
+
+def resolve_storage(node: dict[str, Any]) -> list[Problem]:
+    """Resolve `storage=${oc.env:NAME}` in a sweeper's node: a URL with a password is for no command line. Returns problems."""
+    if not isinstance(storage := node.get("storage"), str):
+        return []
+    try:
+        node["storage"] = OmegaConf.create({"storage": storage})["storage"]
+    except OmegaConfBaseException as error:
+        node["storage"] = None
+        return [Problem("hydra.sweeper.storage", "its interpolation does not resolve", one_line(error))]
+    return []
 
 
 def _storage_problems(storage: str) -> Iterator[Problem]:

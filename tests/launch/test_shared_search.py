@@ -2,8 +2,11 @@
 
 import csv
 import os
+import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import yaml
 
 from framework.sweep.jobs import Job, Pool
-from tests.harness import Ended, Says, assert_same_bits, begin, end, finished, typed, wait_for
+from tests.harness import Ended, Says, assert_same_bits, begin, end, files_below, finished, typed, wait_for
 from tests.launch.test_search import SEARCH, SPACE, trials
 from tests.launch.test_sweep import job, multirun, no_process, swept, table
 from tests.test_resume import after_step
@@ -230,3 +233,50 @@ def test_a_search_written_in_a_file_has_intervals_choices_and_conditions(tmp_pat
     longer = typed("-m", "hydra/sweeper=widths", "hydra.sweeper.n_trials=4", "mode=plan", *short, directory=tmp_path)
     assert longer.output.splitlines()[-1] == "1 of 4 trials are still to be drawn"
     assert yaml.safe_load(path.with_name("sweep.yaml").read_text())["line"][1] == "hydra/sweeper=widths"
+
+
+# --- a database
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[str]:
+    """The URL, with a password, of a PostgreSQL server that listens to a socket in a folder; skipped where there is none."""
+    pytest.importorskip("psycopg")
+    if shutil.which("initdb") is None:
+        pytest.skip("there is no PostgreSQL")
+    with tempfile.TemporaryDirectory() as name:  # a short path, as sockets need it
+        folder = Path(name)
+        (folder / "password").write_text("open-sesame\n")
+        user = ["runuser", "-u", "nobody", "--"] if os.getuid() == 0 else []  # the server refuses to run as root
+        if user:
+            subprocess.run(["chown", "-R", "nobody", name], check=True)
+        subprocess.run([*user, "initdb", "-D", folder / "data", "-U", "me", "-A", "scram-sha-256", "--pwfile", folder / "password"],
+                       check=True, capture_output=True)  # fmt: skip
+        options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={name}"]
+        with open(folder / "log", "w") as log:
+            server = subprocess.Popen([*user, "postgres", "-D", folder / "data", *options], stderr=log)
+        try:
+            wait_for(lambda: "ready to accept" in (folder / "log").read_text(), what="PostgreSQL")
+            yield f"postgresql+psycopg://me:open-sesame@/postgres?host={name}"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+@pytest.mark.slow
+def test_commands_share_a_search_in_a_database_whose_password_is_written_nowhere(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHERE", database)
+    roots, (a, b) = paths(tmp_path), (tmp_path / "a", tmp_path / "b")
+    lines = [[*SHARED, f"hydra.sweeper.storage={url}", trials(5)] for url in (f"'{database}'", "${oc.env:WHERE}")]
+    started = [begin(*line, root=root, run=multirun, before=touching(mine, until=other))
+               for line, root, mine, other in ((lines[0], roots[0], a, b), (lines[1], roots[1], b, a))]  # fmt: skip
+    ended = both(started[0], started[1], roots)
+    assert [one.code for one in ended] == [0, 0], ended
+    assert sum(one.output.count("running ") for one in ended) == 5
+    assert [row["state"] for row in table(ended[0])] == ["finished"] * 5
+    elsewhere = swept(*lines[0][:-1], trials(1), root=tmp_path / "elsewhere")  # whose runs are others
+    assert elsewhere.code == 0 and elsewhere.output.count("running ") == 1
+    written = [path for path in files_below(tmp_path, "*") if path.is_file() and b"sesame" in path.read_bytes()]
+    assert not written

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.study import Study
 from optuna.trial import Trial, TrialState
 
 from framework.config.overrides import parse
