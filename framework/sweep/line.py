@@ -103,9 +103,10 @@ class Settings(NamedTuple):
         given = {override.key_or_group: override.value() for override in map(parse, own) if override is not None}
         given.pop("hydra.verbose", None)  # main() has read it
         problems = []
-        for section, known in ({name: [*kinds, *_own(name)] for name, kinds in _OPTIONS.items()}).items():
+        for section in _OPTIONS:
+            known = _options(section)
             if (name := given.pop(f"hydra/{section}", "basic")) not in known:
-                expected = f"one of {', '.join(known)}; {did_you_mean(str(name), list(known))}".rstrip("; ")
+                expected = f"one of {', '.join(known)}; {did_you_mean(str(name), known)}".rstrip("; ")
                 problems.append(Problem(f"hydra/{section}", f"no option {shown(name)}", expected))
         try:
             found = {} if problems else launcher_and_sweeper([*line, *(text for text in hydras if text.startswith("hydra/"))])
@@ -141,9 +142,9 @@ class Settings(NamedTuple):
 _PARAMS = "hydra.sweeper.params."
 
 
-def _own(section: str) -> list[str]:
-    """Return the user's own options: sweeps and searches in conf/hydra/sweeper/NAME.yaml."""
-    return options("hydra/sweeper") if section == "sweeper" else []
+def _options(section: str) -> list[str]:
+    """Return the options of `hydra/launcher` or `hydra/sweeper`: also sweeps and searches in conf/hydra/sweeper/NAME.yaml."""
+    return list(dict.fromkeys([*_OPTIONS[section], *(options("hydra/sweeper") if section == "sweeper" else [])]))
 
 
 def _kind(section: str, name: str, node: dict[str, Any]) -> type[Any]:

@@ -108,8 +108,8 @@ class Space:
 
     def explained(self, problem: Problem) -> Problem:
         """Return a problem of a job, with the remedy for a key that only some of its group's swept options have."""
-        group = problem.key.split(".")[0]
-        options = next((one.listed for one in self.dimensions if one.key == group), [])
+        group, dot, _ = problem.key.partition(".")
+        options = next((one.listed for one in self.dimensions if dot and one.key == group), [])
         if problem.what != "unknown key" or problem.key not in self.keys or len(options) < 2:
             return problem
         return replace(problem, expected=f"{problem.expected}; {problem.key}@OPTION=... is for one of {', '.join(options)}")
