@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.sweep.jobs import Job, Pool
+from framework.sweep.jobs import Job, Pool, SlurmPool
 from tests.harness import Ended, Says, assert_same_bits, begin, end, files_below, finished, typed, wait_for
 from tests.launch.test_search import SEARCH, SPACE, trials
+from tests.launch.test_slurm import MISSING, cluster  # noqa: F401  # a fixture
+from tests.launch.test_slurm_sweep import SEARCH as ON_SLURM
+from tests.launch.test_slurm_sweep import Sweep, submitted  # noqa: F401  # a fixture
 from tests.launch.test_sweep import job, multirun, no_process, swept, table
 from tests.test_resume import after_step
 
@@ -31,18 +34,18 @@ def paths(tmp_path: Path) -> tuple[Path, Path]:
     return first, second
 
 
-def touching(mine: Path, *, until: Path) -> Callable[[], None]:
+def touching(mine: Path, *, until: Path, pool: type[Pool] | type[SlurmPool] = Pool) -> Callable[[], None]:
     """Return what has a command say that it starts its first job, and wait there for another file."""
 
     def plant() -> None:
-        original = Pool.start
+        original = pool.start
 
-        def start(self: Pool, job: Job) -> None:
+        def start(self: Any, job: Job) -> None:
             mine.touch()
             wait_for(until.exists, what=str(until), timeout_s=100)
             original(self, job)
 
-        Pool.start = start  # type: ignore[method-assign]
+        pool.start = start  # type: ignore[method-assign, assignment]
 
     return plant
 
@@ -116,6 +119,23 @@ def test_without_a_storage_a_search_is_one_commands(tmp_path: Path) -> None:
     go.touch()
     assert end(first, root=roots[0]).code == 0
     assert refused.code == 1 and "is in use by process" in refused.output
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)} here: slurm/local_cluster.sh install installs it")
+def test_two_commands_share_a_search_whose_trials_are_slurm_jobs(submitted: Sweep, tmp_path: Path) -> None:  # noqa: F811
+    submitted.hurry()
+    roots, (a, b) = paths(tmp_path), (tmp_path / "a", tmp_path / "b")
+    line = [*ON_SLURM, "hydra.sweeper.n_trials=4", "hydra.sweeper.storage=journal", "hydra.launcher.array_parallelism=1"]
+    started = [begin(*line, root=root, run=multirun, before=touching(mine, until=other, pool=SlurmPool))
+               for root, mine, other in ((roots[0], a, b), (roots[1], b, a))]  # fmt: skip
+    ended = both(started[0], started[1], roots)
+    assert [one.code for one in ended] == [0, 0], ended
+    num_run = [one.output.count("running ") for one in ended]
+    assert min(num_run) > 0 and sum(num_run) == 4, ended
+    rows = table(swept(*line, root=roots[0]))
+    assert [row["state"] for row in rows] == ["finished"] * 4 and len(list(roots[0].glob("default/*/summary.json"))) == 4
 
 
 # --- several objectives
