@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hydra.core.override_parser.types import Override
 from pydantic import ConfigDict
 
 from framework.config.compose import launcher_and_sweeper
@@ -17,7 +16,7 @@ from framework.config.schema import Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
 from framework.runtime.problem import Problem, missing_extra, shown
-from framework.sweep.space import EXAMPLE, Condition, Dimension, Space, Values, name_of, split_condition, values_of
+from framework.sweep.space import EXAMPLE, Condition, Dimension, Space, Values, conditional_key, split_condition, swept_values
 from framework.sweep.sweeper import Sweeper, read_pruner, resolve_storage
 
 # --- `hydra.launcher` and `hydra.sweeper`
@@ -220,9 +219,9 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
     for (key, condition), override in swept.items():
         try:
             draws = is_search and (sweeper is None or sweeper.sampler != "grid")
-            dimensions.append(Dimension(key, values_of(override, draws=draws), condition))
+            dimensions.append(Dimension(key, swept_values(override, draws=draws), condition))
         except ValueError as error:
-            problems.append(Problem(name_of(key, condition), str(error), "as in " + EXAMPLE))
+            problems.append(Problem(conditional_key(key, condition), str(error), "as in " + EXAMPLE))
     space = Space(dimensions)
     if len(dimensions) == len(swept):
         problems += space.problems(fixed=[_key_of(text).lstrip("+") for text in fixed])
@@ -241,10 +240,10 @@ def _is_setting(text: str) -> bool:
     return override is not None and is_hydras(override.key_or_group) and not override.is_sweep_override()
 
 
-def _sorted(line: list[str]) -> tuple[list[str], dict[tuple[str, Condition | None], Override]]:
+def _sorted(line: list[str]) -> tuple[list[str], dict[tuple[str, Condition | None], Any]]:
     """Split a line into the overrides that all jobs share and the swept keys. Of a key that is swept twice the last counts."""
     fixed: list[str] = []
-    swept: dict[tuple[str, Condition | None], Override] = {}
+    swept: dict[tuple[str, Condition | None], Any] = {}
     for text in line:
         plain, condition = split_condition(text)
         override = parse(plain)

@@ -18,7 +18,7 @@ from framework.runtime.log import LOGGER
 from framework.sweep.jobs import Job, exit_code
 from framework.sweep.line import Multirun
 from framework.sweep.space import Values
-from framework.sweep.study import Draws, disk_errors, open_study, place_of_study
+from framework.sweep.study import TrialDraws, disk_errors, open_study, place_of_study
 from framework.sweep.sweeper import Objective
 from framework.sweep.watched import Watched
 from framework.sweep.workers import Worker
@@ -50,7 +50,7 @@ class Search:
         self.place = place_of_study(self._sweeper.storage, directory)
         with worker.alone() if worker is not None else nullcontext():
             self._study = open_study(self._sweeper, directory=directory, goals=self._goals)
-        self._draws = Draws(self._study, self._sweeper, multirun.space)
+        self._draws = TrialDraws(self._study, self._sweeper, multirun.space)
         self._waiting: list[tuple[Job, Trial]] = []  # drawn, but the same run is at work
         self._running: dict[Job, Watched] = {}
         self._had: set[int] = set()  # the numbers of the trials that this command has had

@@ -51,7 +51,7 @@ class Dimension:
     @property
     def name(self) -> str:
         """The key with its condition, as a command line writes it."""
-        return name_of(self.key, self.condition)
+        return conditional_key(self.key, self.condition)
 
     @property
     def listed(self) -> list[str]:
@@ -62,7 +62,7 @@ class Dimension:
         return self.condition is None or self.condition.holds(values)
 
 
-def name_of(key: str, condition: Condition | None) -> str:
+def conditional_key(key: str, condition: Condition | None) -> str:
     if condition is None:
         return key
     is_own = condition.group == key.split(".")[0]
@@ -138,7 +138,7 @@ class Space:
 EXAMPLE = '"optimizer.lr=tag(log, interval(1e-4, 1e-1))"'
 
 
-def values_of(override: Any, *, draws: bool) -> list[str] | Interval:
+def swept_values(override: Any, *, draws: bool) -> list[str] | Interval:
     """Return the values of an override: listed, or an interval if a search draws from it. ValueError if there are none."""
     is_numeric = override.is_interval_sweep() or override.is_range_sweep()
     return _interval(override) if draws and is_numeric else _listed(override)

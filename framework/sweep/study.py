@@ -78,8 +78,8 @@ def disk_errors(place: Path | str) -> Iterator[None]:
 # --- how its trials are drawn
 
 
-class Draws:
-    """Draws the values of trials.
+class TrialDraws:
+    """TrialDraws the values of trials.
 
     A draw follows from the seed, the trial's number, the key, and the trials before it, even if the search was killed.
     """

@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, SerializeAsAny
 
-from framework.config.overrides import one_line
+from framework.config.compose import resolve_text
 from framework.config.schema import Count, Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
@@ -89,24 +87,26 @@ _PRUNERS: dict[str, type[Pruner]] = {
 
 def read_pruner(node: dict[str, Any]) -> list[Problem]:
     """Replace `pruner`, a name or `{name: NAME, ...}`, and `pruner.KEY` in a sweeper's node by the Pruner. Returns problems."""
-    key, chosen = "hydra.sweeper.pruner", node.pop("pruner", None)
+    chosen = node.pop("pruner", None)
     values = dict(chosen) if isinstance(chosen, dict) else {} if chosen is None else {"name": chosen}
     values |= {name.removeprefix("pruner."): node.pop(name) for name in [*node] if name.startswith("pruner.")}
-    node["pruner"] = None
-    if not values:
-        return []
-    name = values.setdefault("name", "median")
+    node["pruner"], problems = _pruner(**{str(name): value for name, value in values.items()}) if values else (None, [])
+    return problems
+
+
+def _pruner(name: Any = "median", **parameters: Any) -> tuple[Pruner | None, list[Problem]]:
+    key = "hydra.sweeper.pruner"
     if not isinstance(name, str) or name not in _PRUNERS:
         meant = did_you_mean(str(name), list(_PRUNERS))
-        return [Problem(key, f"{shown(name)} is not valid", f"one of {', '.join(_PRUNERS)}; {meant}".rstrip("; "))]
+        return None, [Problem(key, f"{shown(name)} is not valid", f"one of {', '.join(_PRUNERS)}; {meant}".rstrip("; "))]
     kind = _PRUNERS[name]
-    known = [parameter for parameter in kind.model_fields if parameter != "name"]
-    unknown = [parameter for parameter in values if parameter not in (*known, "name")]
+    known = [field for field in kind.model_fields if field != "name"]
     expected = f"{name} has {', '.join(known)}" if known else f"pruner={name} has no keys"
-    problems = [Problem(f"{key}.{one}", "unknown key", did_you_mean(one, known) or expected) for one in unknown]
+    problems = [Problem(f"{key}.{one}", "unknown key", did_you_mean(one, known) or expected)
+                for one in parameters if one not in known]  # fmt: skip
+    values = {"name": name, **parameters}
     problems = problems or section_problems(kind, values, key, keys_of(kind, f"{key}."))
-    node["pruner"] = None if problems else kind.model_validate(values)
-    return problems
+    return (None if problems else kind.model_validate(values)), problems
 
 
 # --- objectives
@@ -210,10 +210,10 @@ def resolve_storage(node: dict[str, Any]) -> list[Problem]:
     if not isinstance(storage := node.get("storage"), str):
         return []
     try:
-        node["storage"] = OmegaConf.create({"storage": storage})["storage"]
-    except OmegaConfBaseException as error:
+        node["storage"] = resolve_text(storage)
+    except ValueError as error:
         node["storage"] = None
-        return [Problem("hydra.sweeper.storage", "its interpolation does not resolve", one_line(error))]
+        return [Problem("hydra.sweeper.storage", "its interpolation does not resolve", str(error))]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Draws follow from the seed, the number and the trials before, whatever the sampler; conditions, pruners, claims; what is refused."""
+"""TrialDraws follow from the seed, the number and the trials before, whatever the sampler; conditions, pruners, claims; what is refused."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from framework.runtime.exits import DiskFailed
 from framework.runtime.problem import Problem
 from framework.sweep.line import Multirun, read
 from framework.sweep.space import Values
-from framework.sweep.study import Draws, open_study
+from framework.sweep.study import TrialDraws, open_study
 from framework.sweep.sweeper import Objective
 from framework.sweep.watched import Watched
 from framework.sweep.workers import Worker
@@ -47,7 +47,7 @@ class Trials:
         assert self.line.sweeper is not None
         self.goals = self.line.sweeper.goals or [Objective("val/loss", "min")]
         self.study = open_study(self.line.sweeper, directory=directory, goals=self.goals)
-        self.draws = Draws(self.study, self.line.sweeper, self.line.space)
+        self.draws = TrialDraws(self.study, self.line.sweeper, self.line.space)
 
     def drawn(self, num: int) -> list[Values]:
         """Go on until there are `num` trials, with the one that was interrupted first. Returns the values of all."""
