@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from framework.runtime.files import lock_file
-from framework.runtime.lock import Lock
+from framework.runtime.lock import Lock, RunLocked
 
 
 class Worker:
@@ -47,10 +47,24 @@ class Worker:
         """Claim a trial by its number. Returns whether it is this worker's: not if a living worker has it."""
         next_claim = next(path for n in itertools.count() if not os.path.lexists(path := self._folder / f"{trial}.{n}"))
         number = int(next_claim.suffix[1:])
-        if number and Lock(self._folder / os.readlink(self._folder / f"{trial}.{number - 1}")).is_held:
+        if number and self._is_alive(os.readlink(self._folder / f"{trial}.{number - 1}")):
             return False
         try:
             os.symlink(self._name, next_claim)
         except FileExistsError:  # another worker was faster
             return False
         return True
+
+    def _is_alive(self, name: str) -> bool:
+        lock = Lock(self._folder / name)
+        if not lock.path.exists():
+            return False
+        try:
+            lock.take(patience_s=_PATIENCE_S)
+        except RunLocked:
+            return True
+        lock.release()
+        return False
+
+
+_PATIENCE_S = 2.0  # for the jobs of a command that was killed

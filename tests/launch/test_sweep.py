@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,20 @@ def test_a_panel_shows_its_parameter_on_the_axis_that_fits(tmp_path: Path) -> No
     assert model.medians == [("cnn", 2.5), ("mlp", 2.5)]
     assert (dim.scale, dim.values) == ("linear", [8, 8, 16, 16, 24, 24, 8])
     draw(rows, tmp_path / "sweep.png", monitor="val/loss", mode="min")
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_panel_has_the_jobs_that_have_its_parameter_and_one_is_of_each_objective(tmp_path: Path) -> None:
+    rows = [
+        row("finished", 1.0, model="mlp", dim="8"),
+        row("finished", 2.0, model="mlp", dim="16"),
+        row("finished", 3.0, model="cnn"),
+    ]
+    measured = [replace(one, objectives={"parameters": 10.0 * n}, is_pareto=n < 3) for n, one in enumerate(rows, 1)]
+    model, dim, parameters = panels([*measured, row("failed", None, model="cnn")])
+    assert (model.values, dim.values, parameters.values) == (["mlp", "mlp", "cnn", "cnn"], [8, 16], [10.0, 20.0, 30.0])
+    assert dim.rows == measured[:2] and parameters.medians == []
+    draw(measured, tmp_path / "sweep.png", monitor="val/loss", mode="min")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
