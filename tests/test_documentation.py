@@ -43,7 +43,7 @@ SHORTER = {
     "trainer.compile=true": ["model.num_layers=1"],
     "dataset=text": ["dataset.seq_len=32", "model.dim=32", "model.num_layers=2"],
     "experiment=stdlib_gpt": ["dataset.seq_len=32", "model.dim=32", "model.num_layers=2"],
-    "hydra/sweeper=optuna": ["hydra.sweeper.n_trials=2"],
+    "hydra/sweeper=": ["hydra.sweeper.n_trials=2"],
     "launch.nproc_per_node=8": ["launch.nproc_per_node=1"],
     **{f"experiment={name}": [*recipe.reduced, "trainer.max_steps=2"] for name, recipe in RECIPES.items()},
 }

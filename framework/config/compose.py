@@ -171,6 +171,14 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
             OmegaConf.update(config, key, None)
 
 
+def resolve_text(text: str) -> str:
+    """Return a text with its interpolations resolved, as in `${oc.env:NAME}`. ValueError if one does not resolve."""
+    try:
+        return str(OmegaConf.create({"text": text})["text"])
+    except OmegaConfBaseException as error:
+        raise ValueError(one_line(error)) from None
+
+
 # --- what Hydra prints
 
 

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class TableRow:
     objective: float | None  # the best value of checkpoint.monitor so far
     error: str  # why it failed
     code: int | None  # the exit code, if it has run now
+    objectives: dict[str, float] = field(default_factory=dict)  # of a search with several
+    is_pareto: bool = False  # no other trial is at least as good in every objective, and better in one
 
     @classmethod
     def read(
@@ -59,13 +61,15 @@ def write_csv(rows: list[TableRow], target: Path) -> None:
         summary = row.directory.read_summary()
         last = {f"{split}/{name}": value for split, metrics in summary.get("metrics", {}).items()
                 for name, value in metrics.get("last", {}).items() if is_curve(name)}  # fmt: skip
-        dicts.append({"id": row.run_id, "directory": row.directory.path, "state": row.state, **row.values,
-                      "objective": row.objective, **last, "step": summary.get("step"), "seconds": summary.get("wall_s"),
-                      "error": " ".join(row.error.split())})  # fmt: skip
-    ends = ("step", "seconds", "error")
-    columns = dict.fromkeys(name for row in dicts for name in row if name not in ends)
+        several: dict[str, Any] = {f"objective:{name}": value for name, value in row.objectives.items()}
+        several |= {"pareto": str(row.is_pareto).lower()} if several else {}
+        ends = {"step": summary.get("step"), "seconds": summary.get("wall_s"), "error": " ".join(row.error.split())}
+        first = {"id": row.run_id, "directory": row.directory.path, "state": row.state, **row.values}
+        dicts.append({**first, "objective": row.objective, **several, **last, **ends})
+    at_the_end = ("step", "seconds", "error")
+    columns = dict.fromkeys(name for row in dicts for name in row if name not in at_the_end)
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*columns, *ends], lineterminator="\n")
+    writer = csv.DictWriter(text, [*columns, *at_the_end], lineterminator="\n")
     writer.writeheader()
     writer.writerows(dicts)
     write_atomically(target, text.getvalue())

@@ -1,8 +1,8 @@
 """The jobs of a sweep: several at a time, each in a process forked from this one; or as Slurm jobs."""
 
-import itertools
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import time
@@ -31,7 +31,7 @@ from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS, die_with_parent
 from framework.runtime.problem import Problem
 from framework.runtime.slurm import SlurmFailed
-from framework.sweep.line import Values
+from framework.sweep.space import Values
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ def submit_all(jobs: list[Job], *, directory: Path, group: str) -> None:
             part = alike[first : first + _LARGEST_ARRAY]
             folder, name = part[0].directory.path / "slurm", None
             if len(part) > 1:
-                folder = next(path for n in itertools.count(1) if not (path := directory / "slurm" / str(n)).exists())
+                folder = directory / "slurm" / secrets.token_hex(4)
                 name = f"{part[0].config.name}/{directory.name}"
             codes = submit([job.config.in_group(group) for job in part], folder=folder, name=name)
             for job, code in zip(part, codes):

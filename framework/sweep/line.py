@@ -1,11 +1,10 @@
 """What a `-m` line asks for: its jobs, or a space to search, and where and how many jobs run at a time."""
 
-import itertools
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
@@ -13,12 +12,12 @@ from framework.config.compose import launcher_and_sweeper
 from framework.config.folders import groups, options
 from framework.config.identity import flat
 from framework.config.overrides import is_hydras, key_of, parse
-from framework.config.schema import Count, Positive, Section, keys_of
+from framework.config.schema import Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
 from framework.runtime.problem import Problem, missing_extra, shown
-
-Values = dict[str, str]  # one job's values of the swept keys, as a command line writes them
+from framework.sweep.space import EXAMPLE, Condition, Dimension, Space, Values, conditional_key, split_condition, swept_values
+from framework.sweep.sweeper import Sweeper, read_pruner, resolve_storage
 
 # --- `hydra.launcher` and `hydra.sweeper`
 
@@ -98,15 +97,6 @@ _NEEDLESS = {  # of submitit's
 }  # fmt: skip
 
 
-class Sweeper(Section):
-    """How a search draws its trials."""
-
-    n_trials: Positive
-    seed: Count
-    sampler: Literal["tpe", "random"]
-    pruner: Literal["median", "none"]
-
-
 _OPTIONS: dict[str, dict[str, type[Any]]] = {
     "launcher": {"basic": Launcher, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm},
     "sweeper": {"basic": Section, "optuna": Sweeper},
@@ -123,12 +113,14 @@ class Settings(NamedTuple):
     @classmethod
     def read(cls, hydras: list[str], line: list[str]) -> tuple["Settings", list[Problem]]:
         """Read the files that a line chooses, and overrides of Hydra's own keys such as `hydra.sweeper.n_trials=9`."""
-        given = {override.key_or_group: override.value() for override in map(parse, hydras) if override is not None}
+        own = [text for text in hydras if not text.startswith(_PARAMS)]
+        given = {override.key_or_group: override.value() for override in map(parse, own) if override is not None}
         given.pop("hydra.verbose", None)  # main() has read it
         problems = []
-        for section, known in _OPTIONS.items():
+        for section in _OPTIONS:
+            known = _options(section)
             if (name := given.pop(f"hydra/{section}", "basic")) not in known:
-                expected = f"one of {', '.join(known)}; {did_you_mean(str(name), list(known))}".rstrip("; ")
+                expected = f"one of {', '.join(known)}; {did_you_mean(str(name), known)}".rstrip("; ")
                 problems.append(Problem(f"hydra/{section}", f"no option {shown(name)}", expected))
         try:
             found = {} if problems else launcher_and_sweeper([*line, *(text for text in hydras if text.startswith("hydra/"))])
@@ -137,12 +129,11 @@ class Settings(NamedTuple):
         if not found:
             return cls(), problems
         params = {key: str(value) for key, value in flat(found["sweeper"][1].pop("params", None) or {}).items()}
+        params |= {_key_of(text.removeprefix(_PARAMS)): text.partition("=")[2] for text in hydras if text.startswith(_PARAMS)}
         nodes = {section: {} if name == "basic" else node for section, (name, node) in found.items()}
         for key, value in given.items():
             section, _, name = key.removeprefix("hydra.").partition(".")
-            if key.startswith(_PARAMS):
-                params[key.removeprefix(_PARAMS)] = next(t.partition("=")[2] for t in hydras[::-1] if t.startswith(f"{key}="))
-            elif section in _OPTIONS and not name:
+            if section in _OPTIONS and not name:
                 problems.append(Problem(key, f"{shown(value)} is not valid", f"its keys, as in {key}.KEY=VALUE"))
             elif section not in _OPTIONS:
                 problems.append(Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go"))
@@ -151,7 +142,9 @@ class Settings(NamedTuple):
                 problems.append(Problem(key, "unknown key", f"only with hydra/{section}={' or '.join(others)}"))
             else:
                 nodes[section][name] = value
-        kinds = {section: _OPTIONS[section][name] for section, (name, _) in found.items()}
+        kinds = {section: _kind(section, name, nodes[section]) for section, (name, _) in found.items()}
+        if kinds["sweeper"] is Sweeper:
+            problems += [*read_pruner(nodes["sweeper"]), *resolve_storage(nodes["sweeper"])]
         for section, kind in kinds.items():
             problems += section_problems(kind, nodes[section], f"hydra.{section}", keys_of(kind, f"hydra.{section}."))
         if problems:
@@ -163,17 +156,16 @@ class Settings(NamedTuple):
 _PARAMS = "hydra.sweeper.params."
 
 
+def _options(section: str) -> list[str]:
+    """Return the options of `hydra/launcher` or `hydra/sweeper`: also sweeps and searches in conf/hydra/sweeper/NAME.yaml."""
+    return list(dict.fromkeys([*_OPTIONS[section], *(options("hydra/sweeper") if section == "sweeper" else [])]))
+
+
+def _kind(section: str, name: str, node: dict[str, Any]) -> type[Any]:
+    return _OPTIONS[section].get(name, Sweeper if "n_trials" in node else Section)
+
+
 # --- the line
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A range of numbers to draw from, its ends included; integers if both of them are."""
-
-    low: int | float
-    high: int | float
-    step: int | float | None = None
-    log: bool = False  # equally many draws from each decade
 
 
 @dataclass(frozen=True)
@@ -181,7 +173,7 @@ class Multirun:
     """A sweep's command line, parsed."""
 
     fixed: list[str]  # the overrides that all jobs share
-    swept: dict[str, list[str] | Interval]
+    space: Space
     launcher: Launcher
     sweeper: Sweeper | None  # None: every combination of the values
 
@@ -190,11 +182,11 @@ class Multirun:
 
         The launcher adds overrides that the line does not have; among other strategies `single` gets one process.
         """
-        given = [_key_of(text) for text in self.fixed] + list(self.swept)
+        given = [_key_of(text) for text in self.fixed] + self.space.keys
         own = [text for text in self.launcher.overrides if _key_of(text) not in given]
         line = [*own, *self.fixed, *(f"{key}={value}" for key, value in values.items())]
         if values.get("parallel") == "single":
-            line += [f"{key}=1" for key in _SIZES if key in map(_key_of, line) and key not in self.swept]
+            line += [f"{key}=1" for key in _SIZES if key in map(_key_of, line) and key not in self.space.keys]
         return line
 
     @property
@@ -204,17 +196,12 @@ class Multirun:
             return self.launcher.array_parallelism or _TRIALS_AT_A_TIME
         return self.launcher.num_at_a_time
 
-    def combinations(self) -> list[Values]:
-        """Return every combination of the listed values, in Hydra's order."""
-        listed = {key: space for key, space in self.swept.items() if not isinstance(space, Interval)}
-        return [dict(zip(listed, values)) for values in itertools.product(*listed.values())]
-
-    def samples(self) -> list[Values]:
-        """Return jobs that together have every value (of an interval its ends): the first values, then one change at a time."""
-        ends = {key: [str(space.low), str(space.high)] if isinstance(space, Interval) else space
-                for key, space in self.swept.items()}  # fmt: skip
-        first = {key: values[0] for key, values in ends.items()}
-        return [first, *(first | {key: value} for key, values in ends.items() for value in values[1:])]
+    @property
+    def num_trials(self) -> int:
+        """How many trials a search has."""
+        assert self.sweeper is not None
+        is_grid = self.sweeper.sampler == "grid"
+        return self.sweeper.num_trials(len(self.space.combinations()) if is_grid else 0)
 
 
 _TRIALS_AT_A_TIME = 4
@@ -227,69 +214,58 @@ def _key_of(text: str) -> str:
 
 def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
     """Parse a sweep's command line. Its single values are not checked here."""
-    fixed: list[str] = []
-    swept: dict[str, Any] = {}
-    hydras = [text for text in overrides if (override := parse(text)) is not None and is_hydras(override.key_or_group)
-              and (text.startswith(_PARAMS) or not override.is_sweep_override())]  # fmt: skip
+    hydras = [text for text in overrides if _is_setting(text)]
     line = [text for text in overrides if text not in hydras]
     (launcher, sweeper, params), problems = Settings.read(hydras, line)
     given = {_key_of(text).lstrip("+") for text in line}
-    for text in [*line, *(f"{key}={values}" for key, values in params.items() if key not in given)]:
-        override = parse(text)
-        key = key_of(override) if override is not None else ""
-        swept.pop(key, None)  # the last one counts
-        if override is not None and override.is_sweep_override():
-            swept[key] = override
-        else:
-            fixed.append(text)
-    is_search = sweeper is not None or "hydra/sweeper=optuna" in hydras
-    for key in [key for key in swept if is_hydras(key) or key == "mode"]:
+    written = [f"{key}={values}" for key, values in params.items() if not given & {key, key.partition("@")[0]}]
+    fixed, swept = _sorted([*line, *written])
+    for key, condition in [key for key in swept if is_hydras(key[0]) or key[0] == "mode"]:
         problems.append(Problem(key, "cannot be swept", "one value for all jobs"))
-        del swept[key]
+        del swept[key, condition]
     if isinstance(launcher, SubmititSlurm) and any(text.startswith("launch=") and text != "launch=slurm" for text in fixed):
         problems.append(Problem("launch", "is not slurm, but hydra/launcher=submitit_slurm is", "one of the two"))
         launcher = Launcher()
+    is_search = sweeper is not None or "hydra/sweeper=optuna" in hydras
     problems += missing_extra("hydra/sweeper", "search") if is_search else []
     if is_search and not swept:
-        problems.append(Problem("hydra/sweeper", "optuna, but there is nothing to search", "as in " + _EXAMPLE))
-    spaces: dict[str, list[str] | Interval] = {}
-    for key, override in swept.items():
+        problems.append(Problem("hydra/sweeper", "optuna, but there is nothing to search", "as in " + EXAMPLE))
+    dimensions = []
+    for (key, condition), override in swept.items():
         try:
-            is_numeric = override.is_interval_sweep() or override.is_range_sweep()
-            spaces[key] = _interval(override) if is_search and is_numeric else _listed(override)
+            draws = is_search and (sweeper is None or sweeper.sampler != "grid")
+            dimensions.append(Dimension(key, swept_values(override, draws=draws), condition))
         except ValueError as error:
-            problems.append(Problem(key, str(error), "as in " + _EXAMPLE))
-    for key, values in spaces.items():
-        for value in values if key in groups() and isinstance(values, list) else []:
-            if Settings.read(hydras, [*fixed, f"{key}={value}"])[0].params != params:
-                problems.append(Problem(key, f"{value} defines a sweep of its own", "one such option, not swept"))
-    return Multirun(fixed, spaces, launcher, sweeper), problems
+            problems.append(Problem(conditional_key(key, condition), str(error), "as in " + EXAMPLE))
+    space = Space(dimensions)
+    if len(dimensions) == len(swept):
+        problems += space.problems(fixed=[_key_of(text).lstrip("+") for text in fixed])
+    for dimension in dimensions:
+        for value in dimension.values if dimension.key in groups() and isinstance(dimension.values, list) else []:
+            if Settings.read(hydras, [*fixed, f"{dimension.key}={value}"])[0].params != params:
+                problems.append(Problem(dimension.key, f"{value} defines a sweep of its own", "one such option, not swept"))
+    return Multirun(fixed, space, launcher, sweeper), problems
 
 
-_EXAMPLE = '"optimizer.lr=tag(log, interval(1e-4, 1e-1))"'
+def _is_setting(text: str) -> bool:
+    """Return whether an override is about the sweep, and not about its jobs."""
+    if text.startswith(_PARAMS):
+        return True
+    override = parse(text)
+    return override is not None and is_hydras(override.key_or_group) and not override.is_sweep_override()
 
 
-def _listed(override: Any) -> list[str]:
-    """Return the listed values of a sweep. ValueError if it does not list values, or none is left."""
-    if override.is_interval_sweep():
-        raise ValueError("an interval has no end of values: hydra/sweeper=optuna searches it")
-    if hasattr(override.value(), "filter"):  # glob(...)
-        values = override.value().filter(options(override.key_or_group))
-    else:
-        values = list(override.sweep_string_iterator())
-    if not values:
-        raise ValueError("no value is left to run")
-    return values
-
-
-def _interval(override: Any) -> Interval:
-    """Return the interval that a search draws from. ValueError if nothing can be drawn."""
-    space, log = override.value(), "log" in override.value().tags
-    if override.is_range_sweep():
-        values = list(space.range())
-        if not values or space.step <= 0 or log:
-            raise ValueError("a range to search goes up and holds a value; tag(log, ...) is for an interval")
-        return Interval(values[0], values[-1], step=space.step)
-    if not space.start < space.end or (log and space.start <= 0):
-        raise ValueError("an interval to search goes up" + (", with tag(log, ...) from above 0" if log else ""))
-    return Interval(space.start, space.end, log=log)
+def _sorted(line: list[str]) -> tuple[list[str], dict[tuple[str, Condition | None], Any]]:
+    """Split a line into the overrides that all jobs share and the swept keys. Of a key that is swept twice the last counts."""
+    fixed: list[str] = []
+    swept: dict[tuple[str, Condition | None], Any] = {}
+    for text in line:
+        plain, condition = split_condition(text)
+        override = parse(plain)
+        key = key_of(override) if override is not None else ""
+        swept.pop((key, condition), None)
+        if override is not None and (condition is not None or override.is_sweep_override()):
+            swept[key, condition] = override
+        else:
+            fixed.append(text)
+    return fixed, swept

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -21,18 +21,28 @@ class Panel:
     key: str
     scale: Literal["linear", "log", "category"]
     values: list[Any]  # one for each row: float, or str of a category
+    rows: list[TableRow]  # the jobs that have the parameter
     medians: list[tuple[Any, float]]  # of the finished jobs' objectives, where several values are compared
 
 
 def panels(rows: list[TableRow]) -> list[Panel]:
-    """Return a panel for each parameter that varies. A seed, which only repeats jobs, has a panel if it varies alone."""
+    """Return a panel for each parameter that varies, and for each of several objectives.
+
+    A seed, which only repeats jobs, has a panel if it varies alone.
+    """
     keys = dict.fromkeys(key for row in rows for key in row.values)
-    varying = [key for key in keys if len({row.values[key] for row in rows}) > 1]
-    return [_panel(key, rows) for key in varying if key != "seed" or len(varying) == 1]
+    having = {key: [row for row in rows if key in row.values] for key in keys}
+    varying = [key for key in keys if len({row.values[key] for row in having[key]}) > 1]
+    found = [_panel(key, having[key], [row.values[key] for row in having[key]])
+             for key in varying if key != "seed" or len(varying) == 1]  # fmt: skip
+    measured = dict.fromkeys(name for row in rows for name in row.objectives)
+    for name in measured:
+        having[name] = [row for row in rows if name in row.objectives]
+        found.append(replace(_panel(name, having[name], [repr(row.objectives[name]) for row in having[name]]), medians=[]))
+    return found
 
 
-def _panel(key: str, rows: list[TableRow]) -> Panel:
-    values: list[Any] = [row.values[key] for row in rows]
+def _panel(key: str, rows: list[TableRow], values: list[Any]) -> Panel:
     scale: Literal["linear", "log", "category"] = "category"
     numbers = [parsed(value) for value in values]
     if key != "seed" and all(number is not None and math.isfinite(number) for number in numbers):
@@ -42,7 +52,7 @@ def _panel(key: str, rows: list[TableRow]) -> Panel:
         if row.state == "finished" and row.objective is not None:
             done[value].append(row.objective)
     medians = [(value, median(objectives)) for value, objectives in done.items() if objectives]
-    return Panel(key, scale, values, medians if len(medians) <= _FEW else [])
+    return Panel(key, scale, values, rows, medians if len(medians) <= _FEW else [])
 
 
 def _spans(numbers: list[Any], factor: float) -> bool:
@@ -50,7 +60,7 @@ def _spans(numbers: list[Any], factor: float) -> bool:
 
 
 def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None:
-    """Draw a panel for each parameter, with the best job marked, and failed jobs as crosses at the top. Empty: no file."""
+    """Draw the panels, with the best jobs marked, and failed jobs as crosses at the top. Empty: no file."""
     from matplotlib.figure import Figure  # half a second: only at the end of a sweep
 
     drawn = panels(rows)
@@ -60,11 +70,12 @@ def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None
     down = math.ceil(len(drawn) / across)
     figure = Figure(figsize=(1 + 4.5 * across, 0.6 + 3.4 * down), layout="constrained")
     best = best_of(rows, mode=mode)
+    marked = [row for row in rows if row.is_pareto] or ([best] if best else [])
     winner = f"; best {best.objective:.4g}: {best.assignment}" if best else ""
     figure.suptitle(textwrap.fill(f"{monitor} ({mode}) of {len(rows)} jobs{winner}", 75 * across), fontsize=10)
     for number, panel in enumerate(drawn, 1):
         axes = figure.add_subplot(down, across, number)
-        _draw_panel(axes, panel, rows, best)
+        _draw_panel(axes, panel, marked)
         axes.set(xlabel=panel.key, ylabel=monitor)
     looks = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(looks.values(), looks.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
@@ -79,7 +90,8 @@ _LOOKS = {  # of a state: marker, color, color inside
 }
 
 
-def _draw_panel(axes: Any, panel: Panel, rows: list[TableRow], best: TableRow | None) -> None:
+def _draw_panel(axes: Any, panel: Panel, marked: list[TableRow]) -> None:
+    rows = panel.rows
     objectives = [row.objective for row in rows if row.state != "failed" and row.objective is not None]
     if panel.scale == "log":
         axes.set_xscale("log")
@@ -102,7 +114,8 @@ def _draw_panel(axes: Any, panel: Panel, rows: list[TableRow], best: TableRow | 
         if shown := [point for point in chosen if point[1] is not None]:
             axes.scatter(*zip(*shown), marker=marker, s=28, label=label, transform=transform, clip_on=False, zorder=3,
                          **({"color": color} if marker == "x" else {"edgecolors": color, "facecolors": inside}))  # fmt: skip
-    if best is not None:
-        value = panel.values[rows.index(best)]
-        axes.plot([value], [best.objective], "*", color="#ff7f0e", markersize=13, zorder=4, label="best")
+    if stars := [(panel.values[rows.index(row)], row.objective) for row in marked if row in rows]:
+        axes.plot(
+            *zip(*stars), "*", color="#ff7f0e", markersize=13, zorder=4, label="Pareto" if marked[0].is_pareto else "best"
+        )
     axes.grid(alpha=0.3)

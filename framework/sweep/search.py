@@ -1,75 +1,103 @@
 """A search: Optuna draws the parameters in this process; a trial is a run, and its objective is checkpoint.monitor."""
 
-import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
-import optuna
-from optuna.exceptions import OptunaError
-from optuna.pruners import MedianPruner, NopPruner
-from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState
-from sqlalchemy.exc import SQLAlchemyError
 
 from framework.cli.run import checked_line
 from framework.config.draft import Draft
-from framework.config.frozen_file import digest_of
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import Row, rows_in
 from framework.runs.table import TableRow
-from framework.runtime.exits import DiskFailed, Exit
+from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 from framework.sweep.jobs import Job, exit_code
-from framework.sweep.line import Interval, Multirun, Values
+from framework.sweep.line import Multirun
+from framework.sweep.space import Values
+from framework.sweep.study import TrialDraws, disk_errors, open_study, place_of_study
+from framework.sweep.sweeper import Objective
+from framework.sweep.watched import Watched
+from framework.sweep.workers import Worker
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _stored(method: Callable[Concatenate["Search", _P], _R]) -> Callable[Concatenate["Search", _P], _R]:
+    """Make a method raise DiskFailed for what the storage raises."""
+
+    @wraps(method)
+    def call(self: "Search", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with disk_errors(self.place):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Search:
-    """The trials, kept in `search.db` (SQLite), so that a killed search can continue.
+    """The trials, kept in Optuna's storage, so that a killed search can continue, and several commands can share it."""
 
-    A draw follows from the seed, the trial's number, the key, and the trials before it, even if the search was killed.
-    """
-
-    def __init__(self, multirun: Multirun, *, monitor: str, mode: str, directory: Path) -> None:
+    def __init__(self, multirun: Multirun, *, monitor: str, mode: str, directory: Path, worker: Worker | None = None) -> None:
+        """Open the search. `worker` is this command, if it is one of several; without one it is the only one."""
         assert multirun.sweeper is not None
         self._multirun, self._sweeper, self._monitor = multirun, multirun.sweeper, monitor
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        database = directory / "search.db"
-        try:
-            self._study = optuna.create_study(
-                storage=f"sqlite:///{database}",
-                study_name="search",
-                direction="maximize" if mode == "max" else "minimize",
-                pruner=MedianPruner() if self._sweeper.pruner == "median" else NopPruner(),
-                load_if_exists=True,
-            )
-            self._interrupted = self._study.get_trials(states=(TrialState.RUNNING,))
-        except (SQLAlchemyError, OptunaError) as error:
-            raise DiskFailed(f"{database} cannot be used ({str(error).splitlines()[0]}); without it the search starts again, "
-                             "and finds its runs as they are") from None  # fmt: skip
-        self._held: tuple[Job, Trial] | None = None
-        self._running: dict[Job, _Watched] = {}
+        self._goals = self._sweeper.goals or [Objective(monitor, mode)]
+        self._worker = worker
+        self.place = place_of_study(self._sweeper.storage, directory)
+        with worker.alone() if worker is not None else nullcontext():
+            self._study = open_study(self._sweeper, directory=directory, goals=self._goals)
+        self._draws = TrialDraws(self._study, self._sweeper, multirun.space)
+        self._waiting: list[tuple[Job, Trial]] = []  # drawn, but the same run is at work
+        self._running: dict[Job, Watched] = {}
+        self._had: set[int] = set()  # the numbers of the trials that this command has had
+        self._said: set[int] = set()  # the numbers of the trials that wait for another command
         self._codes: list[int] = []
         self._checked: dict[int, Draft] = {}
+        self._trials()  # a damaged file shows now
+
+    @_stored
+    def _trials(self) -> list[FrozenTrial]:
+        """Return the trials, without those that another command has begun beyond n_trials, which wait for a larger one."""
+        num_trials = self._multirun.num_trials
+        return [trial for trial in self._study.trials if trial.number < num_trials or trial.params]
 
     @property
     def num_left(self) -> int:
-        trials = self._study.trials
-        return max(self._sweeper.n_trials, len(trials)) - sum(trial.state.is_finished() for trial in trials)
+        trials = self._trials()
+        return max(self._multirun.num_trials, len(trials)) - sum(trial.state.is_finished() for trial in trials)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is a trial that can start when its run, which another command runs, has ended."""
+        return bool(self._waiting)
+
+    @_stored
     def next(self) -> Job | None:
-        if self._held is None:
-            self._held = self._drawn()
-        if self._held is None or any(self._held[0].directory.path == job.directory.path for job in self._running):
-            return None  # of two trials that are the same run, the second takes the result of the first
-        job, trial = self._held
-        self._running[job] = _Watched(trial, job, monitor=self._monitor)
-        self._held = None
-        return job
+        if not self._waiting and (drawn := self._drawn()) is not None:
+            self._waiting.append(drawn)
+        for job, trial in self._waiting:
+            if not self._is_at_work(job):  # of two trials that are the same run, the second takes the result of the first
+                self._waiting.remove((job, trial))
+                settings = self._sweeper.chosen_pruner
+                self._running[job] = Watched(trial, job.directory, monitor=self._monitor, settings=settings)
+                return job
+            if not self._running and trial.number not in self._said:
+                self._said.add(trial.number)
+                LOGGER.info("waiting for %s, which another command runs, in %s", job, job.directory.path)
+        return None
+
+    def _is_at_work(self, job: Job) -> bool:
+        """Return whether the job's run is running: here, or by another command; a Slurm job is found by its submission."""
+        is_ours = any(job.directory.path == other.directory.path for other in self._running)
+        return is_ours or (job.config.launch.kind != "slurm" and job.directory.state == "running")
 
     def _drawn(self) -> tuple[Job, Trial] | None:
-        while self._interrupted or len(self._study.trials) < self._sweeper.n_trials:
-            # Optuna's own name for a trial in the storage, which no public call gives
-            trial = Trial(self._study, self._interrupted.pop(0)._trial_id) if self._interrupted else self._study.ask()
-            values = {key: self._draw(trial, key) for key in self._multirun.swept}
+        while (trial := self._next_trial()) is not None:
+            values = self._draws.values(trial)
             checked = self._check(trial.number, values)
             if checked.config is not None:
                 return Job(values, line=self._multirun.line(values), config=checked.config), trial
@@ -79,48 +107,80 @@ class Search:
             self._codes.append(Exit.CONFIGURATION)
         return None
 
-    def _draw(self, trial: Trial, key: str) -> str:
-        """Draw a value, or return the value that was drawn before the trial was interrupted."""
-        space = self._multirun.swept[key]
-        # a sampler for this draw: a search that was killed between two draws continues with the second
-        seed = int(digest_of([self._sweeper.seed, trial.number, key])[:8], 16)
-        is_random = self._sweeper.sampler == "random"
-        self._study.sampler = RandomSampler(seed) if is_random else TPESampler(seed=seed)
-        if not isinstance(space, Interval):
-            return str(trial.suggest_categorical(key, space))
-        if isinstance(space.low, int) and isinstance(space.high, int):
-            return str(trial.suggest_int(key, space.low, space.high, step=int(space.step or 1), log=space.log))
-        return str(trial.suggest_float(key, space.low, space.high, step=space.step, log=space.log))
+    def _next_trial(self) -> Trial | None:
+        """Return a trial that was interrupted, else a new one; None if there is none for this command."""
+        num_trials = self._multirun.num_trials
+        for frozen in self._study.get_trials(states=(TrialState.RUNNING,)):
+            is_needed = frozen.number < num_trials or frozen.params
+            if is_needed and frozen.number not in self._had and self._has_claimed(frozen.number):
+                # Optuna's own name for a trial in the storage, which no public call gives
+                trial = Trial(self._study, frozen._trial_id)
+                if _is_open(trial):
+                    return trial
+        while len(self._study.trials) < num_trials:
+            trial = self._study.ask()
+            if trial.number < num_trials and self._has_claimed(trial.number):
+                return trial
+        return None
 
+    def _has_claimed(self, number: int) -> bool:
+        if self._worker is not None and not self._worker.claim(number):
+            return False
+        self._had.add(number)
+        return True
+
+    @_stored
     def is_hopeless(self, job: Job) -> bool:
         return self._running[job].is_hopeless()
 
+    @_stored
     def note(self, job: Job) -> None:
         """Report to Optuna how a trial has ended, except an interrupted trial, so that it is continued."""
         watched = self._running.pop(job)
+        if not _is_open(watched.trial):  # another command took it up, while this one was frozen
+            return
+        if job.code == Exit.FAILED and job.directory.state in ("running", "finished"):  # by another command, which was faster
+            self._waiting.append((replace(job, code=None), watched.trial))
+            return
         self._codes.append(job.code if job.code is not None else Exit.FAILED)
-        objective = job.row().objective
+        values = self._values_of(job.directory)
         if watched.is_hopeless():  # even if it ended before it could be stopped: the next draw must follow from the
             self._study.tell(watched.trial, state=TrialState.PRUNED)  # results, and not from how fast they came
             self._codes.pop()
             LOGGER.info("trial %d pruned, at step %d: %s", watched.trial.number, watched.step, job)
-        elif job.code == Exit.FINISHED and objective is not None:
-            self._study.tell(watched.trial, objective)
+        elif job.code == Exit.FINISHED and len(values) == len(self._goals):
+            self._study.tell(watched.trial, list(values.values()))
         elif job.code != Exit.PREEMPTED:
             self._study.tell(watched.trial, state=TrialState.FAIL)
 
-    def rows(self) -> list[TableRow]:
-        swept = self._multirun.swept.keys()
-        return [self._row(trial) for trial in self._study.trials if trial.params.keys() == swept]  # not if killed in a draw
+    def _values_of(self, directory: RunDirectory) -> dict[str, float]:
+        summary = directory.read_summary()
+        values = {goal.name: goal.value(summary, monitor=self._monitor) for goal in self._goals}
+        return {name: value for name, value in values.items() if value is not None}
 
-    def _row(self, trial: FrozenTrial) -> TableRow:
-        values = {key: str(trial.params[key]) for key in self._multirun.swept}
+    @_stored
+    def rows(self) -> list[TableRow]:
+        best = {trial.number for trial in self._study.best_trials} if self._sweeper.objectives else set()
+        rows = ((trial, self._values(trial)) for trial in self._trials())
+        return [self._row(trial, values, is_best=trial.number in best) for trial, values in rows if values is not None]
+
+    def _values(self, trial: FrozenTrial) -> Values | None:
+        """Return what a trial has drawn; None if it was killed in a draw."""
+        try:
+            return self._multirun.space.choose(lambda dimension: str(trial.params[dimension.name]))
+        except KeyError:
+            return None
+
+    def _row(self, trial: FrozenTrial, values: Values, *, is_best: bool) -> TableRow:
         checked = self._check(trial.number, values)
         state = {TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}.get(trial.state)
         if checked.config is None:
             run = checked.fields["run"]
             return TableRow(run.id, RunDirectory(Path(run.dir)), values, "failed", None, str(checked.problems[0]), None)
-        return TableRow.read(checked.config.run, self._monitor, values, state=state)
+        row = TableRow.read(checked.config.run, self._monitor, values, state=state)
+        if not self._sweeper.objectives:
+            return row
+        return replace(row, objectives=self._values_of(row.directory), is_pareto=is_best)
 
     def _check(self, number: int, values: Values) -> Draft:
         if number not in self._checked:  # a check takes 50 ms, and each end of a trial asks for all trials
@@ -130,46 +190,9 @@ class Search:
     @property
     def code(self) -> int:
         """0 if any trial has finished: failures are a part of a search."""
-        is_won = any(trial.state == TrialState.COMPLETE for trial in self._study.trials)
+        is_won = any(trial.state == TrialState.COMPLETE for trial in self._trials())
         return Exit.FINISHED if is_won and Exit.PREEMPTED not in self._codes else exit_code(self._codes)
 
 
-class _Watched:
-    """A trial that is running: reads its evaluations as they come, and asks the pruner after each."""
-
-    def __init__(self, trial: Trial, job: Job, *, monitor: str) -> None:
-        self.trial = trial
-        self.step = 0  # of the last evaluation
-        self._split, _, self._metric = monitor.partition("/")
-        self._path = job.directory.metrics
-        self._inode = self._offset = 0  # of the file, and in it: rows before it have been read
-        self._reported = max(trial.storage.get_trial(trial._trial_id).intermediate_values, default=0)  # before a kill
-        self._is_hopeless = False
-
-    def is_hopeless(self) -> bool:
-        """Return whether the pruner has given the trial up, now or before."""
-        for row in self._new_rows() if not self._is_hopeless else []:
-            is_evaluation = row["split"] == self._split and self._metric in row
-            # steps that a run repeats, after a rollback or when it is continued, have counted already
-            if not is_evaluation or row["step"] <= self.step or row["step"] < self._reported:
-                continue
-            self.step = row["step"]
-            if self.step > self._reported:
-                self.trial.report(row[self._metric], self.step)
-            if self.trial.should_prune():
-                self._is_hopeless = True
-                break
-        return self._is_hopeless
-
-    def _new_rows(self) -> list[Row]:
-        try:
-            with open(self._path, "rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode:  # a run that continues replaces the file
-                    self._inode, self._offset = status.st_ino, 0
-                file.seek(self._offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        self._offset += len(whole + newline)
-        return rows_in(whole)
+def _is_open(trial: Trial) -> bool:
+    return trial.storage.get_trial(trial._trial_id).state == TrialState.RUNNING

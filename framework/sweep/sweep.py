@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +16,7 @@ from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection
 from framework.config.targets import locate
 from framework.launch.claim import print_problems
-from framework.runs.status import print_table, states_of
+from framework.runs.status import print_table
 from framework.runs.table import TableRow, best_of, listing, write_csv
 from framework.runtime import log
 from framework.runtime.exits import Exit, RunEnded
@@ -25,49 +25,18 @@ from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-from framework.sweep.jobs import Job, Pool, SlurmPool, exit_code, problems_of, submit_all
-from framework.sweep.line import Launcher, Multirun, SubmititSlurm, Values, read
+from framework.runtime.secrets import redact
+from framework.sweep.grid import Grid
+from framework.sweep.jobs import Job, Pool, SlurmPool, problems_of, submit_all
+from framework.sweep.line import Launcher, Multirun, SubmititSlurm, read
 from framework.sweep.picture import draw
+from framework.sweep.space import Values
+from framework.sweep.workers import Worker
 
 if TYPE_CHECKING:
     from framework.sweep.search import Search
 
 JobSource: TypeAlias = "Grid | Search"  # where the jobs of a sweep come from
-
-
-class Grid:
-    """The jobs that a command line lists."""
-
-    def __init__(self, jobs: list[Job]) -> None:
-        self._jobs = jobs
-        self._on_slurm = jobs[0].config.launch.kind == "slurm"
-        self._waiting = list(jobs)
-
-    @property
-    def num_left(self) -> int:
-        """How many jobs have not finished."""
-        return sum(not job.is_done for job in self._jobs)
-
-    def next(self) -> Job | None:
-        """Return a job to run now; None if there is none until a running job ends."""
-        return self._waiting.pop(0) if self._waiting else None
-
-    def is_hopeless(self, job: Job) -> bool:
-        """Return whether a running job should be stopped."""
-        return False
-
-    def note(self, job: Job) -> None:
-        """Note that a job has ended, as its `code` says."""
-
-    def rows(self) -> list[TableRow]:
-        """Return the states of the jobs."""
-        states = states_of(job.directory for job in self._jobs) if self._on_slurm else {}
-        return [job.row(state=states.get(job.directory.path)) for job in self._jobs]
-
-    @property
-    def code(self) -> int:
-        """The sweep's exit code, as far as it has come."""
-        return exit_code([job.code for job in self._jobs if job.code is not None])
 
 
 def sweep(overrides: list[str], problems: list[Problem]) -> int:
@@ -100,21 +69,28 @@ class Sweep:
         """The sweep's directory, named by a hash of its runs; of a search, by a hash of its start and how it draws."""
         decides: Any = sorted([job.config.name, job.config.run.id] for job in self.jobs)
         if self.multirun.sweeper is not None:
-            spaces = {key: space if isinstance(space, list) else asdict(space) for key, space in self.multirun.swept.items()}
-            decides = [decides, spaces, self.multirun.sweeper.model_dump(exclude={"n_trials"})]
+            spaces = {one.name: one.values if isinstance(one.values, list) else asdict(one.values)
+                      for one in self.multirun.space.dimensions}  # fmt: skip
+            decides = [decides, spaces, self.multirun.sweeper.decisive()]
         return Path(self.jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
 
-    def source(self) -> JobSource:
+    @property
+    def is_shared(self) -> bool:
+        """Whether several commands may work on it at a time."""
+        return self.multirun.sweeper is not None and self.multirun.sweeper.is_shared
+
+    def source(self, worker: Worker | None = None) -> JobSource:
+        """Return where the jobs come from; `worker` is this command, if the sweep is shared and its jobs are to run."""
         if self.multirun.sweeper is None:
             return Grid(self.jobs)
         from framework.sweep.search import Search  # Optuna takes a second
 
         saving = self.jobs[0].config.checkpoint
-        return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory)
+        return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory, worker=worker)
 
     def rows(self) -> list[TableRow]:
         """Return the states of the jobs; of a search, of the trials that have been drawn."""
-        is_new = self.multirun.sweeper is not None and not (self.directory / "search.db").exists()
+        is_new = self.multirun.sweeper is not None and not self.directory.exists()
         return [] if is_new else self.source().rows()
 
 
@@ -128,7 +104,8 @@ def print_sweep_plan(sweep: Sweep) -> int:
     rows, sweeper = sweep.rows(), sweep.multirun.sweeper
     print(listing(rows), end="")
     if sweeper is not None:
-        print(f"{max(0, sweeper.n_trials - len(rows))} of {sweeper.n_trials} trials are still to be drawn")
+        num_trials = sweep.multirun.num_trials
+        print(f"{max(0, num_trials - len(rows))} of {num_trials} trials are still to be drawn")
     return Exit.FINISHED
 
 
@@ -142,17 +119,19 @@ def run_jobs(sweep: Sweep) -> int:
     on_slurm, group = config.launch.kind == "slurm", f"sweep-{directory.name}"
     if problems := problems_of(jobs):
         return print_problems(problems)
-    lock = Lock(directory)
+    worker = Worker(directory) if sweep.is_shared else None
+    lock = worker or Lock(directory)
     try:
         lock.take()
-        write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *sweep.overrides]}))
+        line = [redact(text) for text in sweep.overrides]
+        write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *line]}))
         if multirun.num_at_a_time > 1:
             make_directory(directory / "logs")
     except OSError as error:
         LOGGER.error("the sweep's directory cannot be written: %s", error)
         return Exit.DISK
     try:
-        source = sweep.source()
+        source = sweep.source(worker)
         if on_slurm and not isinstance(multirun.launcher, SubmititSlurm):
             for job in [job for job in jobs if job.is_done]:
                 job.skip()
@@ -173,12 +152,12 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
 
     Every value is checked first, so that a wrong value is reported once; then every combination.
     """
-    jobs, found = _composed(multirun, multirun.samples())
-    problems = [*problems, *(problem for problem in found if problem not in problems)]
-    problems = problems or _launch_problems(multirun, jobs)
+    jobs, found = _composed(multirun, multirun.space.samples())
+    problems = [*problems, *(multirun.space.explained(problem) for problem in found if problem not in problems)]
+    problems = problems or [*_launch_problems(multirun, jobs), *_objective_problems(multirun, jobs[0])]
     if problems or multirun.sweeper is not None:
         return jobs, problems
-    jobs, problems = _composed(multirun, multirun.combinations())
+    jobs, problems = _composed(multirun, multirun.space.combinations())
     by_place: dict[str, Job] = {}
     for job in jobs:
         other = by_place.setdefault(job.config.run.dir, job)
@@ -204,6 +183,17 @@ def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
     return []
 
 
+def _objective_problems(multirun: Multirun, job: Job) -> list[Problem]:
+    """Return which of several objectives are no metrics of a run, as checkpoint.monitor would be checked."""
+    found = []
+    for name in multirun.sweeper.metrics if multirun.sweeper is not None else []:
+        problems = checked_line([*job.line, f"checkpoint.monitor={name}", "checkpoint.mode=min"]).problems
+        found += [
+            replace(problem, key="hydra.sweeper.objectives") for problem in problems if problem.key == "checkpoint.monitor"
+        ]
+    return found
+
+
 def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], list[Problem]]:
     jobs: list[Job] = []
     problems: dict[Problem, None] = {}
@@ -220,7 +210,7 @@ def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, d
     _write(source.rows(), directory / "sweep.csv", write_csv)
     while not PREEMPTION.requested or pool.running:
         pool.start(_due(source, pool.room))
-        if not pool.running:
+        if not pool.running and (PREEMPTION.requested or not source.is_waiting):
             break
         for job in pool.running:
             if source.is_hopeless(job):
@@ -261,7 +251,10 @@ def _end(source: JobSource, saving: CheckpointSection, directory: Path) -> int:
     states = Counter(row.state for row in rows)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     LOGGER.info("%s", f"{len(rows)} job{'s' * (len(rows) != 1)}: {counts}; see {directory}")
-    if (best := best_of(rows, mode=saving.direction)) is not None:
+    for row in (pareto := [row for row in rows if row.is_pareto]):
+        values = ", ".join(f"{name} {value:.4g}" for name, value in row.objectives.items())
+        LOGGER.info("%s", f"Pareto: {values}: {row.assignment}, in {row.directory.path}")
+    if not pareto and (best := best_of(rows, mode=saving.direction)) is not None:
         of = f": {best.assignment}" if best.assignment else ""
         LOGGER.info("%s", f"best {saving.monitor} {best.objective:.4g}{of}, in {best.directory.path}")
     if PREEMPTION.requested and source.num_left:

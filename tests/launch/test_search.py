@@ -13,7 +13,7 @@ from optuna.study import Study
 from optuna.trial import Trial
 
 from framework.runtime.preemption import PREEMPTION
-from framework.sweep.search import _Watched
+from framework.sweep.watched import Watched
 from framework.training.trainer import Trainer
 from tests.harness import Ended, Says, assert_same_bits, finished, wait_for
 from tests.launch.test_sweep import SHORT, TWO_AT_A_TIME, job, no_process, swept, table
@@ -77,14 +77,14 @@ def killed_in_trial(number: int) -> Callable[[], None]:
     """Return what kills the search, and so everything, at the ninth step of one of its trials."""
 
     def plant() -> None:
-        original = _Watched.__init__
+        original = Watched.__init__
 
-        def init(self: _Watched, trial: object, *args: object, **kwargs: object) -> None:
+        def init(self: Watched, trial: object, *args: object, **kwargs: object) -> None:
             original(self, trial, *args, **kwargs)  # type: ignore[arg-type]
             if self.trial.number == number:
                 after_step(9, lambda: os.kill(os.getppid(), signal.SIGKILL))()
 
-        _Watched.__init__ = init  # type: ignore[method-assign]
+        Watched.__init__ = init  # type: ignore[method-assign]
 
     return plant
 
@@ -186,9 +186,9 @@ def watched_at_every_evaluation(folder: Path) -> Callable[[], None]:
     folder.mkdir()
 
     def plant() -> None:
-        is_hopeless, evaluate = _Watched.is_hopeless, Trainer.evaluate
+        is_hopeless, evaluate = Watched.is_hopeless, Trainer.evaluate
 
-        def told(self: _Watched) -> bool:
+        def told(self: Watched) -> bool:
             answer = is_hopeless(self)
             (folder / f"{self._path.parent.name}_{self.step}_{answer}").touch()
             return answer
@@ -202,7 +202,7 @@ def watched_at_every_evaluation(folder: Path) -> Callable[[], None]:
                     wait_for(lambda: PREEMPTION.requested, what="a signal to stop")
             return answer
 
-        _Watched.is_hopeless, Trainer.evaluate = told, evaluated  # type: ignore[method-assign]
+        Watched.is_hopeless, Trainer.evaluate = told, evaluated  # type: ignore[method-assign]
 
     return plant
 
@@ -242,7 +242,7 @@ def test_what_is_drawn_and_stopped_does_not_depend_on_how_fast_the_search_looks(
 def test_optuna_is_in_the_parent_alone() -> None:
     users = {str(path.relative_to(ROOT)) for path in (ROOT / "framework").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, (ast.Import, ast.ImportFrom)) and "optuna" in ast.unparse(node)}  # fmt: skip
-    assert users == {"framework/sweep/search.py"}
+    assert users == {f"framework/sweep/{name}.py" for name in ("search", "study", "watched")}
 
 
 @pytest.mark.parametrize(

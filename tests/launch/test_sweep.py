@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from framework.runs.table import TableRow
 from framework.runtime.lock import Lock
 from framework.runtime.preemption import PREEMPTION
 from framework.sweep.jobs import Job, Pool, exit_code
-from framework.sweep.line import Interval, read
+from framework.sweep.line import read
 from framework.sweep.picture import draw, panels
+from framework.sweep.space import Interval
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, slow_but, wait_for
 from tests.test_resume import RUN, after_step, preempt
@@ -337,14 +339,18 @@ def test_a_line_is_taken_apart_as_hydra_does() -> None:
         ["seed=range(3)", "model=glob(*t)", "+model.dropout=choice(0,0.1)", "name=x", "optimizer=sgd,adam", "optimizer=sgd"]
     )
     assert not problems and line.fixed == ["name=x", "optimizer=sgd"]
-    assert line.swept == {"seed": ["0", "1", "2"], "model": ["gpt", "resnet", "vit"], "model.dropout": ["0", "0.1"]}
-    combinations = line.combinations()
+    assert {one.key: one.values for one in line.space.dimensions} == {
+        "seed": ["0", "1", "2"],
+        "model": ["gpt", "resnet", "vit"],
+        "model.dropout": ["0", "0.1"],
+    }
+    combinations = line.space.combinations()
     assert len(combinations) == 18 and combinations[1] == {"seed": "0", "model": "gpt", "model.dropout": "0.1"}
     assert line.line(combinations[1]) == ["name=x", "optimizer=sgd", "seed=0", "model=gpt", "model.dropout=0.1"]
-    space, problems = read(
+    search, problems = read(
         ["a=interval(1,2)", "b=int(interval(1,8))", "c=tag(log,interval(1e-3,1))", "d=range(1,9,3)", "hydra/sweeper=optuna"]
     )
-    assert not problems and space.swept == {
+    assert not problems and {one.key: one.values for one in search.space.dimensions} == {
         "a": Interval(1.0, 2.0), "b": Interval(1, 8), "c": Interval(1e-3, 1.0, log=True), "d": Interval(1, 7, step=3)
     }  # fmt: skip
 
@@ -373,6 +379,20 @@ def test_a_panel_shows_its_parameter_on_the_axis_that_fits(tmp_path: Path) -> No
     assert model.medians == [("cnn", 2.5), ("mlp", 2.5)]
     assert (dim.scale, dim.values) == ("linear", [8, 8, 16, 16, 24, 24, 8])
     draw(rows, tmp_path / "sweep.png", monitor="val/loss", mode="min")
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_panel_has_the_jobs_that_have_its_parameter_and_one_is_of_each_objective(tmp_path: Path) -> None:
+    rows = [
+        row("finished", 1.0, model="mlp", dim="8"),
+        row("finished", 2.0, model="mlp", dim="16"),
+        row("finished", 3.0, model="cnn"),
+    ]
+    measured = [replace(one, objectives={"parameters": 10.0 * n}, is_pareto=n < 3) for n, one in enumerate(rows, 1)]
+    model, dim, parameters = panels([*measured, row("failed", None, model="cnn")])
+    assert (model.values, dim.values, parameters.values) == (["mlp", "mlp", "cnn", "cnn"], [8, 16], [10.0, 20.0, 30.0])
+    assert dim.rows == measured[:2] and parameters.medians == []
+    draw(measured, tmp_path / "sweep.png", monitor="val/loss", mode="min")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,0 +1,42 @@
+"""The jobs that a command line lists, one for each combination of its values."""
+
+from framework.runs.status import states_of
+from framework.runs.table import TableRow
+from framework.sweep.jobs import Job, exit_code
+
+
+class Grid:
+    """The jobs that a command line lists."""
+
+    is_waiting = False  # for a run of another command
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self._jobs = jobs
+        self._on_slurm = jobs[0].config.launch.kind == "slurm"
+        self._waiting = list(jobs)
+
+    @property
+    def num_left(self) -> int:
+        """How many jobs have not finished."""
+        return sum(not job.is_done for job in self._jobs)
+
+    def next(self) -> Job | None:
+        """Return a job to run now; None if there is none until a running job ends."""
+        return self._waiting.pop(0) if self._waiting else None
+
+    def is_hopeless(self, job: Job) -> bool:
+        """Return whether a running job should be stopped."""
+        return False
+
+    def note(self, job: Job) -> None:
+        """Note that a job has ended, as its `code` says."""
+
+    def rows(self) -> list[TableRow]:
+        """Return the states of the jobs."""
+        states = states_of(job.directory for job in self._jobs) if self._on_slurm else {}
+        return [job.row(state=states.get(job.directory.path)) for job in self._jobs]
+
+    @property
+    def code(self) -> int:
+        """The sweep's exit code, as far as it has come."""
+        return exit_code([job.code for job in self._jobs if job.code is not None])

@@ -1,0 +1,237 @@
+"""`hydra.sweeper` of a search: how many trials, how they are drawn and pruned, what they improve, where they are stored."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, SerializeAsAny
+
+from framework.config.compose import resolve_text
+from framework.config.schema import Count, Positive, Section, keys_of
+from framework.config.spelling import did_you_mean
+from framework.config.validation import section_problems
+from framework.runs.metrics_file import MACHINE
+from framework.runtime.problem import Problem, shown
+
+JOURNAL = "journal"  # hydra.sweeper.storage: a file in the sweep's directory to which several commands append
+_NUM_TRIALS = 20
+
+# --- pruners, with Optuna's names for their parameters; a step is an optimizer step
+
+
+class Pruner(Section):
+    """How trials are stopped early."""
+
+    name: str
+
+
+class NoPruner(Pruner):
+    """Stops no trial."""
+
+
+class Median(Pruner):
+    """Stops a trial whose best evaluation is worse than the median of the other trials' at the same step."""
+
+    n_startup_trials: Count = 5
+    n_warmup_steps: Count = 0
+    interval_steps: Positive = 1
+    n_min_trials: Positive = 1
+
+
+class Percentile(Median):
+    """As Median, with the trials in the best `percentile` percent kept."""
+
+    percentile: Annotated[float, Field(ge=0, le=100)] = 25.0
+
+
+class _Halving(Pruner):
+    bootstrap_count: Count = 0
+
+    def rules(self) -> Iterator[Problem]:
+        budget = "min_resource" if isinstance(self, Asha) else "max_resource"
+        if self.bootstrap_count and getattr(self, budget) == "auto":
+            yield Problem("bootstrap_count", f"{self.bootstrap_count} needs {budget}", f"{budget}=STEPS")
+
+
+class Asha(_Halving):
+    """Asynchronous successive halving: of the trials that reach a rung, the best 1/reduction_factor go on."""
+
+    min_resource: Positive | Literal["auto"] = "auto"
+    reduction_factor: Annotated[int, Field(ge=2)] = 4
+    min_early_stopping_rate: Count = 0
+
+
+class Hyperband(_Halving):
+    """Several successive halvings that begin to prune at different steps."""
+
+    min_resource: Positive = 1
+    max_resource: Positive | Literal["auto"] = "auto"
+    reduction_factor: Annotated[int, Field(ge=2)] = 3
+
+    def rules(self) -> Iterator[Problem]:
+        yield from super().rules()
+        if isinstance(self.max_resource, int) and self.max_resource < self.min_resource:
+            yield Problem("max_resource", f"{self.max_resource} is less than min_resource={self.min_resource}", "at least that")
+
+
+class Patient(Pruner):
+    """Stops a trial that has not improved by `min_delta` in `patience` evaluations."""
+
+    patience: Count
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
+_PRUNERS: dict[str, type[Pruner]] = {
+    "median": Median, "percentile": Percentile, "asha": Asha, "hyperband": Hyperband, "patient": Patient, "none": NoPruner,
+}  # fmt: skip
+
+
+def read_pruner(node: dict[str, Any]) -> list[Problem]:
+    """Replace `pruner`, a name or `{name: NAME, ...}`, and `pruner.KEY` in a sweeper's node by the Pruner. Returns problems."""
+    chosen = node.pop("pruner", None)
+    values = dict(chosen) if isinstance(chosen, dict) else {} if chosen is None else {"name": chosen}
+    values |= {name.removeprefix("pruner."): node.pop(name) for name in [*node] if name.startswith("pruner.")}
+    node["pruner"], problems = _pruner(**{str(name): value for name, value in values.items()}) if values else (None, [])
+    return problems
+
+
+def _pruner(name: Any = "median", **parameters: Any) -> tuple[Pruner | None, list[Problem]]:
+    key = "hydra.sweeper.pruner"
+    if not isinstance(name, str) or name not in _PRUNERS:
+        meant = did_you_mean(str(name), list(_PRUNERS))
+        return None, [Problem(key, f"{shown(name)} is not valid", f"one of {', '.join(_PRUNERS)}; {meant}".rstrip("; "))]
+    kind = _PRUNERS[name]
+    known = [field for field in kind.model_fields if field != "name"]
+    expected = f"{name} has {', '.join(known)}" if known else f"pruner={name} has no keys"
+    problems = [Problem(f"{key}.{one}", "unknown key", did_you_mean(one, known) or expected)
+                for one in parameters if one not in known]  # fmt: skip
+    values = {"name": name, **parameters}
+    problems = problems or section_problems(kind, values, key, keys_of(kind, f"{key}."))
+    return (None if problems else kind.model_validate(values)), problems
+
+
+# --- objectives
+
+
+class Objective(NamedTuple):
+    """What a search improves: SPLIT/METRIC, or a number of the run's summary."""
+
+    name: str
+    mode: str  # min or max
+
+    def value(self, summary: dict[str, Any], *, monitor: str) -> float | None:
+        """Return the value of a run.
+
+        Of the monitored split it is the value at the evaluation with the best `monitor`, of another split the last.
+        """
+        split, slash, metric = self.name.partition("/")
+        if not slash:
+            found = summary.get(self.name)
+        else:
+            which = "best" if split == monitor.partition("/")[0] else "last"
+            found = summary.get("metrics", {}).get(split, {}).get(which, {}).get(metric)
+        return float(found) if isinstance(found, (int, float)) else None
+
+
+_OF_SUMMARY = ("parameters", "wall_s")
+_SPLITS = ("train", "val")
+
+
+# --- the section
+
+
+class Sweeper(Section):
+    """How a search draws its trials."""
+
+    n_trials: Positive | None
+    seed: Count
+    sampler: Literal["tpe", "random", "grid"]
+    pruner: SerializeAsAny[Pruner] | None
+    objectives: list[str] | None
+    storage: str | None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several commands may work on the search at a time."""
+        return self.storage is not None
+
+    @property
+    def chosen_pruner(self) -> Pruner:
+        """The pruner; the default is `median` with one objective, none with several."""
+        return self.pruner or (NoPruner(name="none") if self.objectives else Median(name="median"))
+
+    @property
+    def goals(self) -> list[Objective]:
+        """The objectives, if there are several."""
+        return [Objective(name, mode) for name, _, mode in (text.rpartition(":") for text in self.objectives or [])]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The objectives that are metrics; the others are of the summary, or measured by a clock."""
+        return [goal.name for goal in self.goals if "/" in goal.name and goal.name.partition("/")[2] not in MACHINE]
+
+    def num_trials(self, num_combinations: int) -> int:
+        """Return how many trials the search has; `num_combinations` are those of a grid."""
+        if self.sampler == "grid":
+            return min(self.n_trials or num_combinations, num_combinations)
+        return self.n_trials or _NUM_TRIALS
+
+    def decisive(self) -> dict[str, Any]:
+        """Return what makes this another search than one with other values."""
+        pruner = self.chosen_pruner
+        changed = pruner.model_dump(exclude={"name"}, exclude_defaults=True)
+        others = {"objectives": self.objectives, "pruner_settings": changed}
+        given = {name: value for name, value in others.items() if value}
+        return {"seed": self.seed, "sampler": self.sampler, "pruner": pruner.name, **given}
+
+    def rules(self) -> Iterator[Problem]:
+        yield from self._objective_problems()
+        if self.objectives and not isinstance(self.chosen_pruner, NoPruner):
+            yield Problem("pruner", f"{self.chosen_pruner.name} cannot compare several objectives", "pruner=none")
+        if self.storage not in (None, JOURNAL):
+            yield from _storage_problems(str(self.storage))
+
+    def _objective_problems(self) -> Iterator[Problem]:
+        if self.objectives is None:
+            return
+        names = [goal.name for goal in self.goals]
+        if len(names) < 2 or len({*names}) < len(names):
+            yield Problem("objectives", f"{shown(self.objectives)} is not valid",
+                          "at least two different ones; a single one is checkpoint.monitor")  # fmt: skip
+        for text, (name, mode) in zip(self.objectives, self.goals):
+            split, slash, metric = name.partition("/")
+            is_known = split in _SPLITS and metric if slash else name in _OF_SUMMARY
+            if not is_known or mode not in ("min", "max"):
+                expected = f"val/METRIC:min, val/METRIC:max, train/..., or {', '.join(_OF_SUMMARY)} with :min or :max"
+                yield Problem("objectives", f"{text} is not valid", expected)
+
+
+def resolve_storage(node: dict[str, Any]) -> list[Problem]:
+    """Resolve `storage=${oc.env:NAME}` in a sweeper's node: a URL with a password is for no command line. Returns problems."""
+    if not isinstance(storage := node.get("storage"), str):
+        return []
+    try:
+        node["storage"] = resolve_text(storage)
+    except ValueError as error:
+        node["storage"] = None
+        return [Problem("hydra.sweeper.storage", "its interpolation does not resolve", str(error))]
+    return []
+
+
+def _storage_problems(storage: str) -> Iterator[Problem]:
+    try:
+        from sqlalchemy.engine import make_url
+        from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+    except ImportError:  # it comes with Optuna, whose absence is a problem of its own
+        return
+    try:
+        url = make_url(storage)
+        dialect = url.get_dialect()
+        dialect.import_dbapi()
+        dialect().create_connect_args(url)
+        if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+            raise ArgumentError("it keeps nothing")
+    except (ArgumentError, NoSuchModuleError):
+        expected = f"{JOURNAL}, or a URL as in postgresql://USER@HOST/DATABASE or sqlite:////PATH"
+        yield Problem("storage", f"{shown(storage)} is not valid", expected)
+    except ImportError as error:
+        yield Problem("storage", f"{error.name} is not installed", f"pip install {error.name}")

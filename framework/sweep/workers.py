@@ -1,0 +1,70 @@
+"""The commands that work on one search at a time: a lock of each shows that it is alive, and a trial is claimed by one."""
+
+import itertools
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from framework.runtime.files import lock_file
+from framework.runtime.lock import Lock, RunLocked
+
+
+class Worker:
+    """One command of a search that several work on. Claims of a trial are numbered: the last one counts.
+
+    A claim is a symbolic link, which also network file systems make once only, to the name of the worker.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / "workers"
+        self._name = f"{socket.gethostname()}_{os.getpid()}_{secrets.token_hex(4)}"
+        self._lock = Lock(self._folder / self._name)
+
+    def take(self) -> None:
+        """Become a worker, until the end of this process and its jobs."""
+        self._lock.take()
+
+    def release(self) -> None:
+        self._lock.release()
+        shutil.rmtree(self._folder / self._name, ignore_errors=True)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other workers out, as far as the file system's locks reach: two that make a database break each other."""
+        descriptor = None
+        while descriptor is None:
+            descriptor = lock_file(self._folder / "lock", waits=True)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def claim(self, trial: int) -> bool:
+        """Claim a trial by its number. Returns whether it is this worker's: not if a living worker has it."""
+        next_claim = next(path for n in itertools.count() if not os.path.lexists(path := self._folder / f"{trial}.{n}"))
+        number = int(next_claim.suffix[1:])
+        if number and self._is_alive(os.readlink(self._folder / f"{trial}.{number - 1}")):
+            return False
+        try:
+            os.symlink(self._name, next_claim)
+        except FileExistsError:  # another worker was faster
+            return False
+        return True
+
+    def _is_alive(self, name: str) -> bool:
+        lock = Lock(self._folder / name)
+        if not lock.path.exists():
+            return False
+        try:
+            lock.take(patience_s=_PATIENCE_S)
+        except RunLocked:
+            return True
+        lock.release()
+        return False
+
+
+_PATIENCE_S = 2.0  # for the jobs of a command that was killed
