@@ -6,7 +6,6 @@ from datetime import timedelta
 from framework.config.frozen_file import FrozenConfig
 from framework.distributed.mpi import start as mpi
 from framework.launch.claim import ClaimedRun, as_text, from_text, print_problems
-from framework.launch.elastic.network import Network
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, headline, is_lost_peer
@@ -21,6 +20,8 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> 
         # the ranks cannot agree on which of them prints; and if rank 0 has not printed, the problem is this node's alone
         return print_problems([problem], each_rank=True)
     if environment.world_size > environment.local_world_size and not environment.uses_mpi:
+        from framework.launch.elastic.network import Network  # torch
+
         network = Network.find()
         # NCCL finds its networks by itself, and may use several
         network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"))

@@ -209,7 +209,8 @@ def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, d
     PREEMPTION.watch()
     _write(source.rows(), directory / "sweep.csv", write_csv)
     while not PREEMPTION.requested or pool.running:
-        pool.start(_due(source, pool.room))
+        if due := _due(source, pool.room):
+            pool.start(due)
         if not pool.running and (PREEMPTION.requested or not source.is_waiting):
             break
         for job in pool.running:

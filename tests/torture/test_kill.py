@@ -133,7 +133,7 @@ def test_twenty_kills_under_every_strategy_change_no_bit(
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     rng = random.Random(seed)
-    how = line_of(strategy)
+    how = [*line_of(strategy), *(["parallel.sync_every=3"] if strategy == "local-sgd" else [])]
     num_ranks = int(how[1].partition("=")[2])
     whole = finished(*EVERY, *how, root=tmp_path / "whole", before=own_option)
     for number in range(NUM_KILLS):
