@@ -14,6 +14,7 @@ from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine, EngineAround, Step, weigh_gradients
 from framework.engine.sums import Sums
 from framework.optim.optimizers import BuildOptimizer, Trainable
+from framework.optim.update import Average, AveragedWeights
 
 
 def local_sgd(
@@ -61,8 +62,8 @@ def exact_options(**options: object) -> None:
 class LocalSGD(EngineAround):
     """An Engine whose gradients come from this process's samples only, after the first `sync_first` steps.
 
-    After every `sync_every`-th step, parameters and optimizer state are averaged over the processes. All processes are
-    equal then, and only then can a checkpoint be saved.
+    After every `sync_every`-th step, parameters, their moving average and optimizer state are averaged over the processes.
+    All processes are equal then, and only then can a checkpoint be saved.
     Source: Lin et al. 2020, "Don't use large mini-batches, use local SGD"; averaged momentum: Yu et al. 2019.
     """
 
@@ -74,6 +75,7 @@ class LocalSGD(EngineAround):
         self._index = 0  # of the latest step
         self._num_samples = 0  # of this rank in it
         self._optimizer: torch.optim.Optimizer | None = None
+        self._weights_average: AveragedWeights | None = None
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._index = index
@@ -108,6 +110,16 @@ class LocalSGD(EngineAround):
         if self._optimizer is not None and not self.can_pause(self._index + 1):
             self._average_all()
 
+    def use_average(self, average: Average | None) -> None:
+        self._engine.use_average(average)
+        if isinstance(average, AveragedWeights):
+            self._weights_average = average
+            average.after_update = self._agree_on_average
+
+    def _agree_on_average(self, step: int) -> None:
+        if self._weights_average is not None and (step + 1) % self._sync_every == 0:
+            self._average(iter(self._weights_average.tensors.values()))
+
     def can_pause(self, step: int) -> bool:
         return step % self._sync_every == 0 or step <= self._sync_first
 
@@ -120,6 +132,8 @@ class LocalSGD(EngineAround):
 
     def _average_all(self) -> None:
         assert self._optimizer is not None
+        if self._weights_average is not None and not self.can_pause(self._index + 1):  # else it follows the update
+            self._average(iter(self._weights_average.tensors.values()))
         self._average(p.data for p in self.module.parameters() if p.requires_grad)
         states = (self._optimizer.state[p] for p in self.module.parameters() if p in self._optimizer.state)
         self._average(value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
