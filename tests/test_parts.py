@@ -319,7 +319,7 @@ REFUSED = {
     "Forgets": "part.forgets: count goes on from step to step, and no checkpoint holds it (return it from state_dict(), ...",
     "Unstorable": "part.unstorable.when: is a value of type object, which no checkpoint can hold ...",
     "FailsLate": "part.failslate: it fails in a rehearsal: KeyError: 'late' ...",
-    "OfRank": "parallel: ...",
+    "OfRank": "part.ofrank: 2 processes compute something else with this model than one does: ... loop.sum() ...",
     "TakenColumn": "part.takencolumn: its column loss is another's (a name of its own; ...",
     "OddColumn": "part.oddcolumn: its column when is a object (a number, or a list of numbers; ...",
     "NoDictionary": "part.nodictionary: state_dict() returns a int (a dictionary; ...",
