@@ -17,6 +17,7 @@ from framework.config.targets import locate
 from framework.config.validation import validate
 from framework.launch.catch_up import catch_up
 from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
+from framework.launch.mirrored import put_missing
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
 from framework.preflight.check import check, code_problems
@@ -57,7 +58,7 @@ def launch(command: Command) -> int:
     from framework.launch.worker import start_workers
 
     try:
-        return start_workers(run)
+        return run.carry_out(lambda: start_workers(run))
     finally:
         run.lock.release()
 
@@ -90,7 +91,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
             if is_finished(config.run):
                 accept_code(config.run, config.targets())
                 catch_up(config.run, config.logger, name=config.name, config=config.plain())
-                return Exit.FINISHED
+                return put_missing(config.run, name=config.name)
         from framework.preflight.child import problems_in_child
         from framework.preflight.dry_build import dry_build
 

@@ -97,6 +97,7 @@ class CheckpointSection(Section):
 
 class RunSection(Section):
     root: str
+    mirror: str | None = None
     resume: str
     id: str
     dir: str

@@ -25,8 +25,12 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> 
         from framework.launch.worker import work
 
         frozen = taken
+
+        def do_part() -> int:
+            return work(frozen, None)
+
         try:
-            taken = work(frozen, None)
+            taken = begun.carry_out(do_part) if isinstance(begun, ClaimedRun) else do_part()
         except Exception as error:
             LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
             if environment.uses_mpi and not is_lost_peer(error):  # rank 0 will not record it: mpirun kills it

@@ -25,6 +25,7 @@ from framework.preflight.processes import backend_problems, with_processes
 from framework.preflight.rules import RULES, folder_holds_samples
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import CHANGED, WAYS, Provenance
+from framework.runtime.objects import is_url
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 
@@ -199,7 +200,8 @@ def place_problems(run: RunSection) -> list[Problem]:
     if there not in (None, run.id):
         what = f"{directory.path} holds another run ({there}, this is {run.id})"
         problems = [Problem("run.dir", what, "another directory, or that run's own command")]
-    return problems + _check_resume(run.resume, directory)
+    may_be_fetched = run.mirror is not None and run.resume == "must"  # which the claim finds out
+    return problems if may_be_fetched else problems + resume_problems(run.resume, directory)
 
 
 def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
@@ -241,10 +243,11 @@ def _check_contents(directory: RunDirectory) -> list[Problem]:
     return []
 
 
-def _check_resume(resume: str, directory: RunDirectory) -> list[Problem]:
+def resume_problems(resume: str, directory: RunDirectory) -> list[Problem]:
+    """Return why a run cannot begin with what `run.resume` names. A URL is looked at when it is fetched."""
     if resume == "must" and not candidates(directory.checkpoints):
         return [Problem("run.resume", f"must, but {directory.path} has no checkpoint", "auto, or the path of a run")]
-    if resume in ("auto", "never", "must"):
+    if resume in ("auto", "never", "must") or is_url(resume):
         return []
     path = Path(resume)
     if not resume or not os.path.isdir(path):

@@ -17,6 +17,7 @@ from framework.config.schema import (
     RunSection,
     TrainerSection,
 )
+from framework.runtime.objects import is_url, url_problems
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown
 
@@ -122,6 +123,13 @@ def ports_are_the_kernels(launch: LaunchSection) -> Iterator[Problem]:
         yield Problem("launch.ports", what, f"sysctl -w {setting}; docker run --sysctl {setting}")
 
 
+def stores_can_be_reached(run: RunSection) -> Iterator[Problem]:
+    if run.mirror is not None:
+        yield from url_problems("run.mirror", run.mirror)
+    if is_url(run.resume):
+        yield from url_problems("run.resume", run.resume)
+
+
 RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     name_is_a_directory,
     micro_batch_fits,
@@ -133,4 +141,5 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     weights_come_from_one_place,
     processes_can_share,
     ports_are_the_kernels,
+    stores_can_be_reached,
 )

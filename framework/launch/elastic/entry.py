@@ -28,21 +28,28 @@ class RoundEntry:
         log.start_console(rank=environment.rank)
         try:
             store = launcher_store(environment, timeout=timedelta(minutes=10), part="start")
-            if environment.rank == 0:
-                store.set("decision", as_text(self._decide()))
+            begun = self._decide() if environment.rank == 0 else None
+            if begun is not None:
+                store.set("decision", as_text(begun.frozen if isinstance(begun, ClaimedRun) else begun))
             taken = from_text(store.get("decision").decode())
         except Exception as error:
             record_failure(error, environment=environment, scratch=self.folder)
             raise
-        return work(taken, self.folder, node_scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
+        if not isinstance(taken, FrozenConfig):
+            return taken
 
-    def _decide(self) -> FrozenConfig | int:
+        def do_part() -> int:
+            return work(taken, self.folder, node_scratch=node_folder)
+
+        return begun.carry_out(do_part) if isinstance(begun, ClaimedRun) else do_part()
+
+    def _decide(self) -> ClaimedRun | int:
+        """Claim the directory; the lock stays with this process until it ends. An exit code if there is nothing to do."""
         began = self.folder / "began"
         config = self.config.begun() if began.exists() else self.config
         if is_finished(config.run):
             return Exit.FINISHED
         run = claim(config, party="elastic")
-        if not isinstance(run, ClaimedRun):
-            return run
-        began.touch()
-        return run.frozen  # its lock stays with this process until it ends
+        if isinstance(run, ClaimedRun):
+            began.touch()
+        return run

@@ -1,0 +1,176 @@
+"""A process beside a run that keeps its mirror up to date: it may be slow, or the store refuse, and training goes on."""
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+from framework.config.schema import RunSection
+from framework.runs.directory import RunDirectory
+from framework.runs.mirror import Holding, Mirror
+from framework.runs.mirror_upload import Superseded, Upload
+from framework.runtime import log
+from framework.runtime.exits import Exit, RunEnded
+from framework.runtime.lock import Lock
+from framework.runtime.log import LOGGER
+from framework.runtime.objects import Objects, StoreFailed
+from framework.runtime.preemption import PREEMPTION, die_with_parent
+from framework.runtime.problem import Problem
+
+_POLL_S = 1.0  # between looks for a new checkpoint
+_LONGEST_PAUSE_S = 60.0  # between attempts while the store refuses
+_PATIENCE_S = 30.0  # at the run's end, with a store that refuses
+
+
+def mirror_of(run: RunSection, *, name: str) -> Mirror | None:
+    """Return the run's mirror; None if it has none. StoreFailed if it cannot be opened."""
+    return Mirror(f"{run.mirror.rstrip('/')}/{name}/{run.id}", RunDirectory(Path(run.dir))) if run.mirror else None
+
+
+def refused(failure: StoreFailed) -> Problem:
+    """Return a store's refusal, before the start, as a problem."""
+    if failure.is_wrong:
+        return Problem("run.mirror", str(failure), "a place that exists, and the right to list, read and write there")
+    return Problem("run.mirror", str(failure), "the same command tries again", code=Exit.DISK)
+
+
+def mirrored(work: Callable[[], int], *, mirror: Mirror, holding: Holding, grace_s: float | None) -> int:
+    """Do the work of a run while a process keeps the mirror up to date. Returns the work's exit code.
+
+    At its end what is missing is put; DISK where that fails, and nothing else has failed.
+    """
+    follower = _Follower(mirror, holding)
+    code: int = Exit.FAILED
+    try:
+        code = work()
+    finally:
+        is_taken, missing = follower.finish(within_s=math.inf if grace_s is None else PREEMPTION.left_of(grace_s))
+        with log.log_file(mirror.directory.log):
+            if is_taken:
+                LOGGER.error("%s has been taken by another command; this one stops, and writes nothing more there", mirror.url)
+            elif missing:
+                LOGGER.error("%s lacks %s; the same command puts it there", mirror.url, missing)
+    if is_taken:
+        return Exit.FAILED
+    return Exit.DISK if missing and code in (Exit.FINISHED, Exit.PREEMPTED) else code
+
+
+def put_missing(run: RunSection, *, name: str) -> int:
+    """Put into the mirror what it lacks of a finished run. Returns the exit code."""
+    lock = Lock(Path(run.dir))
+    try:
+        mirror = mirror_of(run, name=name)
+        if mirror is None or mirror.is_complete(contents := mirror.look()):
+            return Exit.FINISHED
+        lock.take()
+        if mirror.is_another(contents):
+            LOGGER.warning("%s holds a later beginning of this run, and is left as it is", mirror.url)
+            return Exit.FINISHED
+        mirror.require_free(contents)
+        return mirrored(lambda: Exit.FINISHED, mirror=mirror, holding=mirror.take(contents), grace_s=None)
+    except StoreFailed as failure:
+        LOGGER.error("%s", refused(failure))
+        return Exit.DISK
+    except RunEnded as end:
+        LOGGER.error("%s", end)
+        return end.code
+    finally:
+        lock.release()
+
+
+_TAKEN = "taken"
+
+
+class _Follower:
+    """The process. It ends with this one, however this one ends."""
+
+    def __init__(self, mirror: Mirror, holding: Holding) -> None:
+        self._mirror, self._holding = mirror, holding
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_follow, args=(theirs, self._connection, self._mirror, self._holding))
+        self._process.start()
+        theirs.close()
+
+    def finish(self, *, within_s: float) -> tuple[bool, str]:
+        """Wait until all is there, and end. Returns whether another command has taken the mirror, and what is missing."""
+        missing = f"what it had not within {within_s:.0f} s"
+        try:
+            for _ in range(2):  # again if it was killed
+                try:
+                    self._connection.send(None)
+                    if self._connection.poll(None if within_s == math.inf else max(0.0, within_s)):
+                        missing = self._connection.recv()
+                    break
+                except (EOFError, OSError):
+                    missing = "what its process, which was killed, had not put there"
+                    self._process.join()
+                    self._start()
+        finally:
+            self._process.kill()
+            self._process.join()
+        return missing == _TAKEN, missing
+
+
+def _follow(connection: Connection, parents: Connection, mirror: Mirror, holding: Holding) -> NoReturn:
+    """Be the process: put what is new until the parent says that the run has ended."""
+    try:
+        die_with_parent()
+        parents.close()
+        os.setpgid(0, 0)  # signals of a terminal or a scheduler to the run's processes do not reach this process
+        PREEMPTION.ignore()
+        os.nice(10)
+        log.start_console(rank=0, who="mirror")
+        with log.log_file(mirror.directory.log, who="mirror"):
+            connection.send(_put_all(connection, mirror, holding))
+    except BaseException as error:
+        LOGGER.error("the process of the mirror failed: %s", " ".join(str(error).split()) or type(error).__name__)
+    finally:
+        os._exit(0)
+
+
+def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
+    """Put what is new until the end, and then what is missing. Returns what is missing still; nothing if all is there."""
+    upload = Upload(Objects(mirror.url), mirror.directory, holding)
+    failures, next_at, ends_at = 0, 0.0, math.inf
+    try:
+        with upload.signs() as superseded:
+            while True:
+                if ends_at == math.inf and connection.poll(_POLL_S):
+                    connection.recv()
+                    next_at, ends_at = 0.0, time.monotonic() + _PATIENCE_S
+                if superseded.is_set():
+                    raise Superseded
+                if time.monotonic() < next_at:
+                    continue
+                try:
+                    upload.sync(is_last=ends_at < math.inf)
+                    failures = 0
+                except StoreFailed as failure:
+                    pause_s = min(2.0**failures, _LONGEST_PAUSE_S)
+                    failures, next_at = failures + 1, time.monotonic() + pause_s
+                    if ends_at == math.inf:
+                        LOGGER.warning("%s; training goes on, tried again in %.0f s", failure, pause_s)
+                        continue
+                    if next_at < ends_at:
+                        time.sleep(pause_s)
+                        continue
+                    LOGGER.warning("%s", failure)
+                if ends_at < math.inf:
+                    break
+        missing = ", ".join(upload.missing)
+        with suppress(StoreFailed):
+            upload.release(is_complete=not missing)
+        return missing
+    except Superseded:
+        os.kill(os.getppid(), signal.SIGTERM)
+        return _TAKEN
