@@ -23,6 +23,7 @@ from framework.launch.torchrun import join
 from framework.preflight.check import check, code_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.directory import RunDirectory
+from framework.runs.fetched_run import with_fetched_resume
 from framework.runtime import log
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
@@ -92,6 +93,9 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
                 accept_code(config.run, config.targets())
                 catch_up(config.run, config.logger, name=config.name, config=config.plain())
                 return put_missing(config.run, name=config.name)
+            if problems := draft.change("run", with_fetched_resume):
+                return print_problems(problems)
+            config = draft.config or config
         from framework.preflight.child import problems_in_child
         from framework.preflight.dry_build import dry_build
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from framework.config.schema import RunSection
 from framework.runs.directory import RunDirectory
 from framework.runs.mirror import Holding, Mirror
-from framework.runs.mirror_upload import Superseded, Upload
+from framework.runs.mirror_upload import MirrorTaken, Upload
 from framework.runtime import log
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.lock import Lock
@@ -149,7 +149,7 @@ def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
                     connection.recv()
                     next_at, ends_at = 0.0, time.monotonic() + _PATIENCE_S
                 if superseded.is_set():
-                    raise Superseded
+                    raise MirrorTaken
                 if time.monotonic() < next_at:
                     continue
                 try:
@@ -171,6 +171,6 @@ def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
         with suppress(StoreFailed):
             upload.release(is_complete=not missing)
         return missing
-    except Superseded:
+    except MirrorTaken:
         os.kill(os.getppid(), signal.SIGTERM)
         return _TAKEN

@@ -25,6 +25,7 @@ from framework.preflight.processes import backend_problems, with_processes
 from framework.preflight.rules import RULES, folder_holds_samples
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import CHANGED, WAYS, Provenance
+from framework.runtime.exits import Interrupted
 from framework.runtime.objects import is_url
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
@@ -106,6 +107,8 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
     """Return the dataset, if it can be built, and its problems. This imports no torch."""
     try:
         built = components.dataset(dataset)
+    except Interrupted as end:
+        return None, [Problem("dataset", str(end), code=end.code)]
     except (Exception, SystemExit) as error:  # the constructor refuses the arguments
         return None, [Problem.of_error("dataset", error)]
     if missing := ", ".join(name for name in ("info", "problems", "load", "transform") if name not in dir(built)):

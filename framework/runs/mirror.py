@@ -22,7 +22,7 @@ from framework.runtime.exits import Interrupted, NoValidCheckpoint
 from framework.runtime.files import flush_directory, make_directory, replacing, write_atomically
 from framework.runtime.lock import RunLocked, is_gone, process_identity
 from framework.runtime.log import LOGGER
-from framework.runtime.objects import Entry, Objects, StoreFailed, inside
+from framework.runtime.objects import ObjectFacts, Objects, StoreFailed, inside
 from framework.runtime.plain import Invalid
 from framework.runtime.preemption import PREEMPTION
 
@@ -41,7 +41,7 @@ class Holding:
     token: str
 
 
-class Stored(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """A committed checkpoint in a store."""
 
     step: int
@@ -58,7 +58,7 @@ class Contents(NamedTuple):
 
     number: int  # the holder's, or the last holder's; 0: there has not been one
     holder: dict[str, Any]
-    objects: dict[str, Entry]
+    objects: dict[str, ObjectFacts]
 
     @property
     def begins(self) -> int:
@@ -76,9 +76,9 @@ class Contents(NamedTuple):
         return found
 
     @property
-    def checkpoints(self) -> list[Stored]:
+    def checkpoints(self) -> list[StoredCheckpoint]:
         """The committed checkpoints, the newest first."""
-        found = [Stored(manifest.step_of(Path(name)) or 0, number, name) for number, name in self.folders]
+        found = [StoredCheckpoint(manifest.step_of(Path(name)) or 0, number, name) for number, name in self.folders]
         return sorted((one for one in found if f"{one.folder}/{manifest.MANIFEST}" in self.objects), reverse=True)
 
 
@@ -94,15 +94,12 @@ class Mirror:
 
     def look(self) -> Contents:
         """Return what is there."""
-        objects = self.objects.listing()
-        numbers = sorted((int(name[:6]) for name in objects if re.fullmatch(r"\d{6}/claim\.json", name)), reverse=True)
-        claims = (self._read(_claim_name(number)) for number in numbers)  # on a file system a kill may cut one short
-        return Contents(max(numbers, default=0), next(filter(None, claims), {}), objects)
+        return contents_of(self.objects)
 
     def require_free(self, contents: Contents) -> None:
         """Raise RunLocked if another command writes there: it gives a sign of life within some seconds."""
         holder, sign_name = contents.holder, f"{contents.number:06d}/alive.json"
-        before = self._read(sign_name)
+        before = _read(self.objects, sign_name)
         is_ours = "token" in holder and holder["token"] == self._known.get("token")  # and gone: this directory's lock is free
         if not contents.number or before.get("released") or is_ours or is_gone(holder):
             return
@@ -111,7 +108,7 @@ class Mirror:
         while time.monotonic() - began < _DEAD_AFTER_S:
             if PREEMPTION.requested:
                 raise Interrupted("stopped before the run's mirror was free; the same command begins")
-            if self._read(sign_name) != before:
+            if _read(self.objects, sign_name) != before:
                 raise self._locked(holder)
             time.sleep(0.5)
 
@@ -123,7 +120,7 @@ class Mirror:
         claim = asdict(holding) | {"host": socket.gethostname(), "pid": os.getpid()} | process_identity()
         name = _claim_name(number)
         if not self.objects.create(name, json.dumps(claim).encode()):
-            raise self._locked(self._read(name))
+            raise self._locked(_read(self.objects, name))
         if self.objects.create(name, b"{}"):
             self.objects.remove(name)
             raise StoreFailed(f"{self.url} is in a store that does not know conditional writes: it has written over an "
@@ -144,19 +141,13 @@ class Mirror:
                 return known
         return {}
 
-    def _read(self, name: str) -> dict[str, Any]:
-        with suppress(ValueError, RecursionError):
-            content = json.loads(self.objects.read(name) or b"{}")
-            return content if isinstance(content, dict) else {}
-        return {}
-
     def _locked(self, holder: dict[str, Any]) -> RunLocked:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
         return RunLocked(f"{self.url} is in use by {who}; wait for it, or stop it")
 
     def is_complete(self, contents: Contents) -> bool:
         """Return whether the last holder has put everything there, at its end."""
-        return bool(self._read(f"{contents.number:06d}/alive.json").get("complete")) if contents.number else False
+        return bool(_read(self.objects, f"{contents.number:06d}/alive.json").get("complete")) if contents.number else False
 
     def is_another(self, contents: Contents) -> bool:
         """Return whether the mirror holds a later beginning of the run than the directory, by run.resume=never elsewhere."""
@@ -177,7 +168,7 @@ class Mirror:
         here = [manifest.step_of(path) or 0 for path in manifest.candidates(self.directory.checkpoints) if _has_manifest(path)]
         newest = max(here, default=-1)
         last = f"{contents.number:06d}/"
-        is_finished = self._read(f"{last}summary.json").get("status") == "finished" and not self.directory.is_finished
+        is_finished = _read(self.objects, f"{last}summary.json").get("status") == "finished" and not self.directory.is_finished
         ahead = [stored for stored in contents.checkpoints if stored.step > newest]
         stored = fetch_newest(self.objects, ahead, contents, into=self.directory.checkpoints, has_other=bool(here))
         if stored is None and not is_finished:
@@ -188,6 +179,21 @@ class Mirror:
                 with replacing(self.directory.path / name) as beside:
                     self.objects.get(source + name, beside)
         return True
+
+
+def contents_of(objects: Objects) -> Contents:
+    """Return what is in a mirror; or in a copy of a run's directory, of which there is no holder."""
+    found = objects.listing()
+    numbers = sorted((int(name[:6]) for name in found if re.fullmatch(r"\d{6}/claim\.json", name)), reverse=True)
+    claims = (_read(objects, _claim_name(number)) for number in numbers)  # on a file system a kill may cut one short
+    return Contents(max(numbers, default=0), next(filter(None, claims), {}), found)
+
+
+def _read(objects: Objects, name: str) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        content = json.loads(objects.read(name) or b"{}")
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def _claim_name(number: int) -> str:
@@ -202,8 +208,8 @@ def _has_manifest(path: Path) -> bool:
 
 
 def fetch_newest(
-    objects: Objects, wanted: list[Stored], contents: Contents, *, into: Path, has_other: bool = False
-) -> Stored | None:
+    objects: Objects, wanted: list[StoredCheckpoint], contents: Contents, *, into: Path, has_other: bool = False
+) -> StoredCheckpoint | None:
     """Fetch the first of these checkpoints that is valid into a folder; None if there is none.
 
     NoValidCheckpoint if none of several is, unless `has_other`: then there is another way to go on.
@@ -222,7 +228,7 @@ def fetch_newest(
     return None
 
 
-def _fetch_checkpoint(objects: Objects, stored: Stored, contents: Contents, *, into: Path) -> None:
+def _fetch_checkpoint(objects: Objects, stored: StoredCheckpoint, contents: Contents, *, into: Path) -> None:
     staging = into / f".tmp_{secrets.token_hex(8)}"
     path, target = staging / stored.name, into / stored.name
     make_directory(into)

@@ -18,12 +18,12 @@ _RECORDS_EVERY_S = 60.0  # and with each checkpoint
 _Version = tuple[int, int, int]
 
 
-class Superseded(Exception):
+class MirrorTaken(Exception):
     """Another command has taken the mirror."""
 
 
 class Upload:
-    """Brings a mirror up to what is in the run's directory. Methods may raise StoreFailed, or Superseded."""
+    """Brings a mirror up to what is in the run's directory. Methods may raise StoreFailed, or MirrorTaken."""
 
     def __init__(self, objects: Objects, directory: RunDirectory, holding: Holding) -> None:
         self._objects, self._directory, self._holding = objects, directory, holding
@@ -116,9 +116,9 @@ class Upload:
             self._objects.remove(name)
 
     def _require(self) -> None:
-        """Raise Superseded if another command has taken the mirror: before a write that says what the run is."""
+        """Raise MirrorTaken if another command has taken the mirror: before a write that says what the run is."""
         if self._objects.read(f"{self._holding.number + 1:06d}/claim.json") is not None:
-            raise Superseded
+            raise MirrorTaken
 
     @contextmanager
     def signs(self) -> Iterator[Event]:
@@ -132,7 +132,7 @@ class Upload:
                     try:
                         self._require()
                         self._sign(beat=number)
-                    except Superseded:
+                    except MirrorTaken:
                         superseded.set()
                 number += 1
                 if ended.wait(SIGN_S):

@@ -28,7 +28,7 @@ class StoreFailed(OSError):
         self.is_wrong = is_wrong
 
 
-class Entry(NamedTuple):
+class ObjectFacts(NamedTuple):
     """One object in a listing. `version` changes with its content."""
 
     size: int
@@ -64,14 +64,14 @@ class Objects:
             self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
         self._has_folders = not isinstance(self._fs, AsyncFileSystem)  # a file system, with renames
 
-    def listing(self, folder: str = "") -> dict[str, Entry]:
+    def listing(self, folder: str = "") -> dict[str, ObjectFacts]:
         """Return what is below a folder, by name."""
         with self._reached(f"listed{folder and f': {folder}'}"):
             found = self._fs.find(self._path(folder), detail=True)
         named = {name.removeprefix(self._root).strip("/"): info for name, info in found.items() if not name.endswith("/")}
-        return {name: Entry(info["size"], _version(info)) for name, info in sorted(named.items())}
+        return {name: ObjectFacts(info["size"], _version(info)) for name, info in sorted(named.items())}
 
-    def matching(self, pattern: str) -> dict[str, Entry]:
+    def matching(self, pattern: str) -> dict[str, ObjectFacts]:
         """Return the objects in the URL's own folder whose names match a pattern, as in `*.tar`."""
         found = self.listing()
         return {name: entry for name, entry in found.items() if "/" not in name and fnmatch.fnmatch(name, pattern)}
