@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
-from fsspec.registry import known_implementations
+from fsspec.registry import known_implementations, registry
 
 from framework.runtime.exits import Interrupted
 from framework.runtime.preemption import PREEMPTION
@@ -43,8 +43,10 @@ def is_url(text: object) -> bool:
 def url_problems(key: str, url: str) -> list[Problem]:
     """Return why a place cannot be in any store from here: its protocol is unknown, or needs a package. Reads nothing."""
     protocol, _, path = url.partition("://")
-    if protocol not in known_implementations or not path.strip("/"):
+    if protocol not in known_implementations.keys() | registry.keys() or not path.strip("/"):
         return [Problem(key, f"{url!r} is not valid", "PROTOCOL://PLACE, as in s3://BUCKET/FOLDER; any protocol of fsspec")]
+    if protocol in registry:
+        return []
     module = known_implementations[protocol]["class"].partition(".")[0]
     if importlib.util.find_spec(module) is not None:
         return []
