@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from threading import Thread
 from urllib.request import Request, urlopen
 
+from fsspec import get_filesystem_class
+
 BUCKET = "bucket"
 
 
@@ -44,6 +46,7 @@ def s3_server() -> Iterator[S3Server]:
             server = S3Server(next(match[0] for match in found if match))
             Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
             urlopen(Request(f"{server.url}/{BUCKET}", method="PUT")).close()
+            get_filesystem_class("s3").clear_instance_cache()  # which knows the server of another module
             yield server
         finally:
             process.kill()

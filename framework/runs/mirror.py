@@ -63,7 +63,8 @@ class Contents(NamedTuple):
     @property
     def begins(self) -> int:
         """The number of the first folder of this run; the folders before are of runs that run.resume=never has left aside."""
-        return int(self.holder.get("begins", 0))
+        begins = self.holder.get("begins")
+        return begins if isinstance(begins, int) else 0
 
     @property
     def folders(self) -> dict[tuple[int, str], list[str]]:
@@ -100,7 +101,8 @@ class Mirror:
         """Raise RunLocked if another command writes there: it gives a sign of life within some seconds."""
         holder, sign_name = contents.holder, f"{contents.number:06d}/alive.json"
         before = _read(self.objects, sign_name)
-        is_ours = "token" in holder and holder["token"] == self._known.get("token")  # and gone: this directory's lock is free
+        known = self._known  # a holder that worked in this directory, and not in one that this is a copy of, is gone
+        is_ours = "token" in holder and holder["token"] == known.get("token") and self._inode == known.get("inode")
         if not contents.number or before.get("released") or is_ours or is_gone(holder):
             return
         LOGGER.info("waiting %.0f s for a sign of life of the command that has last written to %s", _DEAD_AFTER_S, self.url)
@@ -125,12 +127,16 @@ class Mirror:
             self.objects.remove(name)
             raise StoreFailed(f"{self.url} is in a store that does not know conditional writes: it has written over an "
                               "object that was to be created", is_wrong=True)  # fmt: skip
-        write_atomically(self._file, json.dumps({"url": self.url, **asdict(holding)}) + "\n")
+        write_atomically(self._file, json.dumps({"url": self.url, "inode": self._inode, **asdict(holding)}) + "\n")
         return holding
 
     def begin_anew(self) -> None:
         """Note in the directory, which is empty, that what is in the mirror is to be left aside."""
         write_atomically(self._file, json.dumps({"url": self.url, "anew": True}) + "\n")
+
+    @property
+    def _inode(self) -> int:
+        return self.directory.path.stat().st_ino
 
     @property
     def _known(self) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class Objects:
     def get(self, name: str, path: Path) -> None:
         """Copy an object into a new file. Interrupted if a signal comes meanwhile."""
         with self._reached(f"read: {name}"):
-            self._fs.get_file(self._path(name), str(path), callback=_Interruptible())
+            (interruptible := _Interruptible()).relative_update()  # a file system does not ask while it copies
+            self._fs.get_file(self._path(name), str(path), callback=interruptible)
 
     def remove(self, name: str) -> None:
         """Remove an object, if it is there."""
