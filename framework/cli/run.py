@@ -59,7 +59,8 @@ def launch(command: Command) -> int:
     from framework.launch.worker import start_workers
 
     try:
-        return run.carry_out(lambda: start_workers(run))
+        with run.mirrored() as settle:
+            return settle(start_workers(run))
     finally:
         run.lock.release()
 

@@ -2,14 +2,14 @@
 
 import sys
 import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig, RunSection
-from framework.launch.mirrored import mirror_of, mirrored, refused
+from framework.launch.mirrored import Settle, mirror_of, mirrored, refused
 from framework.launch.scratch import remove_scratch
 from framework.preflight.check import code_problems, resume_problems
 from framework.runs.directory import RunDirectory
@@ -35,12 +35,11 @@ class ClaimedRun:
     lock: Lock
     mirror: tuple[Mirror, Holding] | None = None
 
-    def carry_out(self, work: Callable[[], int]) -> int:
-        """Do the run's work, and keep its mirror up to date meanwhile. Returns the exit code."""
+    def mirrored(self) -> AbstractContextManager[Settle]:
+        """Keep the run's mirror up to date, if it has one. Yields what makes the command's exit code of the work's."""
         if self.mirror is None:
-            return work()
-        mirror, holding = self.mirror
-        return mirrored(work, mirror=mirror, holding=holding, grace_s=self.config.launch.grace_s)
+            return nullcontext(lambda code: code)
+        return mirrored(*self.mirror, grace_s=self.config.launch.grace_s)
 
 
 def is_finished(run: RunSection) -> bool:
@@ -83,13 +82,16 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
         PREEMPTION.says = "stopping"  # there are no steps
     lock = Lock(folder, party=party)
     try:
+        mirror = None if is_beside else mirror_of(config.run, name=config.name)
+        has_none = mirror is not None and not mirror.look().checkpoints  # a wrong place is found out before anything is written
+        if has_none and config.run.resume == "must" and (problems := resume_problems("must", directory)):
+            return print_problems(problems)
         require_room(folder)
         lock.take()
         remove_scratch(folder)
         if config.run.resume == "never" and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
         is_submission = config.launch.kind == "slurm" and party is None
-        mirror = None if is_beside else mirror_of(config.run, name=config.name)
         if mirror is not None and config.run.resume == "never":
             mirror.begin_anew()
         held = None if mirror is None or is_submission else _hold(mirror, config.run, targets=config.targets())
@@ -123,8 +125,6 @@ def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> tuple[Mirro
         if is_finished(run):
             accept_code(run, targets)
             return Exit.FINISHED
-    if problems := resume_problems(run.resume, mirror.directory):
-        return print_problems(problems)
     return mirror, mirror.take(contents)
 
 

@@ -5,8 +5,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -40,25 +40,32 @@ def refused(failure: StoreFailed) -> Problem:
     return Problem("run.mirror", str(failure), "the same command tries again", code=Exit.DISK)
 
 
-def mirrored(work: Callable[[], int], *, mirror: Mirror, holding: Holding, grace_s: float | None) -> int:
-    """Do the work of a run while a process keeps the mirror up to date. Returns the work's exit code.
+Settle = Callable[[int], int]  # from the exit code of a run's work to the command's
 
-    At its end what is missing is put; DISK where that fails, and nothing else has failed.
+
+@contextmanager
+def mirrored(mirror: Mirror, holding: Holding, *, grace_s: float | None) -> Iterator[Settle]:
+    """Keep the mirror up to date, in another process, while a run does its work. Yields what is to be called at its end.
+
+    That puts what is missing. Its exit code is DISK where that fails, and nothing else has failed.
     """
     follower = _Follower(mirror, holding)
-    code: int = Exit.FAILED
-    try:
-        code = work()
-    finally:
+
+    def settle(code: int) -> int:
         is_taken, missing = follower.finish(within_s=math.inf if grace_s is None else PREEMPTION.left_of(grace_s))
         with log.log_file(mirror.directory.log):
             if is_taken:
                 LOGGER.error("%s has been taken by another command; this one stops, and writes nothing more there", mirror.url)
-            elif missing:
+                return Exit.FAILED
+            if missing:
                 LOGGER.error("%s lacks %s; the same command puts it there", mirror.url, missing)
-    if is_taken:
-        return Exit.FAILED
-    return Exit.DISK if missing and code in (Exit.FINISHED, Exit.PREEMPTED) else code
+        return Exit.DISK if missing and code in (Exit.FINISHED, Exit.PREEMPTED) else code
+
+    try:
+        yield settle
+    except BaseException:
+        settle(Exit.FAILED)
+        raise
 
 
 def put_missing(run: RunSection, *, name: str) -> int:
@@ -73,7 +80,8 @@ def put_missing(run: RunSection, *, name: str) -> int:
             LOGGER.warning("%s holds a later beginning of this run, and is left as it is", mirror.url)
             return Exit.FINISHED
         mirror.require_free(contents)
-        return mirrored(lambda: Exit.FINISHED, mirror=mirror, holding=mirror.take(contents), grace_s=None)
+        with mirrored(mirror, mirror.take(contents), grace_s=None) as settle:
+            return settle(Exit.FINISHED)
     except StoreFailed as failure:
         LOGGER.error("%s", refused(failure))
         return Exit.DISK

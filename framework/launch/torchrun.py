@@ -1,6 +1,7 @@
 """Under torchrun (or any launcher that sets its variables) or mpirun: rank 0 composes, the other ranks take the result."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 
 from framework.config.frozen_file import FrozenConfig
@@ -25,12 +26,9 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> 
         from framework.launch.worker import work
 
         frozen = taken
-
-        def do_part() -> int:
-            return work(frozen, None)
-
         try:
-            taken = begun.carry_out(do_part) if isinstance(begun, ClaimedRun) else do_part()
+            with begun.mirrored() if isinstance(begun, ClaimedRun) else nullcontext(int) as settle:
+                taken = settle(work(frozen, None))
         except Exception as error:
             LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
             if environment.uses_mpi and not is_lost_peer(error):  # rank 0 will not record it: mpirun kills it

@@ -45,7 +45,7 @@ def url_problems(key: str, url: str) -> list[Problem]:
     protocol, _, path = url.partition("://")
     if protocol not in known_implementations.keys() | registry.keys() or not path.strip("/"):
         return [Problem(key, f"{url!r} is not valid", "PROTOCOL://PLACE, as in s3://BUCKET/FOLDER; any protocol of fsspec")]
-    if protocol in registry:
+    if protocol not in known_implementations:  # the user's own
         return []
     module = known_implementations[protocol]["class"].partition(".")[0]
     if importlib.util.find_spec(module) is not None:

@@ -1,5 +1,6 @@
 """How each worker of an elastic run begins a round: with rank 0's configuration, which alone claims the directory."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,11 +38,8 @@ class RoundEntry:
             raise
         if not isinstance(taken, FrozenConfig):
             return taken
-
-        def do_part() -> int:
-            return work(taken, self.folder, node_scratch=node_folder)
-
-        return begun.carry_out(do_part) if isinstance(begun, ClaimedRun) else do_part()
+        with begun.mirrored() if isinstance(begun, ClaimedRun) else nullcontext(int) as settle:
+            return settle(work(taken, self.folder, node_scratch=node_folder))
 
     def _decide(self) -> ClaimedRun | int:
         """Claim the directory; the lock stays with this process until it ends. An exit code if there is nothing to do."""
