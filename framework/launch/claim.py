@@ -15,6 +15,7 @@ from framework.preflight.check import code_problems, resume_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE, read_rows
 from framework.runs.mirror import Holding, Mirror
+from framework.runs.mirror_fetch import bring_back
 from framework.runs.provenance import Provenance
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, RunEnded
@@ -119,7 +120,7 @@ def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> tuple[Mirro
     """Fetch what the mirror has ahead of the run's directory, and claim the mirror. An exit code if nothing is left to do."""
     contents = mirror.look()
     mirror.require_free(contents)
-    if mirror.fetch(contents):
+    if bring_back(mirror, contents):
         if problems := code_problems(run, targets):
             return print_problems(problems)
         if is_finished(run):

@@ -5,7 +5,8 @@ from pathlib import Path
 from framework.checkpoint.manifest import MANIFEST, candidates, step_of
 from framework.config.schema import RunSection
 from framework.runs.directory import RunDirectory
-from framework.runs.mirror import contents_of, fetch_newest
+from framework.runs.mirror import contents_of
+from framework.runs.mirror_fetch import fetch_valid
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.local_copy import fetched_once
 from framework.runtime.objects import Objects, StoreFailed, is_url
@@ -41,8 +42,8 @@ def _fetch_run(url: str) -> Path:
         raise StoreFailed(f"{url} has no checkpoint", is_wrong=True)
 
     def fetch(folder: Path) -> None:
-        stored = fetch_newest(objects, wanted, contents, into=folder / "checkpoints")
-        rows = stored and f"{stored.folder.removesuffix(f'checkpoints/{stored.name}')}metrics.jsonl"
+        (stored,) = fetch_valid(objects, wanted, contents, into=folder / "checkpoints", most=1)
+        rows = f"{stored.folder.removesuffix(f'checkpoints/{stored.name}')}metrics.jsonl"
         if rows in contents.objects:
             objects.get(rows, folder / "metrics.jsonl")
 

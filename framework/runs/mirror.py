@@ -1,4 +1,4 @@
-"""A run's mirror in an object store: who holds it, what is in it, and how a run's directory is fetched from it.
+"""A run's mirror in an object store: who holds it, and what is in it.
 
 Each command that writes there has a numbered folder of its own, `MIRROR/NAME/ID/000001/`, which begins with a claim that is
 created exclusively. Nobody writes in the folder of another, and the highest number is the holder's: a command that was frozen,
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from framework.checkpoint import manifest
 from framework.runs.directory import RunDirectory
-from framework.runtime.exits import Interrupted, NoValidCheckpoint
-from framework.runtime.files import flush_directory, make_directory, replacing, write_atomically
+from framework.runtime.exits import Interrupted
+from framework.runtime.files import write_atomically
 from framework.runtime.lock import RunLocked, is_gone, process_identity
 from framework.runtime.log import LOGGER
-from framework.runtime.objects import ObjectFacts, Objects, StoreFailed, inside
-from framework.runtime.plain import Invalid
+from framework.runtime.objects import ObjectFacts, Objects, StoreFailed
 from framework.runtime.preemption import PREEMPTION
 
+# The last says whether the run is finished.
 RECORDS = ("config.yaml", "provenance.json", "metrics.jsonl", "train.log", "curves.png", "model.safetensors", "summary.json")
 SIGN_S = 3.0  # between two signs of life of a holder
 _DEAD_AFTER_S = 12.0  # without one
@@ -91,8 +91,6 @@ class Mirror:
         self.url = self.objects.url
         self._file = directory.path / "mirror.json"
 
-    # --- who holds it
-
     def look(self) -> Contents:
         """Return what is there."""
         return contents_of(self.objects)
@@ -100,8 +98,8 @@ class Mirror:
     def require_free(self, contents: Contents) -> None:
         """Raise RunLocked if another command writes there: it gives a sign of life within some seconds."""
         holder, sign_name = contents.holder, f"{contents.number:06d}/alive.json"
-        before = _read(self.objects, sign_name)
-        known = self._known  # a holder that worked in this directory, and not in one that this is a copy of, is gone
+        before = read_facts(self.objects, sign_name)
+        known = self.known  # a holder that worked in this directory, and not in one that this is a copy of, is gone
         is_ours = "token" in holder and holder["token"] == known.get("token") and self._inode == known.get("inode")
         if not contents.number or before.get("released") or is_ours or is_gone(holder):
             return
@@ -110,19 +108,19 @@ class Mirror:
         while time.monotonic() - began < _DEAD_AFTER_S:
             if PREEMPTION.requested:
                 raise Interrupted("stopped before the run's mirror was free; the same command begins")
-            if _read(self.objects, sign_name) != before:
+            if read_facts(self.objects, sign_name) != before:
                 raise self._locked(holder)
             time.sleep(0.5)
 
     def take(self, contents: Contents) -> Holding:
         """Claim the mirror, as it was last seen. RunLocked if another command has done so meanwhile."""
         token, number = secrets.token_hex(8), contents.number + 1
-        is_anew = not contents.begins or bool(self._known.get("anew"))
+        is_anew = not contents.begins or bool(self.known.get("anew"))
         holding = Holding(number, number if is_anew else contents.begins, token)
         claim = asdict(holding) | {"host": socket.gethostname(), "pid": os.getpid()} | process_identity()
         name = _claim_name(number)
         if not self.objects.create(name, json.dumps(claim).encode()):
-            raise self._locked(_read(self.objects, name))
+            raise self._locked(read_facts(self.objects, name))
         if self.objects.create(name, b"{}"):
             self.objects.remove(name)
             raise StoreFailed(f"{self.url} is in a store that does not know conditional writes: it has written over an "
@@ -139,7 +137,7 @@ class Mirror:
         return self.directory.path.stat().st_ino
 
     @property
-    def _known(self) -> dict[str, Any]:
+    def known(self) -> dict[str, Any]:
         """What the directory remembers of this mirror."""
         with suppress(OSError, ValueError, RecursionError):
             known = json.loads(self._file.read_text())
@@ -153,49 +151,23 @@ class Mirror:
 
     def is_complete(self, contents: Contents) -> bool:
         """Return whether the last holder has put everything there, at its end."""
-        return bool(_read(self.objects, f"{contents.number:06d}/alive.json").get("complete")) if contents.number else False
+        return bool(read_facts(self.objects, f"{contents.number:06d}/alive.json").get("complete")) if contents.number else False
 
     def is_another(self, contents: Contents) -> bool:
         """Return whether the mirror holds a later beginning of the run than the directory, by run.resume=never elsewhere."""
-        return bool(contents.number) and self._known.get("begins", contents.begins) < contents.begins
-
-    # --- from it into the directory
-
-    def fetch(self, contents: Contents) -> bool:
-        """Fetch the newest valid checkpoint, and the records, if they are ahead of the directory's. Returns whether they are.
-
-        NoValidCheckpoint if all that are there are damaged, and the directory has none.
-        """
-        if self._known.get("anew") or not contents.number:
-            return False
-        if self.is_another(contents):
-            LOGGER.info("%s holds a later beginning of this run: the earlier one is now in %s",
-                        self.url, self.directory.move_aside())  # fmt: skip
-        here = [manifest.step_of(path) or 0 for path in manifest.candidates(self.directory.checkpoints) if _has_manifest(path)]
-        newest = max(here, default=-1)
-        last = f"{contents.number:06d}/"
-        is_finished = _read(self.objects, f"{last}summary.json").get("status") == "finished" and not self.directory.is_finished
-        ahead = [stored for stored in contents.checkpoints if stored.step > newest]
-        stored = fetch_newest(self.objects, ahead, contents, into=self.directory.checkpoints, has_other=bool(here))
-        if stored is None and not is_finished:
-            return False
-        source = last if is_finished or stored is None else f"{stored.number:06d}/"
-        for name in RECORDS:  # the summary last: it may say that the run is finished
-            if source + name in contents.objects:
-                with replacing(self.directory.path / name) as beside:
-                    self.objects.get(source + name, beside)
-        return True
+        return bool(contents.number) and self.known.get("begins", contents.begins) < contents.begins
 
 
 def contents_of(objects: Objects) -> Contents:
     """Return what is in a mirror; or in a copy of a run's directory, of which there is no holder."""
     found = objects.listing()
     numbers = sorted((int(name[:6]) for name in found if re.fullmatch(r"\d{6}/claim\.json", name)), reverse=True)
-    claims = (_read(objects, _claim_name(number)) for number in numbers)  # on a file system a kill may cut one short
+    claims = (read_facts(objects, _claim_name(number)) for number in numbers)  # on a file system a kill may cut one short
     return Contents(max(numbers, default=0), next(filter(None, claims), {}), found)
 
 
-def _read(objects: Objects, name: str) -> dict[str, Any]:
+def read_facts(objects: Objects, name: str) -> dict[str, Any]:
+    """Return the JSON in an object; empty if there is none, or it is damaged."""
     with suppress(ValueError, RecursionError):
         content = json.loads(objects.read(name) or b"{}")
         return content if isinstance(content, dict) else {}
@@ -204,51 +176,3 @@ def _read(objects: Objects, name: str) -> dict[str, Any]:
 
 def _claim_name(number: int) -> str:
     return f"{number:06d}/claim.json"
-
-
-def _has_manifest(path: Path) -> bool:
-    try:
-        return bool(manifest.read_manifest(path))
-    except (Invalid, OSError):
-        return False
-
-
-def fetch_newest(
-    objects: Objects, wanted: list[StoredCheckpoint], contents: Contents, *, into: Path, has_other: bool = False
-) -> StoredCheckpoint | None:
-    """Fetch the first of these checkpoints that is valid into a folder; None if there is none.
-
-    NoValidCheckpoint if none of several is, unless `has_other`: then there is another way to go on.
-    """
-    reasons = []
-    for stored in wanted:
-        try:
-            _fetch_checkpoint(objects, stored, contents, into=into)
-            LOGGER.info("fetched %s from %s", stored.name, objects.url)
-            return stored
-        except Invalid as error:
-            reasons.append(f"{objects.url}/{stored.folder}: {error}")
-            LOGGER.warning("%s; passing over it", reasons[-1])
-    if reasons and not has_other:
-        raise NoValidCheckpoint("no valid checkpoint is left:\n  " + "\n  ".join(reasons))
-    return None
-
-
-def _fetch_checkpoint(objects: Objects, stored: StoredCheckpoint, contents: Contents, *, into: Path) -> None:
-    staging = into / f".tmp_{secrets.token_hex(8)}"
-    path, target = staging / stored.name, into / stored.name
-    make_directory(into)
-    try:
-        path.mkdir(parents=True)
-        for name in contents.folders[stored.number, stored.name]:
-            with replacing(inside(path, name.rpartition("/")[2])) as beside:
-                objects.get(name, beside)
-        for name, entry in manifest.read_manifest(path).items():
-            manifest.verify_file(path / name, entry)
-        flush_directory(path)
-        if target.exists():  # damaged
-            manifest.discard(target)
-        os.rename(path, target)
-        flush_directory(into)
-    finally:
-        manifest.remove(staging)

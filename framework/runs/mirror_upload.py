@@ -47,7 +47,7 @@ class Upload:
             if self._is_new(path):
                 self._put_checkpoint(path)
         if is_last or time.monotonic() - self._records_at > _RECORDS_EVERY_S:
-            self._put_records()
+            self._put_records(is_last=is_last)
         self._prune()
 
     @property
@@ -72,14 +72,17 @@ class Upload:
             if path.exists():
                 raise
             return
-        self._put_records()  # the rows until its step, on which it counts
+        self._put_records(is_last=False)  # the rows until its step, on which it counts
         self._require()
         if content is not None:
             self._objects.write(f"{folder}/{MANIFEST}", content)
             self._committed[path.name] = content
 
-    def _put_records(self) -> None:
+    def _put_records(self, *, is_last: bool) -> None:
+        """Put the records that have changed. That the run is finished is put when all else is there."""
         changed = {name: version for name in RECORDS if (version := self._version(name)) != self._records.get(name)}
+        if not is_last and self._directory.read_summary().get("status") == "finished":
+            changed.pop("summary.json", None)
         if changed:
             self._require()
         for name, version in changed.items():
