@@ -155,7 +155,7 @@ def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
             while True:
                 if ends_at == math.inf and connection.poll(_POLL_S):
                     connection.recv()
-                    next_at, ends_at = 0.0, time.monotonic() + _PATIENCE_S
+                    failures, next_at, ends_at = 0, 0.0, time.monotonic() + _PATIENCE_S
                 if superseded.is_set():
                     raise MirrorTaken
                 if time.monotonic() < next_at:
@@ -163,7 +163,7 @@ def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
                 try:
                     upload.sync(is_last=ends_at < math.inf)
                     failures = 0
-                except StoreFailed as failure:
+                except OSError as failure:
                     pause_s = min(2.0**failures, _LONGEST_PAUSE_S)
                     failures, next_at = failures + 1, time.monotonic() + pause_s
                     if ends_at == math.inf:

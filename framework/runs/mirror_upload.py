@@ -23,14 +23,14 @@ class MirrorTaken(Exception):
 
 
 class Upload:
-    """Brings a mirror up to what is in the run's directory. Methods may raise StoreFailed, or MirrorTaken."""
+    """Brings a mirror up to what is in the run's directory. Methods may raise OSError or MirrorTaken."""
 
     def __init__(self, objects: Objects, directory: RunDirectory, holding: Holding) -> None:
         self._objects, self._directory, self._holding = objects, directory, holding
         self._folder = f"{holding.number:06d}"
         self._committed: dict[str, bytes] = {}  # the manifests of the checkpoints there, by name
         self._has_looked = False
-        self._records: dict[str, _Version | None] = {}  # as they were put
+        self._records: dict[str, _Version] = {}  # as they were put
         self._records_at = -math.inf
         self._is_pruned = False
 
@@ -54,8 +54,13 @@ class Upload:
     def missing(self) -> list[str]:
         """What is in the directory and not there."""
         checkpoints = [path for path in candidates(self._directory.checkpoints) if self._is_new(path)]
-        records = [name for name in RECORDS if self._version(name) != self._records.get(name)]
-        return [f"checkpoints/{path.name}" for path in checkpoints] + records
+        return [f"checkpoints/{path.name}" for path in checkpoints] + [*self._changed]
+
+    @property
+    def _changed(self) -> dict[str, _Version]:
+        """The records that are not there as they are here."""
+        versions = {name: version for name in RECORDS if (version := self._version(name)) is not None}
+        return {name: version for name, version in versions.items() if version != self._records.get(name)}
 
     def _is_new(self, path: Path) -> bool:
         return (content := _manifest_of(path)) is not None and content != self._committed.get(path.name)
@@ -68,7 +73,9 @@ class Upload:
         try:
             for name in read_manifest(path):
                 self._objects.put(path / name, f"{folder}/{name}")
-        except (Invalid, OSError):
+        except Invalid:
+            return
+        except OSError:
             if path.exists():
                 raise
             return
@@ -80,7 +87,7 @@ class Upload:
 
     def _put_records(self, *, is_last: bool) -> None:
         """Put the records that have changed. That the run is finished is put when all else is there."""
-        changed = {name: version for name in RECORDS if (version := self._version(name)) != self._records.get(name)}
+        changed = self._changed
         if not is_last and self._directory.read_summary().get("status") == "finished":
             changed.pop("summary.json", None)
         if changed:

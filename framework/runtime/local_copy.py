@@ -22,26 +22,26 @@ def local_copy(url: str) -> str:
     """
     parent, _, last = url.rstrip("/").rpartition("/")
     is_pattern = "*" in last
-    objects = Objects(parent if is_pattern else url)
-    found = objects.matching(last) if is_pattern else objects.listing()
-    if not found:
+    there = Objects(parent if is_pattern else url)
+
+    def listed() -> dict[str, ObjectFacts]:
+        return there.matching(last) if is_pattern else there.listing()
+
+    if not (found := listed()):
         raise StoreFailed(f"{url} holds no object", is_wrong=True)
-    if found.keys() == {""}:  # it is an object itself
-        objects, found = Objects(parent), {last: found[""]}
-        is_pattern = True
+    is_object = found.keys() == {""}  # itself, and no folder
 
     def fetch(folder: Path) -> None:
-        size_gib = sum(entry.size for entry in found.values()) / 2**30
-        LOGGER.info("fetching %s: %d files, %.2f GiB", url, len(found), size_gib)
+        LOGGER.info("fetching %s: %d files, %.2f GiB", url, len(found), sum(facts.size for facts in found.values()) / 2**30)
         for name in found:
-            path = inside(folder, name)
+            path = inside(folder, name or last)
             path.parent.mkdir(parents=True, exist_ok=True)
-            objects.get(name, path)
-            if path.stat().st_size != found[name].size:
-                raise StoreFailed(f"{objects.url}/{name} has changed while it was fetched; give the command again")
+            there.get(name, path)
+        if listed() != found or any(inside(folder, name or last).stat().st_size != found[name].size for name in found):
+            raise StoreFailed(f"{url} has changed while it was fetched; give the command again")
 
     folder = fetched_once([url, found], fetch)
-    return str(folder / last if is_pattern else folder)
+    return str(folder / last if is_pattern or is_object else folder)
 
 
 def fetched_once(key: list[str | dict[str, ObjectFacts]], fetch: Callable[[Path], None]) -> Path:

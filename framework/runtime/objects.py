@@ -1,6 +1,5 @@
 """Objects in a store that fsspec reaches (s3://, gs://, file://, ...): listed, read, put, and created exclusively."""
 
-import fnmatch
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -69,14 +68,17 @@ class Objects:
     def listing(self, folder: str = "") -> dict[str, ObjectFacts]:
         """Return what is below a folder, by name."""
         with self._reached(f"listed{folder and f': {folder}'}"):
-            found = self._fs.find(self._path(folder), detail=True)
-        named = {name.removeprefix(self._root).strip("/"): info for name, info in found.items() if not name.endswith("/")}
+            return self._named(self._fs.find(self._path(folder), detail=True))
+
+    def _named(self, found: dict[str, dict[str, Any]]) -> dict[str, ObjectFacts]:
+        files = {name: info for name, info in found.items() if info["type"] == "file" and not name.endswith("/")}
+        named = {name.removeprefix(self._root).strip("/"): info for name, info in files.items()}
         return {name: ObjectFacts(info["size"], _version(info)) for name, info in sorted(named.items())}
 
     def matching(self, pattern: str) -> dict[str, ObjectFacts]:
         """Return the objects in the URL's own folder whose names match a pattern, as in `*.tar`."""
-        found = self.listing()
-        return {name: entry for name, entry in found.items() if "/" not in name and fnmatch.fnmatch(name, pattern)}
+        with self._reached(f"listed: {pattern}"):
+            return self._named(self._fs.glob(self._path(pattern), detail=True))
 
     def read(self, name: str) -> bytes | None:
         """Return an object's content; None if there is no such object."""

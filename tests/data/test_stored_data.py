@@ -12,7 +12,7 @@ from PIL import Image
 
 from framework.build import components
 from framework.runtime.local_copy import local_copy
-from framework.runtime.objects import Objects
+from framework.runtime.objects import Objects, StoreFailed
 from tests.harness import assert_same_bits, begin, command, end, finished, wait_for
 from tests.s3_server import BUCKET, S3Server, s3_server
 
@@ -112,6 +112,21 @@ def test_what_changes_in_the_store_is_fetched_again_by_the_next_command(store: O
     assert Path(local_copy(store.url), "a.txt").read_bytes() == b"one", "a process sees one version"
     local_copy.cache_clear()  # as in another process
     assert Path(local_copy(store.url), "a.txt").read_bytes() == b"two" and first.read_bytes() == b"one"
+
+
+def test_what_changes_while_it_is_fetched_is_no_copy(store: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write("a.txt", b"one")
+    original = Objects.get
+
+    def get(self: Objects, name: str, path: Path) -> None:
+        store.write(name, b"two")
+        original(self, name, path)
+
+    with monkeypatch.context() as change:
+        change.setattr(Objects, "get", get)
+        with pytest.raises(StoreFailed, match="has changed while it was fetched"):
+            local_copy(store.url)
+    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"two"
 
 
 def kill_at_the_second_file() -> None:
