@@ -25,7 +25,7 @@ from framework.runtime.problem import Problem
 
 _POLL_S = 1.0  # between looks for a new checkpoint
 _LONGEST_PAUSE_S = 60.0  # between attempts while the store refuses
-_PATIENCE_S = 30.0  # at the run's end, with a store that refuses
+_PATIENCE_S = 30.0  # of pauses at the run's end, with a store that refuses
 
 
 def mirror_of(run: RunSection, *, name: str) -> Mirror | None:
@@ -149,32 +149,22 @@ def _follow(connection: Connection, parents: Connection, mirror: Mirror, holding
 def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
     """Put what is new until the end, and then what is missing. Returns what is missing still; nothing if all is there."""
     upload = Upload(Objects(mirror.url), mirror.directory, holding)
-    failures, next_at, ends_at = 0, 0.0, math.inf
+    next_at, pause_s = 0.0, 1.0
     try:
-        with upload.signs() as superseded:
-            while True:
-                if ends_at == math.inf and connection.poll(_POLL_S):
-                    connection.recv()
-                    failures, next_at, ends_at = 0, 0.0, time.monotonic() + _PATIENCE_S
-                if superseded.is_set():
+        with upload.signs() as is_taken:
+            while not connection.poll(_POLL_S):
+                if is_taken.is_set():
                     raise MirrorTaken
                 if time.monotonic() < next_at:
                     continue
                 try:
-                    upload.sync(is_last=ends_at < math.inf)
-                    failures = 0
+                    upload.sync()
+                    pause_s = 1.0
                 except OSError as failure:
-                    pause_s = min(2.0**failures, _LONGEST_PAUSE_S)
-                    failures, next_at = failures + 1, time.monotonic() + pause_s
-                    if ends_at == math.inf:
-                        LOGGER.warning("%s; training goes on, tried again in %.0f s", failure, pause_s)
-                        continue
-                    if next_at < ends_at:
-                        time.sleep(pause_s)
-                        continue
-                    LOGGER.warning("%s", failure)
-                if ends_at < math.inf:
-                    break
+                    LOGGER.warning("%s; training goes on, tried again in %.0f s", failure, pause_s)
+                    next_at, pause_s = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+            connection.recv()
+            _put_last(upload)
         missing = ", ".join(upload.missing)
         with suppress(StoreFailed):
             upload.release(is_complete=not missing)
@@ -182,3 +172,18 @@ def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
     except MirrorTaken:
         os.kill(os.getppid(), signal.SIGTERM)
         return _TAKEN
+
+
+def _put_last(upload: Upload) -> None:
+    """Put what is missing at the run's end; where the store refuses, again until the pauses between have been long enough."""
+    paused_s, pause_s = 0.0, 1.0
+    while True:
+        try:
+            upload.sync(is_last=True)
+            return
+        except OSError as failure:
+            if paused_s >= _PATIENCE_S:
+                LOGGER.warning("%s", failure)
+                return
+        time.sleep(pause_s)
+        paused_s, pause_s = paused_s + pause_s, 2 * pause_s
