@@ -200,6 +200,7 @@ def test_a_later_holder_removes_the_checkpoints_of_an_earlier_and_of_none_before
     (tmp_path / "run" / "config.yaml").touch()
     add_checkpoint(mirror.directory, 4)
     Upload(mirror.objects, mirror.directory, mirror.take(mirror.look())).sync()
+    frozen = Upload(mirror.objects, mirror.directory, mirror.take(mirror.look()))
     for step in (8, 12):
         upload = Upload(mirror.objects, mirror.directory, mirror.take(mirror.look()))
         upload.sync()
@@ -208,15 +209,17 @@ def test_a_later_holder_removes_the_checkpoints_of_an_earlier_and_of_none_before
         manifest.discard(mirror.directory.checkpoints / manifest.directory_name(step - 4))
         upload.sync()
         assert [step for step, _ in steps(mirror)] == [step]
-    assert {name[:6] for name in mirror.objects.listing()} == {"000003"}
+    assert {name[:6] for name in mirror.objects.listing() if "claim" not in name} == {"000004"}
+    with pytest.raises(MirrorTaken):  # though what the next holder has put is gone by now
+        frozen.sync()
     mirror.directory.move_aside()
     mirror.begin_anew()
     anew = mirror.take(mirror.look())
-    assert (anew.number, anew.begins) == (4, 4) and steps(mirror) == []
+    assert (anew.number, anew.begins) == (5, 5) and steps(mirror) == []
     add_checkpoint(mirror.directory, 2)
     Upload(mirror.objects, mirror.directory, anew).sync()
-    assert steps(mirror) == [(2, 4)]
-    assert "000003/checkpoints/step_00000012/manifest.json" in mirror.objects.listing()
+    assert steps(mirror) == [(2, 5)]
+    assert "000004/checkpoints/step_00000012/manifest.json" in mirror.objects.listing()
 
 
 @pytest.mark.parametrize("claim", [b"", b"{", b"[]", b'{"begins": "x", "token": 5}'])
@@ -227,3 +230,29 @@ def test_a_claim_that_a_kill_has_cut_short_hides_no_checkpoint(claim: bytes, url
     mirror.objects.write("000002/claim.json", claim)
     assert steps(mirror) == [(4, 1)]
     assert mirror.take(mirror.look()).number == 3
+
+
+def test_a_holder_that_is_overtaken_while_it_prunes_removes_nothing_of_the_next(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = Mirror(url, directory(tmp_path / "here")), Mirror(url, directory(tmp_path / "there"))
+    add_checkpoint(here.directory, 4)
+    upload = Upload(here.objects, here.directory, here.take(here.look()))
+    upload.sync()
+    add_checkpoint(here.directory, 8)
+    original, calls = Upload._require, list[int]()
+
+    def require(self: Upload) -> None:
+        """Frozen behind the last check, of the pruning."""
+        original(self)
+        calls.append(1)
+        if self is upload and len(calls) == 2:
+            add_checkpoint(there.directory, 12)
+            Upload(there.objects, there.directory, there.take(there.look())).sync()
+
+    monkeypatch.setattr(Upload, "_require", require)
+    upload.sync()
+    assert (12, 2) in steps(there), "of the next holder"
+    with pytest.raises(MirrorTaken):
+        add_checkpoint(here.directory, 16)
+        upload.sync()

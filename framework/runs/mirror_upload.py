@@ -35,7 +35,10 @@ class Upload:
         self._is_pruned = False
 
     def _contents(self) -> Contents:
-        return Contents(self._holding.number, {"begins": self._holding.begins}, self._objects.listing())
+        """Return what is there, without the folders of later holders: nothing of theirs may be removed, whenever they came."""
+        found = self._objects.listing()
+        own = {name: facts for name, facts in found.items() if name[:6] <= self._folder}
+        return Contents(self._holding.number, {"begins": self._holding.begins}, own)
 
     def sync(self, *, is_last: bool = False) -> None:
         """Put the checkpoints that are not there, the newest first; then the records, if it is time; then prune."""
@@ -117,8 +120,8 @@ class Upload:
         self._committed = {name: content for name, content in self._committed.items() if name in names}
         used = {*kept.values(), self._holding.number}
         before = {f"{number:06d}/" for number in range(self._holding.begins, self._holding.number) if number not in used}
-        if self._records:  # of the holders of whom no checkpoint is left
-            self._remove(name for name in contents.objects if name[:7] in before)
+        if self._records:  # of the holders of whom no checkpoint is left, all but the claims, for which others look
+            self._remove(name for name in contents.objects if name[:7] in before and not name.endswith("/claim.json"))
         self._is_pruned = True
 
     def _remove(self, names: Iterable[str]) -> None:
