@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and then it stops no run
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+CACHE = tempfile.TemporaryDirectory(prefix="steadfast_cache_")
+os.environ["STEADFAST_CACHE"] = CACHE.name
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 

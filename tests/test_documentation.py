@@ -39,6 +39,7 @@ SHORTER = {
     "train.py": ["trainer.max_steps=4"],
     "slurm/train.sbatch": ["trainer.max_steps=4"],
     "run.resume=runs/": ["trainer.max_steps=6"],
+    "run.resume=file://": ["trainer.max_steps=6"],
     "trainer.profile=true": ["trainer.max_steps=8"],
     "trainer.compile=true": ["model.num_layers=1"],
     "dataset=text": ["dataset.seq_len=32", "model.dim=32", "model.num_layers=2"],

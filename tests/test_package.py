@@ -58,7 +58,7 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
         assert (package / name).is_file(), name
     (metadata,) = environment.glob("lib/python*/site-packages/steadfast-*/METADATA")
     told = Parser().parsestr(metadata.read_text())
-    extras = {"wandb", "tensorboard", "slurm", "search", "report", "metrics", "data", "export", "mpi", "all"}
+    extras = {"wandb", "tensorboard", "slurm", "search", "report", "metrics", "data", "object-store", "export", "mpi", "all"}
     assert set(told.get_all("Provides-Extra") or ()) == extras
     assert any(re.match(r"torch\b.*2\.10.*2\.14|torch\b.*2\.14.*2\.10", one) for one in told.get_all("Requires-Dist") or ())
 
@@ -95,6 +95,7 @@ def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_p
         (["launch=slurm"], "submitit", "slurm"),
         (["-m", "seed=0,1", "hydra/sweeper=optuna"], "optuna", "search"),
         (["mode=report"], "bokeh", "report"),
+        (["run.mirror=s3://bucket/runs"], "s3fs", "object-store"),
     ],
 )
 def test_what_is_not_installed_is_refused_with_the_command(line: list[str], module: str, extra: str, tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from framework.config.targets import locate
 from framework.config.validation import validate
 from framework.launch.catch_up import catch_up
 from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
+from framework.launch.mirrored import put_missing
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
 from framework.preflight.check import check, code_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.directory import RunDirectory
+from framework.runs.fetched_run import with_fetched_resume
 from framework.runtime import log, slurm
 from framework.runtime.environment import Environment, SrunTask
 from framework.runtime.exits import Exit
@@ -71,7 +73,8 @@ def launch(command: Command) -> int:
     from framework.launch.worker import start_workers
 
     try:
-        return start_workers(run)
+        with run.mirrored() as settle:
+            return settle(start_workers(run))
     finally:
         run.lock.release()
 
@@ -104,7 +107,10 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
             if is_finished(config.run):
                 accept_code(config.run, config.targets())
                 catch_up(config.run, config.logger, name=config.name, config=config.plain())
-                return Exit.FINISHED
+                return put_missing(config.run, name=config.name)
+            if problems := draft.change("run", with_fetched_resume):
+                return print_problems(problems)
+            config = draft.config or config
         from framework.preflight.child import problems_in_child
         from framework.preflight.dry_build import dry_build
 

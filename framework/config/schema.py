@@ -98,6 +98,7 @@ class CheckpointSection(Section):
 
 class RunSection(Section):
     root: str
+    mirror: str | None = None
     resume: str
     id: str
     dir: str

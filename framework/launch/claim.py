@@ -2,21 +2,27 @@
 
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig, RunSection
+from framework.launch.mirrored import Settle, mirror_of, mirrored, refused
 from framework.launch.scratch import remove_scratch
+from framework.preflight.check import code_problems, resume_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE, read_rows
+from framework.runs.mirror import Holding, Mirror
+from framework.runs.mirror_fetch import bring_back
 from framework.runs.provenance import Provenance
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.files import require_room
 from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
+from framework.runtime.objects import StoreFailed
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
@@ -28,6 +34,13 @@ class ClaimedRun:
     config: RunConfig
     frozen: FrozenConfig
     lock: Lock
+    mirror: tuple[Mirror, Holding] | None = None
+
+    def mirrored(self) -> AbstractContextManager[Settle]:
+        """Keep the run's mirror up to date, if it has one. Yields what makes the command's exit code of the work's."""
+        if self.mirror is None:
+            return nullcontext(lambda code: code)
+        return mirrored(*self.mirror, grace_s=self.config.launch.grace_s)
 
 
 def is_finished(run: RunSection) -> bool:
@@ -58,7 +71,10 @@ def accept_code(run: RunSection, targets: list[str]) -> None:
 
 
 def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
-    """Take the run's directory and freeze the configuration there. An exit code if another party has it (see Lock)."""
+    """Take the run's directory and its mirror, from which the directory is brought up to date; freeze the configuration there.
+
+    An exit code if another party has it (see Lock), or if there is nothing left to do.
+    """
     directory = RunDirectory(Path(config.run.dir))
     # evaluation and export of a run have a lock and a log of their own: the run itself may be in progress
     is_beside = MODES[config.mode].about == "existing run"
@@ -67,21 +83,50 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
         PREEMPTION.says = "stopping"  # there are no steps
     lock = Lock(folder, party=party)
     try:
+        mirror = None if is_beside else mirror_of(config.run, name=config.name)
+        has_none = mirror is not None and not mirror.look().checkpoints  # a wrong place is found out before anything is written
+        if has_none and config.run.resume == "must" and (problems := resume_problems("must", directory)):
+            return print_problems(problems)
         require_room(folder)
         lock.take()
         remove_scratch(folder)
         if config.run.resume == "never" and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
+        is_submission = config.launch.kind == "slurm" and party is None
+        if mirror is not None and config.run.resume == "never":
+            mirror.begin_anew()
+        held = None if mirror is None or is_submission else _hold(mirror, config.run, targets=config.targets())
+        if isinstance(held, Exit):
+            lock.release()
+            return held
         frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
         if not is_beside:
             Provenance(directory.path).add_start(config.targets())
-        return ClaimedRun(config, replace(frozen, token=lock.token), lock)
+        return ClaimedRun(config, replace(frozen, token=lock.token), lock, held)
     except RunEnded as end:
+        lock.release()
         LOGGER.error("%s", end)
         return end.code
+    except StoreFailed as failure:
+        lock.release()
+        return print_problems([refused(failure)])
     except OSError as error:
+        lock.release()
         LOGGER.error("the run's directory cannot be written: %s", error)
         return Exit.DISK
+
+
+def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> tuple[Mirror, Holding] | Exit:
+    """Fetch what the mirror has ahead of the run's directory, and claim the mirror. An exit code if nothing is left to do."""
+    contents = mirror.look()
+    mirror.require_free(contents)
+    if bring_back(mirror, contents):
+        if problems := code_problems(run, targets):
+            return print_problems(problems)
+        if is_finished(run):
+            accept_code(run, targets)
+            return Exit.FINISHED
+    return mirror, mirror.take(contents)
 
 
 def as_text(decision: FrozenConfig | int) -> str:

@@ -1,6 +1,7 @@
 """Under torchrun (or any launcher that sets its variables) or mpirun: rank 0 composes, the other ranks take the result."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 
 from framework.config.frozen_file import FrozenConfig
@@ -32,7 +33,8 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> 
 
         frozen = taken
         try:
-            taken = work(frozen, None)
+            with begun.mirrored() if isinstance(begun, ClaimedRun) else nullcontext(int) as settle:
+                taken = settle(work(frozen, None))
         except Exception as error:
             LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
             if environment.uses_mpi and not is_lost_peer(error):  # rank 0 will not record it: mpirun kills it

@@ -25,6 +25,8 @@ from framework.preflight.processes import backend_problems, open_files_problems,
 from framework.preflight.rules import RULES, folder_holds_samples
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import CHANGED, WAYS, Provenance
+from framework.runtime.exits import Interrupted
+from framework.runtime.objects import is_url
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 
@@ -105,6 +107,8 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
     """Return the dataset, if it can be built, and its problems. This imports no torch."""
     try:
         built = components.dataset(dataset)
+    except Interrupted as end:
+        return None, [Problem("dataset", str(end), code=end.code)]
     except (Exception, SystemExit) as error:  # the constructor refuses the arguments
         return None, [Problem.of_error("dataset", error)]
     if missing := ", ".join(name for name in ("info", "problems", "load", "transform") if name not in dir(built)):
@@ -199,7 +203,8 @@ def place_problems(run: RunSection) -> list[Problem]:
     if there not in (None, run.id):
         what = f"{directory.path} holds another run ({there}, this is {run.id})"
         problems = [Problem("run.dir", what, "another directory, or that run's own command")]
-    return problems + _check_resume(run.resume, directory)
+    may_be_fetched = run.mirror is not None and run.resume == "must"  # which the claim finds out
+    return problems if may_be_fetched else problems + resume_problems(run.resume, directory)
 
 
 def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
@@ -241,10 +246,11 @@ def _check_contents(directory: RunDirectory) -> list[Problem]:
     return []
 
 
-def _check_resume(resume: str, directory: RunDirectory) -> list[Problem]:
+def resume_problems(resume: str, directory: RunDirectory) -> list[Problem]:
+    """Return why a run cannot begin with what `run.resume` names. A URL is looked at when it is fetched."""
     if resume == "must" and not candidates(directory.checkpoints):
         return [Problem("run.resume", f"must, but {directory.path} has no checkpoint", "auto, or the path of a run")]
-    if resume in ("auto", "never", "must"):
+    if resume in ("auto", "never", "must") or is_url(resume):
         return []
     path = Path(resume)
     if not resume or not os.path.isdir(path):

@@ -10,6 +10,7 @@ from framework.config.init_from import entries_of
 from framework.config.launch import LaunchSection
 from framework.config.model_keys import init_problems
 from framework.config.schema import BackendSection, CheckpointSection, Node, PredictSection, RunSection, TrainerSection
+from framework.runtime.objects import is_url, url_problems
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown
 
@@ -115,6 +116,13 @@ def ports_are_the_kernels(launch: LaunchSection) -> Iterator[Problem]:
         yield Problem("launch.ports", what, f"sysctl -w {setting}; docker run --sysctl {setting}")
 
 
+def stores_can_be_reached(run: RunSection) -> Iterator[Problem]:
+    if run.mirror is not None:
+        yield from url_problems("run.mirror", run.mirror)
+    if is_url(run.resume):
+        yield from url_problems("run.resume", run.resume)
+
+
 RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     name_is_a_directory,
     micro_batch_fits,
@@ -126,4 +134,5 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     weights_come_from_one_place,
     processes_can_share,
     ports_are_the_kernels,
+    stores_can_be_reached,
 )

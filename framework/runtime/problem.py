@@ -64,6 +64,7 @@ _MODULES = {
     "export": ["onnx", "onnxscript", "onnxruntime"],
     "metrics": ["torchmetrics"],
     "data": ["datasets", "pyarrow"],
+    "object-store": ["fsspec", "s3fs"],
 }
 
 

@@ -1,5 +1,6 @@
 """How each worker of an elastic run begins a round: with rank 0's configuration, which alone claims the directory."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,21 +30,25 @@ class RoundEntry:
         log.start_console(rank=environment.rank)
         try:
             store = launcher_store(environment, timeout=timedelta(minutes=10), part="start")
-            if environment.rank == 0:
-                store.set("decision", as_text(self._decide()))
+            begun = self._decide() if environment.rank == 0 else None
+            if begun is not None:
+                store.set("decision", as_text(begun.frozen if isinstance(begun, ClaimedRun) else begun))
             taken = from_text(store.get("decision").decode())
         except Exception as error:
             record_failure(error, environment=environment, scratch=self.folder)
             raise
-        return work(taken, self.folder, node_scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
+        if not isinstance(taken, FrozenConfig):
+            return taken
+        with begun.mirrored() if isinstance(begun, ClaimedRun) else nullcontext(int) as settle:
+            return settle(work(taken, self.folder, node_scratch=node_folder))
 
-    def _decide(self) -> FrozenConfig | int:
+    def _decide(self) -> ClaimedRun | int:
+        """Claim the directory; the lock stays with this process until it ends. An exit code if there is nothing to do."""
         began = self.folder / "began"
         config = self.config.begun() if began.exists() else self.config
         if MODES[config.mode].about == "run" and is_finished(config.run):
             return Exit.FINISHED
         run = claim(config, party="elastic")
-        if not isinstance(run, ClaimedRun):
-            return run
-        began.touch()
-        return run.frozen  # its lock stays with this process until it ends
+        if isinstance(run, ClaimedRun):
+            began.touch()
+        return run

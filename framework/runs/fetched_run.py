@@ -1,0 +1,51 @@
+"""`run.resume=s3://...`: a run or checkpoint in an object store, from which another run begins."""
+
+from pathlib import Path
+
+from framework.checkpoint.manifest import MANIFEST, candidates, step_of
+from framework.config.schema import RunSection
+from framework.runs.directory import RunDirectory
+from framework.runs.mirror import contents_of
+from framework.runs.mirror_fetch import fetch_valid
+from framework.runtime.exits import Exit, RunEnded
+from framework.runtime.local_copy import fetched_once
+from framework.runtime.objects import Objects, StoreFailed, is_url
+from framework.runtime.problem import Problem
+
+
+def with_fetched_resume(run: RunSection) -> tuple[RunSection, list[Problem]]:
+    """Return the section with a local copy for a URL in `resume`; unless the run has checkpoints of its own."""
+    if not is_url(run.resume) or candidates(RunDirectory(Path(run.dir)).checkpoints):
+        return run, []
+    try:
+        return run.model_copy(update={"resume": str(_fetch_run(run.resume))}), []
+    except StoreFailed as failure:
+        expected = "the URL of a run or checkpoint that can be read" if failure.is_wrong else "the same command tries again"
+        code = Exit.CONFIGURATION if failure.is_wrong else Exit.DISK
+        return run, [Problem("run.resume", str(failure), expected, code=code)]
+    except RunEnded as end:
+        return run, [Problem("run.resume", str(end), code=end.code)]
+
+
+def _fetch_run(url: str) -> Path:
+    """Return the local path of a run or checkpoint in a store, with its newest valid checkpoint (or this one) and its rows.
+
+    The run may be in a mirror, or be a copy of a run's directory. StoreFailed if there is none, or it cannot be fetched;
+    NoValidCheckpoint if all are damaged.
+    """
+    parent, _, last = url.rstrip("/").rpartition("/")
+    is_checkpoint = step_of(Path(last)) is not None
+    objects = Objects(parent.removesuffix("/checkpoints") if is_checkpoint else url)
+    contents = contents_of(objects)
+    wanted = [stored for stored in contents.checkpoints if stored.name == last or not is_checkpoint]
+    if not wanted:
+        raise StoreFailed(f"{url} has no checkpoint", is_wrong=True)
+
+    def fetch(folder: Path) -> None:
+        (stored,) = fetch_valid(objects, wanted, contents, into=folder / "checkpoints", most=1)
+        rows = f"{stored.folder.removesuffix(f'checkpoints/{stored.name}')}metrics.jsonl"
+        if rows in contents.objects:
+            objects.get(rows, folder / "metrics.jsonl")
+
+    run = fetched_once([url, *(contents.objects[f"{stored.folder}/{MANIFEST}"].version for stored in wanted)], fetch)
+    return next((run / "checkpoints").iterdir()) if is_checkpoint else run

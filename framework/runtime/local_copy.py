@@ -1,0 +1,75 @@
+"""Local copies of what is in an object store: fetched once, whole or not at all, and again when it changes there."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from framework.runtime.environment import variables
+from framework.runtime.files import lock_file, make_directory, replacing_directory
+from framework.runtime.log import LOGGER
+from framework.runtime.objects import ObjectFacts, Objects, StoreFailed, inside
+
+
+@cache  # one process, and those forked from it, see one version, whatever happens in the store
+def local_copy(url: str) -> str:
+    """Return the path of a copy of what a URL names: an object, a folder of objects, or a pattern of names (`*.tar`) in one.
+
+    StoreFailed if there is nothing, or it cannot be fetched. Interrupted if a signal comes meanwhile.
+    """
+    parent, _, last = url.rstrip("/").rpartition("/")
+    is_pattern = "*" in last
+    there = Objects(parent if is_pattern else url)
+
+    def listed() -> dict[str, ObjectFacts]:
+        return there.matching(last) if is_pattern else there.listing()
+
+    if not (found := listed()):
+        raise StoreFailed(f"{url} holds no object", is_wrong=True)
+    is_object = found.keys() == {""}  # itself, and no folder
+
+    def fetch(folder: Path) -> None:
+        LOGGER.info("fetching %s: %d files, %.2f GiB", url, len(found), sum(facts.size for facts in found.values()) / 2**30)
+        for name in found:
+            path = inside(folder, name or last)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            there.get(name, path)
+        if listed() != found or any(inside(folder, name or last).stat().st_size != found[name].size for name in found):
+            raise StoreFailed(f"{url} has changed while it was fetched; give the command again")
+
+    folder = fetched_once([url, found], fetch)
+    return str(folder / last if is_pattern or is_object else folder)
+
+
+def fetched_once(key: list[str | dict[str, ObjectFacts]], fetch: Callable[[Path], None]) -> Path:
+    """Return a folder of the cache for this key (JSON), which `fetch` has filled: now, or some time before.
+
+    Of several processes that ask at once, one fetches, and the others wait.
+    """
+    folder = _cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    make_directory(folder.parent)
+    with _locked(folder.with_suffix(".lock")):
+        if not folder.is_dir():
+            with replacing_directory(folder) as beside:
+                fetch(beside)
+    return folder
+
+
+def _cache_folder() -> Path:
+    """Return where copies are kept: STEADFAST_CACHE, or `steadfast` in the user's folder for caches."""
+    named = variables().get("STEADFAST_CACHE")
+    return Path(named) if named else Path(variables().get("XDG_CACHE_HOME") or Path.home() / ".cache", "steadfast")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = None
+    while descriptor is None:
+        descriptor = lock_file(path, waits=True)
+    try:
+        yield
+    finally:
+        os.close(descriptor)

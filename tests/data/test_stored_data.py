@@ -1,0 +1,197 @@
+"""Data in an object store, a real S3 server: fetched once, whole or not at all, and again when it changes there."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from framework.build import components
+from framework.runtime.local_copy import local_copy
+from framework.runtime.objects import Objects, StoreFailed
+from tests.harness import assert_same_bits, begin, command, end, finished, wait_for
+from tests.s3_server import BUCKET, S3Server, s3_server
+
+pytest.importorskip("moto")
+pytest.importorskip("s3fs")
+
+QUICK = ["trainer.max_epochs=null", "trainer.max_steps=3", "trainer.log_every=1", "global_batch_size=8"]
+GPT = ["model=gpt", "model.dim=16", "model.num_layers=1", "model.num_heads=2", "dataset.seq_len=8", *QUICK]
+CNN = ["model=cnn", "model.channels=[4,8]", "dataset.image_size=8", *QUICK]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("STEADFAST_CACHE", str(tmp_path / "cache"))
+    local_copy.cache_clear()
+    yield Objects(f"s3://{BUCKET}/{tmp_path.name}")
+    server.accept()
+
+
+def upload(store: Objects, folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.put(path, str(path.relative_to(folder)))
+
+
+def make_text(folder: Path) -> list[str]:
+    (folder / "b").mkdir(parents=True)
+    for name in ("a.py", "b/c.py"):
+        (folder / name).write_text(f"{name} is a text\n" * 100)
+    return ["dataset=text", *GPT]
+
+
+def make_tokens(folder: Path) -> list[str]:
+    folder.mkdir()
+    for name in ("train", "val"):
+        np.arange(2000, dtype=np.uint16).__mod__(50).tofile(folder / f"{name}.bin")
+    return ["dataset=tokens", "dataset.vocab_size=50", *GPT]
+
+
+def make_images(folder: Path) -> list[str]:
+    for number in range(60):
+        path = folder / "train" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), 4 * number, np.uint8)).save(path)
+    return ["dataset=image_folder", *CNN]
+
+
+@pytest.mark.parametrize("make", [make_text, make_tokens, make_images])
+def test_a_dataset_in_a_store_is_the_dataset_in_a_folder(make: object, store: Objects, tmp_path: Path) -> None:
+    line = make(tmp_path / "data")  # type: ignore[operator]
+    upload(store, tmp_path / "data")
+    here = finished(*line, f"dataset.root={tmp_path}/data", root=tmp_path / "here")
+    there = finished(*line, f"dataset.root={store.url}", root=tmp_path / "there")
+    assert there.output.count(f"fetching {store.url}: ") == 1
+    assert_same_bits(there, here)
+    again = finished(*line, f"dataset.root={store.url}", "trainer.max_steps=2", root=tmp_path / "there")
+    assert "fetching" not in again.output
+
+
+def test_the_processes_of_a_run_fetch_once(store: Objects, tmp_path: Path) -> None:
+    line = [*make_text(tmp_path / "data"), "parallel=ddp", "launch.nproc_per_node=2", "dataset.num_workers=1"]
+    upload(store, tmp_path / "data")
+    ended = finished(*line, f"dataset.root={store.url}", root=tmp_path / "runs")
+    assert ended.output.count("fetching") == 1
+
+
+def test_commands_that_come_at_once_fetch_once(store: Objects, tmp_path: Path) -> None:
+    line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
+    upload(store, tmp_path / "data")
+    roots = [tmp_path / f"runs_{number}" for number in range(3)]
+    begun = [begin(*line, root=root) for root in roots]
+    ended = [end(process, root=root) for process, root in zip(begun, roots)]
+    assert [one.code for one in ended] == [0, 0, 0] and sum(one.output.count("fetching") for one in ended) == 1
+
+
+def test_one_object_and_a_pattern_are_data_too(store: Objects, tmp_path: Path) -> None:
+    store.write("all.bin", np.arange(4000, dtype=np.uint16).tobytes())
+    for name in ("x-0.tar", "x-1.tar", "y.tar", "deeper/x-2.tar"):
+        store.write(name, name.encode())
+    assert np.array_equal(np.fromfile(local_copy(f"{store.url}/all.bin"), np.uint16), np.arange(4000))
+    pattern = Path(local_copy(f"{store.url}/x-*.tar"))
+    assert pattern.name == "x-*.tar" and sorted(path.name for path in pattern.parent.iterdir()) == ["x-0.tar", "x-1.tar"]
+
+
+def test_what_changes_in_the_store_is_fetched_again_by_the_next_command(store: Objects) -> None:
+    store.write("a.txt", b"one")
+    first = Path(local_copy(store.url), "a.txt")
+    store.write("a.txt", b"two")  # of the same size
+    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"one", "a process sees one version"
+    local_copy.cache_clear()  # as in another process
+    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"two" and first.read_bytes() == b"one"
+
+
+def test_what_changes_while_it_is_fetched_is_no_copy(store: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write("a.txt", b"one")
+    original = Objects.get
+
+    def get(self: Objects, name: str, path: Path) -> None:
+        store.write(name, b"two")
+        original(self, name, path)
+
+    with monkeypatch.context() as change:
+        change.setattr(Objects, "get", get)
+        with pytest.raises(StoreFailed, match="has changed while it was fetched"):
+            local_copy(store.url)
+    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"two"
+
+
+def kill_at_the_second_file() -> None:
+    original, names = Objects.get, list[str]()
+
+    def get(self: Objects, name: str, path: Path) -> None:
+        if names:
+            path.write_bytes(b"a part")
+            os.kill(os.getpid(), signal.SIGKILL)
+        names.append(name)
+        original(self, name, path)
+
+    Objects.get = get  # type: ignore[method-assign]
+
+
+def test_a_kill_leaves_no_part_of_the_data(store: Objects, tmp_path: Path) -> None:
+    line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
+    upload(store, tmp_path / "data")
+    assert command(*line, root=tmp_path / "runs", before=kill_at_the_second_file).code == -signal.SIGKILL
+    ended = finished(*line, root=tmp_path / "runs")
+    assert ended.output.count("fetching") == 1
+    assert_same_bits(ended, finished(*line[:-1], f"dataset.root={tmp_path}/data", root=tmp_path / "here"))
+
+
+def slow_get() -> None:
+    original = Objects.get
+
+    def get(self: Objects, name: str, path: Path) -> None:
+        print("slowly", flush=True)
+        time.sleep(1.0)
+        original(self, name, path)
+
+    Objects.get = get  # type: ignore[method-assign]
+
+
+def test_a_signal_ends_a_fetch_with_75(store: Objects, tmp_path: Path) -> None:
+    line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
+    upload(store, tmp_path / "data")
+    process = begin(*line, root=tmp_path / "runs", before=slow_get)
+    output = tmp_path / "runs.output"
+    wait_for(lambda: output.exists() and "slowly" in output.read_text(), what="a fetch")
+    process.terminate()
+    ended = end(process, root=tmp_path / "runs")
+    assert ended.code == 75 and "stopped before all was fetched" in ended.output, ended.output
+
+
+@pytest.mark.parametrize("wrong", ["no bucket", "no object", "no key", "no protocol", "no package"])
+def test_data_that_is_not_to_be_had_is_a_problem_before_the_start(
+    wrong: str, server: S3Server, store: Objects, tmp_path: Path
+) -> None:
+    root, said = {
+        "no bucket": ("s3://elsewhere/data", "bucket does not exist"),
+        "no object": (store.url, "holds no object"),
+        "no key": (store.url, "cannot be listed: "),
+        "no protocol": ("nosuch://data", "'nosuch://data' is not valid"),
+        "no package": ("gs://bucket/data", "gcsfs not installed (pip install gcsfs)"),
+    }[wrong]
+    if wrong == "no key":
+        server.refuse()
+    ended = command("dataset=text", *GPT, f"dataset.root={root}", "optimizer.lr=-1", root=tmp_path / "runs")
+    assert ended.code == 78 and "Traceback" not in ended.output and not list((tmp_path / "runs").iterdir())
+    (line,) = (line for line in ended.output.splitlines() if line.startswith("dataset.root: "))
+    assert said in line
+
+
+def test_other_urls_of_a_dataset_are_its_own_business() -> None:
+    node = {"_target_": "framework.data.text.Text", "pattern": "s3://x", "root": None}
+    assert components.dataset(node).patterns == ["s3://x"]  # type: ignore[attr-defined]

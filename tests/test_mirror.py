@@ -1,0 +1,347 @@
+"""A run's mirror in an object store, a real S3 server: what it outlives, and that two commands never both write there."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+import framework.launch.mirrored
+import framework.runs.mirror
+from framework.runs.mirror import Contents, contents_of
+from framework.runtime.objects import Objects
+from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
+from tests.launch.test_torchrun import torchrun
+from tests.s3_server import BUCKET, S3Server, s3_server
+from tests.test_resume import RUN, STRATEGIES, after_step, crash
+
+pytest.importorskip("moto")
+pytest.importorskip("s3fs")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A URL of the test's own, which this process and its commands can reach."""
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    yield f"s3://{BUCKET}/{tmp_path.name}"
+    server.accept()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    """The uninterrupted run of a strategy, without a mirror."""
+    return cache(lambda strategy: finished(*RUN, *STRATEGIES[strategy], root=tmp_path_factory.mktemp("whole") / "runs"))
+
+
+def contents(store: str) -> Contents:
+    """What is in the one mirror below a URL."""
+    (run,) = {name.rpartition("/claim.json")[0].rpartition("/")[0] for name in Objects(store).listing() if "claim" in name}
+    return contents_of(Objects(f"{store}/{run}"))
+
+
+def steps(store: str) -> list[int]:
+    return [stored.step for stored in contents(store).checkpoints]
+
+
+def wait_for_step(store: str, step: int) -> None:
+    wait_for(lambda: bool(Objects(store).listing()) and step in steps(store), what=f"step {step} in {store}")
+
+
+def both(*acts: Callable[[], None]) -> Callable[[], None]:
+    def act() -> None:
+        for one in acts:
+            one()
+
+    return act
+
+
+def killed(store: str, *awaited: int, root: Path, strategy: str = "single", more: Sequence[str] = ()) -> Ended:
+    """Run, with these steps' checkpoints in the store before the next step, and kill everything two steps after the last."""
+
+    def plant() -> None:
+        for step in awaited:
+            after_step(step + 1, partial(wait_for_step, store, step))()
+        after_step(awaited[-1] + 2, crash)()
+
+    ended = command(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", *more, root=root, before=plant)
+    assert ended.code == -signal.SIGKILL, ended.output
+    return ended
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp 2"])
+def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(
+    strategy: str, store: str, whole: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    killed(store, 8, root=tmp_path / "runs", strategy=strategy)
+    shutil.rmtree(tmp_path / "runs")
+    ended = finished(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", root=tmp_path / "runs")
+    assert "fetched step_00000008 from s3://" in ended.output
+    assert_same_bits(ended, whole(strategy))
+    assert ended.directory.name == whole(strategy).directory.name, "run.mirror is not part of the id"
+    here = sorted(path.name for path in (ended.directory / "checkpoints").iterdir())
+    there = contents(store)
+    assert sorted(stored.name for stored in there.checkpoints) == here
+    assert {stored.number for stored in there.checkpoints} == {2} and "000001/config.yaml" not in there.objects, "pruned"
+
+    shutil.rmtree(tmp_path / "runs")
+    again = finished(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", root=tmp_path / "runs")
+    assert "finished already, at step 21" in again.output
+    assert_same_bits(again, whole(strategy))
+
+
+@pytest.mark.slow
+def test_a_run_under_torchrun_goes_on_from_the_store_alone(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+    killed(store, 8, root=tmp_path / "runs", strategy="ddp 2")
+    shutil.rmtree(tmp_path / "runs")
+    ended = torchrun(*RUN, "parallel=ddp", f"run.mirror={store}", root=tmp_path / "runs")
+    assert ended.code == 0 and "fetched step_00000008" in ended.output, ended.output
+    assert_same_bits(ended, whole("ddp 2"))
+    assert steps(store) == [21, 20]
+
+
+@pytest.mark.slow
+def test_an_elastic_run_goes_on_from_the_store_alone(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+    killed(store, 8, root=tmp_path / "runs", strategy="ddp 2")
+    shutil.rmtree(tmp_path / "runs")
+    ended = finished(*RUN, *STRATEGIES["ddp 2"], "launch.nnodes=1:2", f"run.mirror={store}", root=tmp_path / "runs")
+    assert "fetched step_00000008" in ended.output
+    assert_same_bits(ended, whole("ddp 2"))
+    assert steps(store) == [21, 20]
+
+
+def test_killed_in_the_middle_of_an_upload_the_checkpoint_before_is_taken(
+    store: str, whole: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    original = Objects.put
+
+    def put(objects: Objects, path: Path, name: str) -> None:
+        original(objects, path, name)
+        if "step_00000008" in name:  # its first file
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+
+    def plant() -> None:
+        Objects.put = put  # type: ignore[method-assign]
+        after_step(6, lambda: wait_for_step(store, 4))()
+        after_step(9, lambda: time.sleep(60))()
+
+    stopped = command(*RUN, f"run.mirror={store}", root=tmp_path / "runs", before=plant)
+    assert stopped.code == -signal.SIGKILL
+    there = contents(store)
+    assert [stored.step for stored in there.checkpoints] == [4] and (1, "step_00000008") in there.folders
+    shutil.rmtree(tmp_path / "runs")
+    ended = finished(*RUN, f"run.mirror={store}", root=tmp_path / "runs")
+    assert "fetched step_00000004" in ended.output
+    assert_same_bits(ended, whole("single"))
+    assert steps(store) == [21, 20] and not {number for number, _ in contents(store).folders} - {2}
+
+
+def test_a_damaged_checkpoint_in_the_store_is_passed_over(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+    killed(store, 4, 8, root=tmp_path / "runs")
+    there = contents(store)
+    assert [stored.step for stored in there.checkpoints] == [8, 4]
+    (name,) = (name for name in there.folders[1, "step_00000008"] if name.endswith(".safetensors"))
+    (run,) = (tmp_path / "runs").glob("*/*")
+    objects = Objects(f"{store}/{run.parent.name}/{run.name}")
+    content = bytearray(objects.read(name) or b"")
+    content[-1] ^= 1
+    objects.write(name, bytes(content))
+    shutil.rmtree(tmp_path / "runs")
+    ended = finished(*RUN, f"run.mirror={store}", root=tmp_path / "runs")
+    assert "does not match its checksum; passing over it" in ended.output and "fetched step_00000004" in ended.output
+    assert_same_bits(ended, whole("single"))
+
+    objects.write(next(name for name in contents(store).objects if name.endswith("21/state.json")), b"{}")
+    objects.write(next(name for name in contents(store).objects if name.endswith("20/state.json")), b"{}")
+    objects.remove("000002/summary.json")
+    shutil.rmtree(tmp_path / "runs")
+    lost = command(*RUN, f"run.mirror={store}", root=tmp_path / "runs")
+    assert lost.code == 65 and lost.output.count("state.json has 2 bytes instead of") >= 2, lost.output
+
+
+def log_has(words: str, root: Path) -> bool:
+    return any(words in path.read_text() for path in root.glob("*/*/train.log"))
+
+
+def test_training_goes_on_while_the_store_refuses(
+    server: S3Server, store: str, whole: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    warned = lambda: wait_for(lambda: log_has("training goes on, tried again in", tmp_path / "runs"), what="a warning")  # noqa: E731
+
+    def plant() -> None:
+        after_step(6, both(lambda: wait_for_step(store, 4), server.refuse))()
+        after_step(9, both(warned, server.accept))()
+
+    ended = finished(*RUN, f"run.mirror={store}", root=tmp_path / "runs", before=plant)
+    assert "cannot be" in ended.output
+    assert_same_bits(ended, whole("single"))
+    assert steps(store) == [21, 20]
+
+
+def test_what_is_missing_at_the_end_is_said_and_put_by_the_same_command(
+    server: S3Server, store: str, whole: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    def plant() -> None:
+        framework.launch.mirrored._PATIENCE_S = 2.0  # type: ignore[attr-defined]
+        after_step(10, both(lambda: wait_for_step(store, 8), server.refuse))()
+
+    line = [*RUN, f"run.mirror={store}"]
+    ended = command(*line, root=tmp_path / "runs", before=plant)
+    assert ended.code == 74 and "lacks checkpoints/step_00000021, checkpoints/step_00000020" in ended.output, ended.output
+    assert_same_bits(ended, whole("single"))
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 74 and "finished already" in refused.output and "run.mirror: " in refused.output, refused.output
+    server.accept()
+    assert steps(store)[0] == 8
+    again = finished(*line, root=tmp_path / "runs")
+    assert "finished already" in again.output
+    assert steps(store) == [21, 20]
+    shutil.rmtree(tmp_path / "runs")
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole("single"))
+
+
+def test_a_process_of_the_mirror_that_was_killed_is_made_up_for_at_the_end(store: str, tmp_path: Path) -> None:
+    def kill() -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    finished(*RUN, f"run.mirror={store}", root=tmp_path / "runs", before=after_step(10, kill))
+    assert steps(store) == [21, 20] and contents(store).number == 1
+
+
+@pytest.mark.parametrize("place", ["a bucket that is not there", "no key"])
+def test_a_place_that_is_wrong_is_refused_before_the_start(place: str, server: S3Server, store: str, tmp_path: Path) -> None:
+    if place == "no key":
+        server.refuse()
+    else:
+        store = "s3://elsewhere/runs"
+    refused = command(*RUN, f"run.mirror={store}", root=tmp_path / "runs")
+    assert refused.code == 78 and f"run.mirror: {store}/default/" in refused.output, refused.output
+    assert "Traceback" not in refused.output and not list((tmp_path / "runs").iterdir())
+
+
+# --- two commands, one mirror
+
+
+def test_a_second_command_from_another_directory_is_refused(store: str, tmp_path: Path) -> None:
+    first = begin(*RUN, f"run.mirror={store}", root=tmp_path / "first", before=after_step(6, lambda: time.sleep(60)))
+    wait_for_step(store, 4)
+    second = command(*RUN, f"run.mirror={store}", root=tmp_path / "second")
+    assert second.code == 1 and f"is in use by process {first.pid} on " in second.output, second.output
+    assert not list((tmp_path / "second").glob("*/*/checkpoints"))
+    first.kill()
+    first.join()
+
+
+def test_a_command_that_was_frozen_while_another_took_over_writes_nothing_more(
+    store: str, whole: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    def be_elsewhere() -> None:
+        framework.runs.mirror.process_identity = dict  # type: ignore[attr-defined]  # as seen from another machine
+
+    def plant() -> None:
+        be_elsewhere()
+        after_step(6, both(lambda: wait_for_step(store, 4), lambda: os.kill(os.getpid(), signal.SIGSTOP)))()
+        after_step(7, lambda: time.sleep(0.2))()
+
+    line = [*RUN, f"run.mirror={store}"]
+    first = begin(*line, root=tmp_path / "first", before=plant)
+    wait_for(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, what="a stop")
+    (follower,) = psutil.Process(first.pid).children()
+    follower.suspend()
+    second = finished(*line, root=tmp_path / "second")
+    assert "waiting 12 s for a sign of life" in second.output and "fetched step_00000004" in second.output
+    assert_same_bits(second, whole("single"))
+    before = contents(store).objects
+    follower.resume()
+    psutil.Process(first.pid).resume()
+    ended = end(first, root=tmp_path / "first")
+    assert ended.code == 1 and "has been taken by another command" in ended.output, ended.output
+    after = contents(store).objects
+    assert {name: facts for name, facts in after.items() if name[:7] != "000001/"} == before, "it may end a write of its own"
+    assert [stored.step for stored in contents(store).checkpoints] == [21, 20]
+
+
+def test_starting_over_leaves_the_earlier_run_aside(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+    line = [*RUN, f"run.mirror={store}"]
+    killed(store, 12, root=tmp_path / "runs")
+    killed(store, 4, root=tmp_path / "runs", more=["run.resume=never"])
+    assert steps(store) == [4]
+    earlier = [name for name in contents(store).objects if name.startswith("000001/checkpoints/step_00000012/")]
+    assert len(earlier) == 3, "they are kept"
+    shutil.rmtree(tmp_path / "runs")
+    ended = finished(*line, root=tmp_path / "runs")
+    assert "fetched step_00000004" in ended.output
+    assert_same_bits(ended, whole("single"))
+    assert set(earlier) < contents(store).objects.keys()
+
+
+def test_a_directory_of_an_earlier_beginning_is_moved_aside(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+    first = killed(store, 12, root=tmp_path / "first")
+    killed(store, 4, root=tmp_path / "second", more=["run.resume=never"])
+    directory = first.directory
+    ended = finished(*RUN, f"run.mirror={store}", root=tmp_path / "first")
+    assert f"the earlier one is now in {directory}.old-1" in ended.output and "fetched step_00000004" in ended.output
+    assert (directory.with_name(f"{directory.name}.old-1") / "checkpoints" / "step_00000012").is_dir()
+
+
+def test_an_older_directory_is_brought_up_to_date_and_a_newer_one_is_not(
+    store: str, whole: Callable[[str], Ended], tmp_path: Path
+) -> None:
+    killed(store, 4, root=tmp_path / "runs")
+    shutil.copytree(tmp_path / "runs", tmp_path / "older")
+    killed(store, 12, root=tmp_path / "runs")
+    shutil.copytree(tmp_path / "runs", tmp_path / "newer")
+    older = finished(*RUN, f"run.mirror={store}", root=tmp_path / "older")
+    assert "fetched step_00000012" in older.output
+    assert_same_bits(older, whole("single"))
+    for stored in contents(store).checkpoints:  # as if the later ones had never come there
+        objects = Objects(f"{store}/default/{older.directory.name}")
+        objects.remove(f"{stored.folder}/manifest.json")
+    objects.remove(f"{contents(store).number:06d}/summary.json")
+    newer = finished(*RUN, f"run.mirror={store}", root=tmp_path / "newer")
+    assert "fetched" not in newer.output and "continuing from" in newer.output
+    assert_same_bits(newer, whole("single"))
+    assert steps(store) == [21, 20]
+
+
+def test_must_is_asked_of_the_mirror_too(store: str, tmp_path: Path) -> None:
+    line = [*RUN, f"run.mirror={store}", "run.resume=must"]
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 78 and "run.resume: must, but" in refused.output, refused.output
+    assert not list((tmp_path / "runs").iterdir())
+    killed(store, 4, root=tmp_path / "runs")
+    shutil.rmtree(tmp_path / "runs")
+    assert "fetched step_00000004" in finished(*line, root=tmp_path / "runs").output
+
+
+# --- run.resume=s3://...
+
+
+def test_a_run_begins_with_a_run_or_checkpoint_in_a_store_as_with_a_path(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEADFAST_CACHE", str(tmp_path / "cache"))
+    first = finished(*RUN, f"run.mirror={store}", root=tmp_path / "first")
+    longer = [*RUN, "trainer.max_epochs=4"]
+    by_path = finished(*longer, f"run.resume={first.directory}", root=tmp_path / "by_path")
+    shutil.copytree(first.directory, tmp_path / "copy")
+    run = f"{store}/default/{first.directory.name}"
+    urls = [run, f"{run}/000001/checkpoints/step_00000021", f"file://{tmp_path}/copy"]
+    for number, url in enumerate(urls):
+        assert_same_bits(finished(*longer, f"run.resume={url}", root=tmp_path / f"by_url_{number}"), by_path)
+    refused = command(*longer, f"run.resume={store}/nothing", root=tmp_path / "refused")
+    assert refused.code == 78 and f"run.resume: {store}/nothing has no checkpoint" in refused.output, refused.output

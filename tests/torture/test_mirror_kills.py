@@ -1,0 +1,83 @@
+"""A kill -9 at any request to the store, and a directory that is lost half of the times: no bit changes, no checkpoint is lost."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import framework.launch.mirrored
+from framework.runtime.objects import Objects
+from framework.training.trainer import Trainer
+from tests.harness import assert_same_bits, command, finished
+from tests.test_mirror import contents, server, store  # noqa: F401  # fixtures
+from tests.torture.test_kill import LONG
+
+NUM_KILLS = 20
+REQUESTS = ("listing", "read", "write", "create", "put", "get", "remove")
+
+
+def strike_at(request: int, *, is_done: bool) -> Callable[[], None]:
+    """Return what kills the whole command at this request, done or not, of the process of the mirror or of the command's own."""
+
+    def plant() -> None:
+        framework.launch.mirrored._POLL_S = 0.02  # type: ignore[attr-defined]
+        calls, command_pid, step = [0], os.getpid(), Trainer.train_step
+
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls[0] += 1
+                if calls[0] >= request:
+                    if is_done:
+                        function(*args, **kwargs)
+                    os.kill(command_pid, signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+
+            return call
+
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.02)
+            return step(*args, **kwargs)
+
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+        for name in REQUESTS:
+            setattr(Objects, name, counted(getattr(Objects, name)))
+
+    return plant
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_at_any_request_change_no_bit(store: str, tmp_path: Path) -> None:  # noqa: F811
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")  # shown if the test fails: put it above to repeat
+    rng = random.Random(seed)
+    line = [*LONG, f"run.mirror={store}"]
+    whole = finished(*LONG, root=tmp_path / "whole")
+    newest = 0
+    for _ in range(NUM_KILLS):
+        killed = command(*line, root=tmp_path / "runs", before=strike_at(rng.randrange(1, 80), is_done=rng.random() < 0.5))
+        if killed.code == 0:
+            assert "finished already" in killed.output
+            break
+        assert killed.code == -signal.SIGKILL, killed.output
+        if Objects(store).listing():
+            steps = [stored.step for stored in contents(store).checkpoints]
+            assert not newest or (steps and steps[0] >= newest), (steps, newest)
+            newest = steps[0] if steps else 0
+        if rng.random() < 0.5:
+            shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+    ended = finished(*line, root=tmp_path / "runs")
+    assert_same_bits(ended, whole)
+    assert newest > 0, "the store has been of use"
+    again = finished(*line, root=tmp_path / "runs")  # puts, and prunes, what a kill at the end has left
+    here = sorted(path.name for path in (again.directory / "checkpoints").iterdir())
+    assert sorted(stored.name for stored in contents(store).checkpoints) == here and "step_00000112" in here
+    shutil.rmtree(tmp_path / "runs")
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
