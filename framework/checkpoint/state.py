@@ -87,6 +87,14 @@ class Kept(Plain):
     parts: dict[str, Any] = {}  # state of the run's parts, as NAME/PATH
 
 
+class SavedRows(Plain):
+    """What metrics.jsonl held."""
+
+    num_rows: Natural
+    num_bytes: Natural
+    crc32: Natural
+
+
 class SavedState(Plain):
     """What `Trainer.state_dict` returns."""
 
@@ -98,7 +106,8 @@ class SavedState(Plain):
     facts: dict[Word, Word | int | float | bool | None]
     kept: Kept = Kept()
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name for loggers
-    num_rows: Natural | None = None  # in metrics.jsonl, but the tests'
+    rows: SavedRows | None = None
+    num_rows: Natural | None = None  # which an earlier version wrote in place of `rows`
     stopped: Word = ""  # why a part has ended the run
 
 

@@ -29,7 +29,7 @@ from framework.modules.flops import device_name
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.curves import draw_curves
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import read_rows, write_rows
+from framework.runs.metrics_file import iterate_rows, numbers_of, write_rows
 from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, headline
 from framework.runtime.files import flush_directory, replacing
@@ -118,7 +118,7 @@ def _continue(trainer: Trainer, build: Builder) -> None:
 
         def take_over_rows() -> None:
             if theirs.exists():
-                write_rows(directory.metrics, [row for row in read_rows(theirs) if row["split"] != "test"])
+                write_rows(directory.metrics, (row for row in iterate_rows(theirs) if row["split"] != "test"))
 
         world.agreement.together(take_over_rows, what=f"the rows of {path} not taken over", rank_0_only=True)
     if world.rank == 0:
@@ -178,7 +178,7 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
     # the other run tracked by its own settings, and its clock and its end do not count here
     step = found[1]["progress"]["step"]
     tracker = build.tracker()
-    for row in read_rows(rows, until=step) if world.rank == 0 and rows.exists() else []:
+    for row in map(numbers_of, iterate_rows(rows, until=step)) if world.rank == 0 and rows.exists() else []:
         for part in (tracker, tracker.patience) if row["split"] != "test" else ():
             with suppress(Unfit, TypeError):  # not measured there, or null
                 part.note(row)

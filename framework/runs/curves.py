@@ -3,10 +3,11 @@
 import math
 from pathlib import Path
 
-from framework.runs.metrics_file import is_curve, is_maximised, read_rows
+from framework.runs.metrics_file import is_curve, is_maximised, sampled_rows
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
 _ACROSS = 3  # panels in a row
+_MOST_POINTS = 5000  # of a curve, which has fewer pixels
 
 
 def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int], monitor: str, mode: str) -> None:
@@ -17,7 +18,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
     """
     from matplotlib.figure import Figure  # half a second: only at the end of a run
 
-    rows = read_rows(metrics)
+    rows = sampled_rows(metrics, most=_MOST_POINTS)
     names = [name for name in dict.fromkeys(key for row in rows for key in row) if is_curve(name)]
     if not names:
         return

@@ -4,10 +4,12 @@ import contextlib
 import json
 import math
 import os
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from framework.runtime.files import flush_directory, write_atomically
+from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
 
 Row = dict[str, Any]  # numbers by name; the rows of a file may have lists of numbers too
@@ -31,31 +33,64 @@ def is_curve(name: str) -> bool:
     return name not in NOT_CURVES and ":" not in name
 
 
-class MetricsFile:
-    """`metrics.jsonl`: one row a line, each step once. Rank 0 only."""
+class Mark(NamedTuple):
+    """What a metrics file held at a checkpoint."""
 
-    def __init__(self, path: Path, *, step: int, num_rows: int | None = None) -> None:
+    num_rows: int  # but the tests': a run that begins with this one does not take them over
+    num_bytes: int
+    crc32: int
+
+    def after(self, row: Row, line: bytes) -> "Mark":
+        """Return the mark after one more row."""
+        num_rows = self.num_rows + (row["split"] != "test")
+        return Mark(num_rows, self.num_bytes + len(line), zlib.crc32(line, self.crc32))
+
+    def fits(self, path: Path) -> bool:
+        """Return whether a file begins with what the mark tells of."""
+        left, crc32 = self.num_bytes, 0
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            while left and (part := file.read(min(left, _READ_BYTES))):
+                left, crc32 = left - len(part), zlib.crc32(part, crc32)
+            return left == 0 and crc32 == self.crc32
+        return False
+
+
+_NOTHING = Mark(0, 0, 0)
+_READ_BYTES = 1 << 20
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one row a line, each step once. Rank 0 only. `mark` tells what it holds."""
+
+    def __init__(self, path: Path, *, step: int, mark: Mark | None = None) -> None:
         """Open for appending. Rows after `step`, where the run continues, are removed first, and all but one of a step's.
 
-        `num_rows`: how many there were up to that step; fewer are warned of.
+        `mark`: of the checkpoint of that step. A file that begins so is cut there, whatever its size; of any other each row
+        is read, and fewer rows are warned of.
         """
-        rows: dict[tuple[int, str], Row] = {}
-        if path.exists():
-            rows = {(row["step"], row["split"]): row for row in _whole_rows(path.read_bytes()) if row["step"] <= step}
-            write_rows(path, [*rows.values()])
+        self.mark = _NOTHING
+        if mark is not None and mark.fits(path):
+            os.truncate(path, mark.num_bytes)
+            self.mark = mark
+        elif path.exists():
+            rows = {(row["step"], row["split"]): row for row in iterate_rows(path, until=step)}
+            write_rows(path, rows.values())
+            for row in rows.values():
+                self.mark = self.mark.after(row, _line(row))
+            if mark is not None and self.mark.num_rows < mark.num_rows:
+                lost = mark.num_rows - self.mark.num_rows
+                LOGGER.warning("%s has lost %d of the %d rows before step %d", path, lost, mark.num_rows, step + 1)
         elif step:
             LOGGER.warning("%s is gone: the rows before step %d are lost", path, step)
-        self.num_rows = sum(split != "test" for _, split in rows)  # a run that begins with this one does not take tests over
-        if path.exists() and num_rows is not None and self.num_rows < num_rows:
-            LOGGER.warning("%s has lost %d of the %d rows before step %d", path, num_rows - self.num_rows, num_rows, step + 1)
         self._file = open(path, "ab", buffering=0)
         flush_directory(path.parent)
         self._unwritten = bytearray()
 
     def log(self, row: Row) -> None:
         """Write a row. A row that a full disk does not take is kept, and written with the next row."""
-        self.num_rows += row["split"] != "test"
-        self._unwritten += (json.dumps(row) + "\n").encode()
+        line = _line(row)
+        self.mark = self.mark.after(row, line)
+        self._unwritten += line
         with contextlib.suppress(OSError):  # `flush` raises it
             self._write()
 
@@ -74,7 +109,29 @@ class MetricsFile:
 
 def read_rows(path: Path, *, until: float = math.inf) -> list[Row]:
     """Return a `metrics.jsonl`'s rows until a step, in order, without damaged rows (a line that a crash cut short)."""
-    return [row for row in rows_in(path.read_bytes()) if row["step"] <= until]
+    return [numbers_of(row) for row in iterate_rows(path, until=until)]
+
+
+def iterate_rows(path: Path, *, until: float = math.inf) -> Iterator[Row]:
+    """Yield the same one after the other, whole: with their lists of numbers."""
+    with open(path, "rb") as file:
+        yield from (row for row in _whole_rows(file) if row["step"] <= until)
+
+
+_TRAIN = b'"split": "train"'
+
+
+def sampled_rows(path: Path, *, most: int) -> list[Row]:
+    """Return the rows, of the training rows no more than a curve shows: the last, and some before it at equal distances."""
+    with open(path, "rb") as file:
+        num_train = sum(_TRAIN in line for line in file)
+        every, number, lines = -(-num_train // most) or 1, 0, []
+        file.seek(0)
+        for line in file:
+            number += (is_train := _TRAIN in line)
+            if not is_train or (num_train - number) % every == 0:
+                lines.append(line)
+    return [numbers_of(row) for row in _whole_rows(lines)]
 
 
 def scalars(row: Row) -> dict[str, float]:
@@ -90,16 +147,18 @@ def numbers_of(row: Row) -> Row:
 
 def rows_in(content: bytes) -> list[Row]:
     """Return the rows among the lines of `content`, their numbers only."""
-    return [numbers_of(row) for row in _whole_rows(content)]
+    return [numbers_of(row) for row in _whole_rows(content.splitlines())]
 
 
-def _whole_rows(content: bytes) -> list[Row]:
-    rows = []
-    for line in content.splitlines():
+def _whole_rows(lines: Iterable[bytes]) -> Iterator[Row]:
+    for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             if _is_row(row := json.loads(line)):
-                rows.append(row)
-    return rows
+                yield row
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(row) + "\n").encode()
 
 
 def _is_row(row: Any) -> bool:
@@ -108,6 +167,7 @@ def _is_row(row: Any) -> bool:
     return all(value is None or isinstance(value, (int, float, list)) for name, value in row.items() if name != "split")
 
 
-def write_rows(path: Path, rows: list[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Replace a `metrics.jsonl` by these rows."""
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    with replacing(path) as new, open(new, "wb") as file:
+        file.writelines(map(_line, rows))

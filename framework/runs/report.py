@@ -14,13 +14,12 @@ import yaml
 
 from framework.config.folders import parse_yaml
 from framework.runs.directory import RECORD_FILES, RunDirectory
-from framework.runs.metrics_file import Row, is_curve, is_maximised, rows_in
+from framework.runs.metrics_file import Row, is_curve, is_maximised, sampled_rows
 from framework.runtime.problem import shown
 
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
 _MOST_POINTS = 300  # of a training curve: a screen shows no more
 _MOST_KEYS = 2000  # of a configuration
-_TRAIN = b'"split": "train"'
 _NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # of a configuration: the place of a run, which its label says
 
 Curve = tuple[list[float], list[float]]  # steps, values
@@ -80,7 +79,7 @@ def printable(text: str) -> str:
 def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
     summary = directory.read_summary()
     config, damaged = _read_config(directory.path / "config.yaml")
-    rows = _read_rows(directory.metrics)
+    rows = sampled_rows(directory.metrics, most=_MOST_POINTS) if directory.metrics.exists() else []
     missing = {"summary.json that can be read": not summary, "config.yaml that can be read": damaged, "metrics": not rows}
     notes = [str(summary.get("error") or ""), *(f"no {what}" for what, is_missing in missing.items() if is_missing)]
     monitor = config.get("checkpoint.monitor", "val/loss")
@@ -121,16 +120,6 @@ def _written(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_written(item) if not isinstance(item, (list, dict)) else "..." for item in value[:20]) + "]"
     return shown(value) if value is None or isinstance(value, bool) else printable(str(value))
-
-
-def _read_rows(path: Path) -> list[Row]:
-    """Return the rows, but only as many training rows as a curve shows: the last and some before it."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().splitlines()
-    train = [line for line in lines if _TRAIN in line]
-    every = -(-len(train) // _MOST_POINTS) or 1
-    return rows_in(b"\n".join([*reversed(train[::-every]), *(line for line in lines if _TRAIN not in line)]))
 
 
 def _metrics(rows: list[Row], *, monitor: str, mode: str) -> tuple[dict[str, float], dict[str, float], dict[str, Curve]]:

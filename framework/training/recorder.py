@@ -12,7 +12,7 @@ from framework.distributed.world import World
 from framework.loggers.background import Background
 from framework.loggers.sink import RunInfo, Sink
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import MetricsFile, Row, numbers_of
+from framework.runs.metrics_file import Mark, MetricsFile, Row, numbers_of
 from framework.runs.provenance import Provenance
 from framework.runtime.log import LOGGER
 
@@ -23,7 +23,7 @@ class Recorder:
     def __init__(self, directory: RunDirectory, *, world: World, sinks: Mapping[str, Sink]) -> None:
         self.directory = directory
         self.record_id: str | None = None  # a checkpoint's, or made by `open`; only rank 0 needs it
-        self._num_rows: int | None = None  # that a checkpoint relies on
+        self._mark: Mark | None = None  # of the rows that a checkpoint relies on
         self._world = world
         self._sinks = dict(sinks)  # the sinks that work
         self._lost: list[str] = []  # the others
@@ -45,16 +45,19 @@ class Recorder:
         restarts = before.get("restarts", -1) + 1
         facts |= {"continued_at": [*before.get("continued_at", []), run.step] if restarts else []}
         self.directory.update_summary(status="running", restarts=restarts, error=None, record_id=self.record_id, **facts)
-        self._metrics = MetricsFile(self.directory.metrics, step=run.step, num_rows=self._num_rows)
+        self._metrics = MetricsFile(self.directory.metrics, step=run.step, mark=self._mark)
         self._note_code()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"record_id": self.record_id, "num_rows": self._metrics.num_rows if self._metrics is not None else None}
+        return {"record_id": self.record_id, "rows": self._metrics.mark._asdict() if self._metrics is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue a checkpoint's record: before `open`."""
         self.record_id = state.get("record_id") or self.record_id
-        self._num_rows = state.get("num_rows")
+        if state.get("rows") is not None:
+            self._mark = Mark(**state["rows"])
+        elif state.get("num_rows") is not None:  # an earlier version's
+            self._mark = Mark(state["num_rows"], num_bytes=0, crc32=1)  # no file begins so
 
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`, from which the run continues. Collective."""
