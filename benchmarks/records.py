@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from framework.runs.metrics_file import Mark, MetricsFile, read_rows, sampled_rows  # noqa: E402
+from framework.runs.metrics_file import Mark, MetricsFile, read_rows, sampled_rows
 
 ROW = {"step": 0, "split": "train", "loss": 1.234567891, "accuracy": 0.5, "top5": 0.9, "lr": 1e-3, "grad_norm": 1.2, "epoch": 1,
        "samples_per_s": 12345.678, "step_s": 0.1, "data_s": 0.01, "forward_backward_s": 0.08, "optimizer_s": 0.01}  # fmt: skip
