@@ -265,7 +265,7 @@ def test_a_command_that_was_frozen_while_another_took_over_writes_nothing_more(
     second = finished(*line, root=tmp_path / "second")
     assert "waiting 12 s for a sign of life" in second.output and "fetched step_00000004" in second.output
     assert_same_bits(second, whole("single"))
-    before = contents(store).objects
+    before = {name: facts for name, facts in contents(store).objects.items() if name[:7] != "000001/"}
     follower.resume()
     psutil.Process(first.pid).resume()
     ended = end(first, root=tmp_path / "first")

@@ -33,6 +33,7 @@ def bring_back(mirror: Mirror, contents: Contents) -> bool:
     if not is_finished and all(stored.step < newest for stored in wanted):
         return False
     make_directory(mirror.directory.checkpoints)
+    manifest.remove_unfinished(mirror.directory.checkpoints)  # which a run that is finished would never do
     staging = mirror.directory.checkpoints / f".tmp_{secrets.token_hex(8)}"
     try:
         fetched = fetch_valid(mirror.objects, wanted, contents, into=staging, has_other=bool(here))

@@ -91,12 +91,16 @@ class Upload:
     def _put_records(self, *, is_last: bool) -> None:
         """Put the records that have changed. That the run is finished is put when all else is there."""
         changed = self._changed
-        if not is_last and self._directory.read_summary().get("status") == "finished":
-            changed.pop("summary.json", None)
         if changed:
             self._require()
         for name, version in changed.items():
-            self._objects.put(self._directory.path / name, f"{self._folder}/{name}")
+            if name == "summary.json":  # as it was looked at: the run may end at any moment
+                summary = self._directory.read_summary()
+                if not is_last and summary.get("status") == "finished":
+                    continue
+                self._objects.write(f"{self._folder}/{name}", (json.dumps(summary, indent=1) + "\n").encode())
+            else:
+                self._objects.put(self._directory.path / name, f"{self._folder}/{name}")
             self._records[name] = version
         self._records_at = time.monotonic()
 
