@@ -28,8 +28,9 @@ class Environment:
     def read(cls) -> "Environment":
         env = os.environ
         is_torchruns = "RANK" in env and "WORLD_SIZE" in env
-        # as one of several; Slurm's own srun sets some of MPICH's variables
-        by_mpirun = [names for names in _MPIRUNS if all(name in env for name in names) and int(env[names[2]]) > 1]
+        # as one of several; Slurm's own srun sets some of MPICH's variables too
+        known = _MPIRUNS if "MPI_LOCALNRANKS" in env or "SLURM_STEP_ID" not in env else _MPIRUNS[:1]
+        by_mpirun = [names for names in known if names[0] in env and int(env.get(names[2], "1")) > 1]
         uses_mpi = bool(by_mpirun) and not is_torchruns
         rank, local_rank, world_size, local_world_size = by_mpirun[0] if uses_mpi else _TORCHRUN
         return cls(
