@@ -246,6 +246,7 @@ def test_a_second_command_from_another_directory_is_refused(store: str, tmp_path
     first.join()
 
 
+@pytest.mark.slow
 def test_a_command_that_was_frozen_while_another_took_over_writes_nothing_more(
     store: str, whole: Callable[[str], Ended], tmp_path: Path
 ) -> None:

@@ -206,7 +206,8 @@ def test_the_interface_that_reaches_the_others_is_found(
         assert "round 2" not in both.nodes[0].output.read_text()
 
 
-@pytest.mark.parametrize("what", slow_but([*NAMES][:1], [*NAMES]))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [*NAMES])
 def test_under_torchrun_too(what: str, one: Ended, tmp_path: Path) -> None:
     with hosts(2, tmp_path, name=NAMES[what]) as on:
         for host in on:

@@ -12,7 +12,7 @@ import pytest
 
 from framework.runtime import slurm
 from framework.sweep.line import read
-from tests.harness import Ended, Says, assert_close, begin, command, end, finished, wait_for
+from tests.harness import Ended, Says, assert_close, begin, command, end, finished, slow_but, wait_for
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN
 from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
@@ -156,7 +156,10 @@ def test_the_python_of_a_job_may_be_a_container_s(submitted: Sweep, tmp_path: Pa
     assert submitted.log.count("container: image.sif given") == 1  # it starts the node's own Python without a second one
 
 
-@pytest.mark.parametrize("tasks", [["--ntasks=3", "--nodes=2"], ["--ntasks=2", "--nodes=1"]], ids=" ".join)
+TASKS = [["--ntasks=3", "--nodes=2"], ["--ntasks=2", "--nodes=1"]]
+
+
+@pytest.mark.parametrize("tasks", slow_but(TASKS[:1], TASKS), ids=" ".join)
 def test_the_tasks_of_srun_are_the_processes_of_one_run(tasks: list[str], one: Ended, cluster: Path, tmp_path: Path) -> None:  # noqa: F811
     """Also where one node has more of them than another."""
     ended = given("srun", *tasks, *TRAIN, *RUN, "parallel=ddp", folder=tmp_path)
