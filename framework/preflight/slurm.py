@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -19,7 +20,7 @@ from framework.runs.directory import RunDirectory
 from framework.runs.status import queued_jobs
 from framework.runtime import slurm
 from framework.runtime.exits import Exit
-from framework.runtime.problem import Problem, missing_extra
+from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.slurm import SlurmFailed, SlurmSilent
 
 
@@ -177,7 +178,7 @@ def job_problems(
     try:
         if queued_jobs([RunDirectory(folder)]):
             return []  # nothing will be submitted
-        found = request.problems()
+        found = request.problems() + _setup_problems(request.asked.setup)
         if "%" in run.dir:
             found.append(Problem("run.dir", "holds a %, which Slurm replaces in the names of its output", "a path without"))
         if found:
@@ -189,6 +190,19 @@ def job_problems(
         return [Problem("launch", f"Slurm does not answer: {error}", "the same command, later", code=Exit.PREEMPTED)]
     except SlurmFailed as error:
         return [Problem("launch", f"Slurm cannot be asked: {error}", "a machine where `sinfo` works, or launch=local")]
+
+
+def _setup_problems(lines: list[str]) -> list[Problem]:
+    """Refuse lines that are no shell by themselves: in a job's script they would spoil what follows."""
+    found = []
+    for line in lines:
+        done = subprocess.run(["bash", "-n", "-c", f"{{ {line}\n}}"], capture_output=True, text=True)
+        if done.returncode != 0:
+            what = done.stderr.strip().partition("\n")[0].partition("line ")[2] or "a syntax error"
+            found.append(
+                Problem("launch.slurm.setup", f"{shown(line)} is no line of shell ({what})", "each line whole by itself")
+            )
+    return found
 
 
 # --- what the cluster has

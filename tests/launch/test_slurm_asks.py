@@ -74,6 +74,7 @@ def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
         (["launch.slurm.gpus_per_node='a100:'"], "launch.slurm.gpus_per_node: 'a100:' is not valid ... integer ... TYPE:N"),
         (["launch.slurm.options.reservation=nowhere"], "launch.slurm: Slurm refuses such a job: ... reservation"),
         (["launch.slurm.options.reservatoin=x"], "launch.slurm: Slurm refuses such a job: ... reservatoin"),
+        (["launch.slurm.setup=[\"echo 'not closed\"]"], "launch.slurm.setup: ... not closed ... is no line of shell"),
         (["launch.slurm.options={mem: 3}"], "launch.slurm.options.mem: is the framework's own (launch.slurm.mem_gb)"),
         (["launch.slurm.options.ntasks_per_node=2"], "launch.slurm.options.ntasks-per-node: ... launch.nproc_per_node"),
     ],
