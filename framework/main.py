@@ -15,7 +15,7 @@ from framework.config.folders import ROOT, config_name, folders
 from framework.config.help import help_text, version_text
 from framework.config.overrides import parse
 from framework.launch.claim import print_problems
-from framework.runtime.environment import Environment, variables
+from framework.runtime.environment import Environment, SrunTask, variables
 from framework.runtime.exits import Exit
 from framework.runtime.log import speak
 from framework.runtime.preemption import PREEMPTION
@@ -32,7 +32,8 @@ def main(arguments: list[str]) -> int:
         return _init(arguments[1:])
     if arguments[:1] == ["convert"]:
         return convert(arguments[1:])
-    flags, overrides, problems = split_flags(arguments, is_launched=Environment.read().is_launched)
+    is_launched = Environment.read().is_launched or SrunTask.read() is not None
+    flags, overrides, problems = split_flags(arguments, is_launched=is_launched)
     if wrong := _choose_folders(flags):
         return print_problems(problems + wrong)
     if not problems and flags.keys() & {"--help", "--version"}:

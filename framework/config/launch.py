@@ -53,6 +53,7 @@ _OWN_OPTIONS = {  # of sbatch: what says the same, or why it would break a job
     "no-requeue": "launch.slurm.requeue=false", "nodes": "launch.nnodes", "array": "-m submits an array",
     **dict.fromkeys(("ntasks", "ntasks-per-node", "gpus-per-task", "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket"),
                     "one task of each node starts launch.nproc_per_node processes"),
+    "export": "launch.slurm.setup, as in [export A=b]",  # without submitit's own variables a job cannot begin
     **dict.fromkeys(("output", "error", "open-mode", "chdir", "wrap", "parsable", "test-only", "wait", "job-name", "input"),
                     "a job's name and output are its run's"),
 }  # fmt: skip

@@ -185,7 +185,7 @@ def job_problems(
             return found
         options = request.options(job_name=f"{name}/{run.id}")
         is_known = not request.asked.check or _have_written(Path(run.root), folder)
-        return _check_limits(options) or ([] if is_known else _check_visible(folder, options))
+        return _check_limits(options, request.partitions) or ([] if is_known else _check_visible(folder, options))
     except SlurmSilent as error:
         return [Problem("launch", f"Slurm does not answer: {error}", "the same command, later", code=Exit.PREEMPTED)]
     except SlurmFailed as error:
@@ -243,19 +243,21 @@ def _minutes(limit: str) -> float:
     return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def _check_limits(options: dict[str, Any]) -> list[Problem]:
+def _check_limits(options: dict[str, Any], partitions: list[str]) -> list[Problem]:
     flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
     try:
         slurm.ask("sbatch", "--test-only", *flags, "--wrap=true")
     except SlurmSilent:
         raise
     except SlurmFailed as error:
-        # that error may be temporary: sbatch lets a job wait for nodes that are down
-        if "node configuration is not available" not in str(error):
+        # that may be temporary: sbatch lets a job wait for nodes that are down
+        states = slurm.ask("sinfo", "--noheader", f"--partition={','.join(partitions)}", "--format=%T").split()
+        if "node configuration is not available" not in str(error) or all(state.startswith(_UP) for state in states):
             return [Problem("launch.slurm", f"Slurm refuses such a job: {error}", "what the site allows")]
     return []
 
 
+_UP = ("idle", "mixed", "allocated", "completing", "reserved", "planned")  # *: it does not answer now
 _MEMORY = ("tmpfs", "ramfs", "overlay")  # file systems that are local to a machine or a container
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "panfs", "afs", "wekafs", "orangefs")
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from pydantic import ConfigDict
 from framework.config.compose import launcher_and_sweeper
 from framework.config.folders import groups, options
 from framework.config.identity import flat
-from framework.config.overrides import is_hydras, key_of, parse
+from framework.config.overrides import is_hydras, key_of, one_line, parse
 from framework.config.schema import Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
@@ -122,11 +123,21 @@ class Settings(NamedTuple):
             if (name := given.pop(f"hydra/{section}", "basic")) not in known:
                 expected = f"one of {', '.join(known)}; {did_you_mean(str(name), known)}".rstrip("; ")
                 problems.append(Problem(f"hydra/{section}", f"no option {shown(name)}", expected))
+        chosen = [text for text in hydras if text.startswith("hydra/")]
         try:
-            found = {} if problems else launcher_and_sweeper([*line, *(text for text in hydras if text.startswith("hydra/"))])
-        except Exception:  # a faulty file: the check of the jobs reports it
+            found = {} if problems else launcher_and_sweeper([*line, *chosen])
+        except Exception as error:  # a faulty file; if not one of these, the check of the jobs reports it
             found = {}
+            with suppress(Exception):
+                launcher_and_sweeper(line)
+                problems.append(Problem(" ".join(chosen), one_line(error)))
         if not found:
+            return cls(), problems
+        for section, (name, node) in found.items():
+            inner = node.get("params") if isinstance(node, dict) else None
+            if not isinstance(node, dict) or not isinstance(inner, (dict, type(None))):
+                problems.append(Problem(f"hydra/{section}", f"{name} has no keys, or params without keys", "KEY: VALUES"))
+        if problems:
             return cls(), problems
         params = {key: str(value) for key, value in flat(found["sweeper"][1].pop("params", None) or {}).items()}
         params |= {_key_of(text.removeprefix(_PARAMS)): text.partition("=")[2] for text in hydras if text.startswith(_PARAMS)}

@@ -300,3 +300,12 @@ def test_commands_share_a_search_in_a_database_whose_password_is_written_nowhere
     assert elsewhere.code == 0 and elsewhere.output.count("running ") == 1
     written = [path for path in files_below(tmp_path, "*") if path.is_file() and b"sesame" in path.read_bytes()]
     assert not written
+
+
+@pytest.mark.parametrize("text", ["params: {: \n", "params: {a: [\n", 'params: {seed: "0,1", seed: "2,3"}\n', "params: [a]\n",
+                                  "params: text\n", "- a\n- b\n"])  # fmt: skip
+def test_a_file_that_is_no_sweep_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "hydra" / "sweeper").mkdir(parents=True)
+    (tmp_path / "conf" / "hydra" / "sweeper" / "bad.yaml").write_text(text)
+    refused = typed("-m", "hydra/sweeper=bad", directory=tmp_path)
+    assert refused.code == 78 and "hydra/sweeper" in refused.output and "Traceback" not in refused.output, refused.output

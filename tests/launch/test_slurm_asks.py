@@ -75,6 +75,9 @@ def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
         (["launch.slurm.options.reservation=nowhere"], "launch.slurm: Slurm refuses such a job: ... reservation"),
         (["launch.slurm.options.reservatoin=x"], "launch.slurm: Slurm refuses such a job: ... reservatoin"),
         (["launch.slurm.setup=[\"echo 'not closed\"]"], "launch.slurm.setup: ... not closed ... is no line of shell"),
+        (["launch.slurm.partition=gpu", "launch.slurm.gpus_per_node='v100:1'"], "launch.slurm: Slurm refuses such a job: ..."),
+        (["launch.slurm.partition=gpu", "launch.slurm.options.gres='gpu:a100:5'"], "launch.slurm: Slurm refuses such a job: ..."),
+        (["launch.slurm.options.export=A"], "launch.slurm.options.export: ... launch.slurm.setup"),
         (["launch.slurm.options={mem: 3}"], "launch.slurm.options.mem: is the framework's own (launch.slurm.mem_gb)"),
         (["launch.slurm.options.ntasks_per_node=2"], "launch.slurm.options.ntasks-per-node: ... launch.nproc_per_node"),
     ],
@@ -167,6 +170,12 @@ def test_the_tasks_of_srun_are_the_processes_of_one_run(tasks: list[str], one: E
     assert ended.code == 0, ended.output
     assert ended.summary["world_size"] == int(tasks[0].partition("=")[2])
     assert_close(ended, one)
+
+
+def test_a_sweep_is_nothing_for_the_tasks_of_srun(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+    refused = given("srun", "--ntasks=2", *TRAIN, "-m", "seed=0,1", "parallel=ddp", folder=tmp_path)
+    assert refused.code == 78, refused.output
+    assert not list(refused.root.iterdir())
 
 
 @pytest.mark.slow
