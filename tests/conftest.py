@@ -8,8 +8,12 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.s3_server import S3Server
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and then it stops no run
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -42,3 +46,22 @@ def no_command_outlives_its_test() -> Iterator[None]:
     for child in multiprocessing.active_children():
         child.kill()
         child.join()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator["S3Server"]:
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    from tests.s3_server import s3_server
+
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: "S3Server", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A URL of the test's own in an S3 server, which this process and its commands can reach."""
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    yield server.url_of(tmp_path.name)
+    server.accept()

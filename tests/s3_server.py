@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Thread
+from threading import Lock, Thread
+from typing import Any
 from urllib.request import Request, urlopen
 
 from fsspec import get_filesystem_class
@@ -24,6 +25,9 @@ class S3Server:
         return {"AWS_ENDPOINT_URL": self.url, "AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "secret",
                 "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
 
+    def url_of(self, name: str) -> str:
+        return f"s3://{BUCKET}/{name}"
+
     def refuse(self) -> None:
         """Refuse all requests from now on: nobody has a key that the server knows."""
         self._let_in(0)
@@ -38,7 +42,7 @@ class S3Server:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    line = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    line = [sys.executable, __file__]
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -50,3 +54,21 @@ def s3_server() -> Iterator[S3Server]:
             yield server
         finally:
             process.kill()
+
+
+def serve() -> None:
+    """Serve until killed, one request at a time: moto compares and puts in two steps, where S3 has one."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import run_simple
+
+    application, lock = DomainDispatcherApplication(create_backend_app), Lock()
+
+    def one_at_a_time(environ: dict[str, Any], start_response: Any) -> Any:
+        with lock:
+            return application(environ, start_response)
+
+    run_simple("127.0.0.1", 0, one_at_a_time, threaded=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -19,6 +19,7 @@ from tests.launch.test_sockets import free_port  # noqa: F401  # a fixture
 from tests.test_extend import steadfast
 
 DEPLOY = ROOT / "deploy"
+MIRROR = "run.mirror=s3://BUCKET/runs"  # shown by test_mirror.py
 ENTRYPOINT = json.loads(re.findall(r"^ENTRYPOINT (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)[0])
 
 
@@ -28,8 +29,8 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 def in_container(command: list[str], folder: Path, *more: str, **variables: str) -> subprocess.Popen[str]:
     """Start a container's command line; its volumes are below `folder`, and the image's files are this checkout's."""
-    here = {"/opt/steadfast": str(ROOT), "/runs": str(folder / "runs"), "/opt/ml/checkpoints": str(folder / "runs" / "one")}
-    words = [re.sub("|".join(here), lambda match: here[match[0]], word) for word in command]
+    here = {"/opt/steadfast": str(ROOT), "/opt/ml/runs": str(folder / "runs"), "/runs": str(folder / "runs")}
+    words = [re.sub("|".join(here), lambda match: here[match[0]], word) for word in command if word != MIRROR]
     return subprocess.Popen([*words, *RUN, *more], cwd=folder, env=steadfast(folder / "bin") | variables, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
 
@@ -132,31 +133,44 @@ def test_the_job_for_sagemaker_is_one_by_its_service_model_and_trains(tmp_path: 
     assert not report.has_errors(), report.generate_report()
     what = job["AlgorithmSpecification"]
     command = [*what["ContainerEntrypoint"], *what["ContainerArguments"]]
-    assert what["ContainerEntrypoint"] == ENTRYPOINT
-    (tmp_path / "runs").mkdir()
+    assert what["ContainerEntrypoint"] == ENTRYPOINT and MIRROR in command
     training = in_container(command, tmp_path, "trainer.max_steps=2", SM_CURRENT_HOST="algo-1", SM_HOSTS='["algo-1"]')
-    output, _ = training.communicate(timeout=60)
-    assert training.returncode == 0 and (tmp_path / "runs" / "one" / "run" / "summary.json").exists(), output
+    assert ends([training], tmp_path).summary["status"] == "finished"
 
 
 def test_a_machine_of_any_cloud_gives_the_command_until_it_has_finished(tmp_path: Path) -> None:
-    """A stand-in for docker runs the image's entry point here; the first time, it is told to stop."""
+    """A stand-in for docker runs the image's entry point here; first the store is not there, then it is told to stop."""
     user_data = (DEPLOY / "cloud_vm.yaml").read_text()
     assert user_data.startswith("#cloud-config\n")
-    asked = yaml.safe_load(user_data)
-    (script,) = asked["write_files"]
-    (line,) = [line for line in asked["runcmd"] if line.startswith("train-steadfast")]
+    (script,) = yaml.safe_load(user_data)["write_files"]
+    assert Path(script["path"]).parent == Path("/var/lib/cloud/scripts/per-boot") and MIRROR in script["content"]
     environment = steadfast(tmp_path / "bin")
-    (tmp_path / "bin" / "train-steadfast").write_text(script["content"])
     stop = "(until grep -qs train runs/*/*/metrics.jsonl; do sleep 0.05; done; kill -TERM $$) &"
-    (tmp_path / "bin" / "docker").write_text(
-        f'#!/bin/bash\nwhile [ "$1" != steadfast ]; do shift; done\n[ -e stopped ] || {{ touch stopped; {stop} }}\nexec "$@"\n'
-    )
-    for name in ("train-steadfast", "docker"):
+    programs = {
+        "train": script["content"].replace(MIRROR, "").replace("/runs", "runs"),
+        "docker": f"""#!/bin/bash
+            [[ "$*" == *"--gpus all"* ]] || exit 1
+            while [ "$1" != IMAGE ]; do shift; done
+            [ -e failed ] || {{ touch failed; exit 74; }}
+            [ -e stopped ] || {{ touch stopped; {stop} }}
+            exec steadfast "${{@:2}}" """,
+        "nvidia-smi": "#!/bin/sh\n",
+        "sleep": '#!/bin/sh\n[ "$1" != 60 ] || touch waited\nexec /bin/sleep 0.05\n',
+        "shutdown": "#!/bin/sh\ntouch off\n",
+    }
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    line = line.replace("/runs", "runs").replace(" run.mirror=s3://BUCKETruns", "")
-    told = subprocess.run([*line.split(), *RUN, "checkpoint.every=5"], cwd=tmp_path, env=environment, text=True, timeout=120,
+    told = subprocess.run(["train", *RUN, "checkpoint.every=5"], cwd=tmp_path, env=environment, text=True, timeout=120,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     ended = Ended(told.returncode, told.stdout, tmp_path / "runs")
-    assert told.returncode == 0, told.stdout
-    assert ended.summary["status"] == "finished" and ended.summary["restarts"] == 1 and os.path.exists(tmp_path / "stopped")
+    assert ended.summary["status"] == "finished" and ended.summary["restarts"] == 1, told.stdout
+    assert {"failed", "waited", "stopped", "off"} <= {*os.listdir(tmp_path)}
+
+
+def test_every_file_that_an_image_copies_is_there() -> None:
+    copied = re.search(r"^%files\n((?:    .*\n)*)", (DEPLOY / "steadfast.def").read_text(), re.MULTILINE)
+    assert copied is not None
+    pairs = [line.split() for line in copied[1].splitlines()]
+    assert all((ROOT / source).exists() and target == f"/opt/steadfast/{source}" for source, target in pairs)
+    assert {"framework", "models", "conf", "examples", "pyproject.toml"} <= {source for source, _ in pairs}

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -18,26 +18,11 @@ from framework.runs.mirror import Contents, contents_of
 from framework.runtime.objects import Objects
 from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
 from tests.launch.test_torchrun import torchrun
-from tests.s3_server import BUCKET, S3Server, s3_server
+from tests.s3_server import S3Server
 from tests.test_resume import RUN, STRATEGIES, after_step, crash
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def store(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A URL of the test's own, which this process and its commands can reach."""
-    for name, value in server.variables.items():
-        monkeypatch.setenv(name, value)
-    yield f"s3://{BUCKET}/{tmp_path.name}"
-    server.accept()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,11 @@ from framework.runs.mirror import Mirror
 from framework.runs.mirror_upload import MirrorTaken, Upload
 from framework.runtime.lock import RunLocked
 from framework.runtime.objects import Objects, StoreFailed, inside, url_problems
-from tests.s3_server import BUCKET, s3_server
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
-    pytest.importorskip("moto")
-    pytest.importorskip("s3fs")
-    with s3_server() as server:
-        yield server.variables
 
 
 @pytest.fixture(params=["file", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "file":
-        return f"file://{tmp_path}/store"
-    for name, value in request.getfixturevalue("s3").items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{BUCKET}/{tmp_path.name}"
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store" if request.param == "file" else str(request.getfixturevalue("store"))
 
 
 def test_objects_are_listed_read_written_and_removed(url: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from framework.config.modes import Command
 from framework.launch.claim import print_problems
 from framework.runs.directory import RunDirectory
-from framework.runs.status import queued_jobs, states_of
+from framework.runs.status import Standing, queued_jobs, standings
 from framework.runtime import slurm
 from framework.runtime.exits import Exit
 from framework.runtime.lock import Lock, is_here
@@ -66,31 +66,31 @@ def follow_run(command: Command) -> Exit:
     """Print a run's log until it has ended, or Ctrl-C. Returns how it ended: 0 if it finished, 1 if it failed, else 75."""
     directory = RunDirectory(Path(command.config.run.dir))
     PREEMPTION.speaks = False
-    printed, asked_at, state = _Printed(directory.log), 0.0, "running"
-    while state in ("running", "queued", "?") and not PREEMPTION.requested:
+    printed, asked_at, found = _Printed(directory.log), 0.0, Standing("running")
+    while found.state in ("running", "queued", "?") and not PREEMPTION.requested:
         time.sleep(_POLL_S)
         if time.monotonic() - asked_at > _ASK_EVERY_S:
-            before, state, asked_at = state, states_of([directory])[directory.path], time.monotonic()
-            if state == "queued" != before:
+            before, found, asked_at = found, standings([directory])[directory.path], time.monotonic()
+            if found.state == "queued" != before.state:
                 LOGGER.info("job %s waits", directory.job_id)
         printed.more()
-    if state == "missing":
+    if found.state == "missing":
         return print_problems([Problem("run.dir", f"there is no run in {directory.path}", "the command that starts it, first")])
-    LOGGER.info("%s, at step %s: %s", state, directory.read_summary().get("step", 0), directory.path)
-    return Exit.FINISHED if PREEMPTION.requested else _ENDS.get(state, Exit.PREEMPTED)
+    why = f" ({found.why})" if found.why else ""
+    LOGGER.info("%s, at step %s: %s%s", found.state, directory.read_summary().get("step", 0), directory.path, why)
+    return Exit.FINISHED if PREEMPTION.requested else _ENDS.get(found.state, Exit.PREEMPTED)
 
 
 class _Printed:
-    """What has been printed of a file that grows, or is replaced."""
+    """What has been printed of a file that grows, or is replaced: all but what was there before, of which its end is."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inode = self._offset = 0
-        with open(path, "rb") if path.is_file() else open(os.devnull, "rb") as file:
-            status = os.fstat(file.fileno())
-            self._inode, self._offset = status.st_ino, max(0, status.st_size - _FIRST_BYTES)
-            file.seek(self._offset)
-            self._offset += len(file.read().partition(b"\n")[0]) if self._offset else 0
+        self._inode: int | None = None
+        self._offset = 0
+        if path.is_file():
+            self._inode, size = path.stat().st_ino, path.stat().st_size
+            self._offset = max(0, size - _FIRST_BYTES)
 
     def more(self) -> None:
         """Print what is new."""

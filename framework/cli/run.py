@@ -37,7 +37,7 @@ def start(overrides: list[str]) -> int:
     """Run one command line to its end. Returns the exit code."""
     begin_program()
     try:
-        _enter_step(overrides)
+        is_step = _enter_step(overrides)
     except SlurmFailed as error:
         LOGGER.error("srun has started several processes, and Slurm does not say where the first one is: %s", error)
         return Exit.PREEMPTED
@@ -46,16 +46,22 @@ def start(overrides: list[str]) -> int:
     PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs
     PREEMPTION.watch()
     if environment.is_launched:
-        return join(lambda: begin(overrides, world_size=environment.world_size), environment=environment)
+        line = overrides if is_step else None
+        return join(lambda: begin(overrides, world_size=environment.world_size), environment=environment, line=line)
     config = admit(overrides, world_size=None)
     return config if isinstance(config, int) else locate(MODES[config.mode].parent)(Command(overrides, config))
 
 
-def _enter_step(overrides: list[str]) -> None:
-    """Take the tasks of an `srun` as the processes of one run, as torchrun's; with `launch.nnodes` each of them is a node."""
+def _enter_step(overrides: list[str]) -> bool:
+    """Take the tasks of an `srun` as the processes of one run, as torchrun's; with `launch.nnodes` each of them is a node.
+
+    Returns whether this process is one of several tasks, and no node.
+    """
     task = SrunTask.read()
-    if task is not None and not any(text.startswith("launch.nnodes=") for text in overrides):
-        task.export(slurm.address_of_first(task.nodes))
+    if task is None or any(text.startswith("launch.nnodes=") for text in overrides):
+        return False
+    task.export(slurm.address_of_first(task.nodes))
+    return True
 
 
 def launch(command: Command) -> int:

@@ -2,7 +2,9 @@
 
 import functools
 import socket
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +13,8 @@ import torch.distributed as dist
 
 from framework.distributed.mpi import start as mpi
 from framework.runtime.environment import Environment
+from framework.runtime.exits import Interrupted
+from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_internals import set_group_timeout
 
 
@@ -93,6 +97,22 @@ def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
     raise fault or OSError("no port to serve a store on")
 
 
+def awaited(store: dist.Store, key: str, *, timeout: timedelta) -> bytes:
+    """Return the value of a key, when it is there. Interrupted if a signal comes meanwhile; in C++ nothing would hear it."""
+    until = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < until:
+        _stop_if_asked()
+        with suppress(dist.DistStoreError):  # it is not there yet
+            store.wait([key], timedelta(seconds=1))
+            break
+    return bytes(store.get(key))
+
+
+def _stop_if_asked() -> None:
+    if PREEMPTION.requested:
+        raise Interrupted("stopped before all processes had begun; the same command begins")
+
+
 @functools.cache  # rank 0 serves it, so it lives as long as the process: other ranks may still be asking
 def _tcp_store(environment: Environment) -> dist.Store:
     host, port, timeout = environment.master_addr, environment.master_port, timedelta(minutes=10)
@@ -102,4 +122,19 @@ def _tcp_store(environment: Environment) -> dist.Store:
         host = "127.0.0.1"
         # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
         listener = socket.create_server((host, port)).detach() if serves else None
-    return dist.TCPStore(host, port, environment.world_size, is_master=serves, timeout=timeout, master_listen_fd=listener)
+    if not serves:
+        _await_listener(host, port, timeout=timeout)
+    return dist.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
+
+
+def _await_listener(host: str, port: int, *, timeout: timedelta) -> None:
+    """Wait until the address takes connections, or the time is over. Interrupted if a signal comes meanwhile."""
+    until = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < until:
+        _stop_if_asked()
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            break

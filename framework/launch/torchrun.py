@@ -4,18 +4,30 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 
-from framework.config.frozen_file import FrozenConfig
+from framework.config.frozen_file import FrozenConfig, digest_of
 from framework.distributed.mpi import start as mpi
 from framework.launch.claim import ClaimedRun, as_text, from_text, print_problems
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
-from framework.runtime.exits import Exit, headline, is_lost_peer
+from framework.runtime.exits import Exit, Interrupted, headline, is_lost_peer
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import die_with_parent
+from framework.runtime.problem import Problem
 
 
-def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> int:
-    """Run this rank's part. Rank 0 alone calls `begin`, which composes, checks and makes the directory."""
+def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, line: list[str] | None = None) -> int:
+    """Run this rank's part. Rank 0 alone calls `begin`, which composes, checks and makes the directory.
+
+    `line` is the process's command line, where it may not be that of all the others.
+    """
+    try:
+        return _join(begin, environment=environment, line=line)
+    except Interrupted as end:
+        LOGGER.error("%s", end)
+        return end.code
+
+
+def _join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, line: list[str] | None) -> int:
     die_with_parent()
     if environment.uses_mpi and (problem := mpi.problem(environment)) is not None:
         # the ranks cannot agree on which of them prints; and if rank 0 has not printed, the problem is this node's alone
@@ -26,7 +38,10 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> 
         network = Network.find()
         # NCCL finds its networks by itself, and may use several
         network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"))
-    begun = begin() if environment.rank == 0 else None  # the lock of a run stays with this process until it ends
+    is_one = line is None or _have_one_line(line, environment=environment)
+    begun = None
+    if environment.rank == 0:  # the lock of a run stays with this process until it ends
+        begun = begin() if is_one else print_problems([_SEVERAL])
     taken = _from_rank_0(begun.frozen if isinstance(begun, ClaimedRun) else begun, environment=environment)
     if isinstance(taken, FrozenConfig):
         from framework.launch.worker import work
@@ -46,15 +61,34 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> 
     return taken
 
 
+_SEVERAL = Problem("srun", "its tasks have different commands, but are the processes of one run",
+                   "one command for all; srun --ntasks=1 for each run; or -m for a sweep")  # fmt: skip
+
+
+def _have_one_line(line: list[str], *, environment: Environment) -> bool:
+    """Return, on rank 0, whether all processes have the same command line."""
+    from framework.distributed.groups import awaited, launcher_store
+
+    store = launcher_store(environment, timeout=_PATIENCE, part="line")
+    mine = digest_of(line)
+    if environment.rank != 0:
+        store.set(str(environment.rank), mine)
+        return True
+    others = [awaited(store, str(rank), timeout=_PATIENCE).decode() for rank in range(1, environment.world_size)]
+    return all(other == mine for other in others)
+
+
 def _from_rank_0(decision: FrozenConfig | int | None, *, environment: Environment) -> FrozenConfig | int:
     """Return rank 0's decision on every rank. Collective."""
     text = None if decision is None else as_text(decision)
-    timeout = timedelta(minutes=10)
     if environment.uses_mpi:
-        return from_text(mpi.from_rank_0(text, timeout=timeout))
-    from framework.distributed.groups import launcher_store
+        return from_text(mpi.from_rank_0(text, timeout=_PATIENCE))
+    from framework.distributed.groups import awaited, launcher_store
 
-    store = launcher_store(environment, timeout=timeout, part="start")
+    store = launcher_store(environment, timeout=_PATIENCE, part="start")
     if text is not None:
         store.set("decision", text)
-    return from_text(store.get("decision").decode())
+    return from_text(awaited(store, "decision", timeout=_PATIENCE).decode())
+
+
+_PATIENCE = timedelta(minutes=10)

@@ -1,11 +1,9 @@
 """A Slurm job's options, and checks of them against the cluster before anything is submitted."""
 
 import math
-import os
 import re
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,6 +14,7 @@ from framework.config.modes import folder_of
 from framework.config.schema import BackendSection, Node, RunSection
 from framework.config.spelling import did_you_mean
 from framework.preflight.processes import devices_of_each
+from framework.preflight.shared_folder import have_written, problems_of_place
 from framework.runs.directory import RunDirectory
 from framework.runs.status import queued_jobs
 from framework.runtime import slurm
@@ -93,8 +92,12 @@ class JobRequest:
 
     @property
     def _may_choose_gpus(self) -> bool:
-        others = self.asked.sbatch_options
-        return self.num_devices > 0 and not any(name == "gres" or name.startswith("gpus") for name in others)
+        return self.num_devices > 0 and not self._gpu_options
+
+    @property
+    def _gpu_options(self) -> list[str]:
+        options = self.asked.sbatch_options
+        return [f"--{name}={value}" for name, value in options.items() if name == "gres" or name.startswith("gpus")]
 
     @property
     def num_gpus(self) -> int:
@@ -157,9 +160,9 @@ class JobRequest:
 
     def __str__(self) -> str:
         """What a node is asked for."""
-        num_processes, num_cpus, num_gpus = self.launch.num_processes, self.num_cpus, self.num_gpus
-        needed = num_processes * (1 + self.num_workers)
-        text = f"asks on each node for {num_cpus} CPU{'s' * (num_cpus != 1)} and {num_gpus} GPU{'s' * (num_gpus != 1)}"
+        num_cpus, num_gpus, needed = self.num_cpus, self.num_gpus, self.launch.num_processes * (1 + self.num_workers)
+        gpus = " ".join(self._gpu_options) or f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
+        text = f"asks on each node for {num_cpus} CPU{'s' * (num_cpus != 1)} and {gpus}"
         return text if num_cpus >= needed else f"{text}; its processes and loader workers are {needed}"
 
 
@@ -178,30 +181,33 @@ def job_problems(
     try:
         if queued_jobs([RunDirectory(folder)]):
             return []  # nothing will be submitted
-        found = request.problems() + _setup_problems(request.asked.setup)
+        found = request.problems() + _line_problems(request.asked)
         if "%" in run.dir:
             found.append(Problem("run.dir", "holds a %, which Slurm replaces in the names of its output", "a path without"))
         if found:
             return found
         options = request.options(job_name=f"{name}/{run.id}")
-        is_known = not request.asked.check or _have_written(Path(run.root), folder)
-        return _check_limits(options, request.partitions) or ([] if is_known else _check_visible(folder, options))
+        is_known = not request.asked.check or have_written(Path(run.root), folder)
+        return _check_limits(options, request.partitions) or ([] if is_known else problems_of_place(folder, options))
     except SlurmSilent as error:
         return [Problem("launch", f"Slurm does not answer: {error}", "the same command, later", code=Exit.PREEMPTED)]
     except SlurmFailed as error:
         return [Problem("launch", f"Slurm cannot be asked: {error}", "a machine where `sinfo` works, or launch=local")]
 
 
-def _setup_problems(lines: list[str]) -> list[Problem]:
-    """Refuse lines that are no shell by themselves: in a job's script they would spoil what follows."""
+def _line_problems(asked: SlurmSection) -> list[Problem]:
+    """Refuse lines that are no shell by themselves, which would spoil the job's script, and options that srun has not."""
     found = []
-    for line in lines:
+    try:
+        slurm.ask("srun", *asked.srun, "--version")  # it reads options in their order
+    except SlurmFailed as error:
+        found.append(Problem("launch.slurm.srun", f"srun refuses it: {error}", "srun's options, each with its value"))
+    for line in asked.setup:
         done = subprocess.run(["bash", "-n", "-c", f"{{ {line}\n}}"], capture_output=True, text=True)
         if done.returncode != 0:
             what = done.stderr.strip().partition("\n")[0].partition("line ")[2] or "a syntax error"
-            found.append(
-                Problem("launch.slurm.setup", f"{shown(line)} is no line of shell ({what})", "each line whole by itself")
-            )
+            what = f"{shown(line)} is no line of shell ({what})"
+            found.append(Problem("launch.slurm.setup", what, "each line whole by itself"))
     return found
 
 
@@ -258,41 +264,3 @@ def _check_limits(options: dict[str, Any], partitions: list[str]) -> list[Proble
 
 
 _UP = ("idle", "mixed", "allocated", "completing", "reserved", "planned")  # *: it does not answer now
-_MEMORY = ("tmpfs", "ramfs", "overlay")  # file systems that are local to a machine or a container
-_SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "panfs", "afs", "wekafs", "orangefs")
-
-
-def _have_written(root: Path, folder: Path) -> bool:
-    """Return whether jobs of earlier runs have written their output below the run's root: then the nodes see it."""
-    outputs = (path for pattern in ("*.out", "*/*.out") for path in root.glob(f"*/*/slurm/{pattern}"))
-    return root.absolute() in folder.absolute().parents and next(outputs, None) is not None
-
-
-def _check_visible(place: Path, options: dict[str, Any]) -> list[Problem]:
-    """Refuse a run's directory that the nodes do not see. A node, if one is free at once, looks for a file there.
-
-    That is a job of its own, for a second: not where the file system is one that machines share.
-    """
-    place = place.absolute()
-    nearest = next(parent for parent in [place, *place.parents] if parent.is_dir())
-    if (kind := _file_system(nearest)) in _SHARED:
-        return []
-    problem = Problem("run.dir", f"{nearest} is of this machine alone: the nodes do not see it",
-                      "a directory on a file system that they share")  # fmt: skip
-    names = ("partition", "account", "qos", "constraint", "exclude")
-    flags = [f"--{name}={options[name]}" for name in names if name in options]
-    with tempfile.NamedTemporaryFile(dir=nearest, prefix=".seen_by_nodes_") as file:
-        test = 'test -e "$0" && echo seen || echo unseen'
-        try:
-            answer = slurm.ask("srun", "--immediate=5", "--nodes=1", "--ntasks=1", "--time=1", "--mpi=none", "--chdir=/",
-                          *flags, "sh", "-c", test, file.name)  # fmt: skip
-        except SlurmFailed:  # no node is free; the job itself checks at its start
-            answer = ""
-    return [problem] if "unseen" in answer or ("seen" not in answer and kind in _MEMORY) else []
-
-
-def _file_system(path: Path) -> str:
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    real = os.path.realpath(path)
-    above = [(point, kind) for point, kind in mounts if os.path.commonpath([point, real]) == point]
-    return max(above, key=lambda mount: len(mount[0]))[1]

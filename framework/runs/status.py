@@ -3,9 +3,10 @@
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, rows_in
@@ -29,22 +30,31 @@ def queued_jobs(directories: Iterable[RunDirectory]) -> dict[Path, QueuedJob]:
     return {path: jobs[job_id] for path, job_id in of_run.items() if job_id in jobs}
 
 
-def states_of(directories: Iterable[RunDirectory]) -> dict[Path, str]:
-    """Return each run's state; if Slurm does not answer, the state from the run's directory."""
-    states, _, silence = _ask_slurm(list(directories))
-    if silence:
-        LOGGER.warning("%s", silence)
-    return states
+class Standing(NamedTuple):
+    """How a run stands."""
+
+    state: str  # RunDirectory's, or Slurm's newer one: queued, cancelled; `?` if Slurm would know, but is silent
+    why: str = ""
+    job: QueuedJob | None = None  # that waits or runs
 
 
-def _ask_slurm(directories: Sequence[RunDirectory]) -> tuple[dict[Path, str], dict[Path, QueuedJob], str]:
+def standings(directories: Iterable[RunDirectory]) -> dict[Path, Standing]:
+    """Return how runs stand, by their paths: from their directories, and from Slurm where they are its jobs."""
+    by_path = {directory.path: directory for directory in directories}
     in_queue, silence = {}, ""
     try:
-        in_queue = queued_jobs(directories)
+        in_queue = queued_jobs(by_path.values())
     except SlurmFailed as error:
         silence = f"Slurm does not answer: {error}"
-    states = {directory.path: _state(directory, in_queue.get(directory.path), silence) for directory in directories}
-    return states, in_queue, silence
+    states = {path: _state(directory, in_queue.get(path), silence) for path, directory in by_path.items()}
+    # jobs that have left no word in the run's directory
+    lost = {path: job_id for path, state in states.items()
+            if state == "killed" and (job_id := by_path[path].job_id) is not None}  # fmt: skip
+    ends = slurm.ends(lost.values()) if lost and not silence else {}
+    found = {path: _last_words(by_path[path], ends.get(job_id, "")) for path, job_id in lost.items()}
+    if "?" in states.values():
+        LOGGER.warning("%s: what it would tell of these runs is shown as ?", silence)
+    return {path: found.get(path) or _standing(by_path[path], states[path], in_queue.get(path)) for path in by_path}
 
 
 def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
@@ -59,28 +69,46 @@ def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
     return "killed" if own == "queued" else own  # it has left the queue, and never begun
 
 
-def print_table(directories: Sequence[RunDirectory], labels: Sequence[str]) -> None:
-    """Print a table, a line for each run. `labels` say how the runs differ."""
+def _standing(directory: RunDirectory, state: str, job: QueuedJob | None) -> Standing:
+    if job is not None and state == "queued":
+        return Standing(state, job.reason, job)
+    return Standing(state, str(directory.read_summary().get("error") or "") if state in ("failed", "killed") else "", job)
+
+
+_FAULTS = ("FAILED", "COMPLETED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE")  # ends of a job that another try would meet again
+
+
+def _last_words(directory: RunDirectory, end: str) -> Standing:
+    """Return how a run stands whose job has left no word in its directory: by its output, and Slurm's word for its `end`."""
+    summary, lines = directory.read_summary(), directory.last_lines_of_job()
+    has_begun = summary.get("status") != "queued"
+    if told := next((line for line in reversed(lines) if line.startswith(slurm.SETUP_FAILED)), ""):
+        return Standing("failed", told)
+    # Slurm keeps no record of a job of an array that was cancelled while it waited
+    if end.startswith("CANCELLED") or not (end or has_begun or lines):
+        return Standing("cancelled", end or "it left the queue before it began")
+    words = str(summary.get("error") or "") or ": ".join([*filter(None, [end]), *lines[-1:]])
+    if not has_begun and (not end or end.split()[0] in _FAULTS):
+        return Standing("failed", f"the job ended before the run began: {words}")
+    return Standing("killed", words)
+
+
+def print_table(directories: Sequence[RunDirectory], labels: Sequence[str], *, pruned: Container[Path] = ()) -> None:
+    """Print a table, a line for each run. `labels` say how the runs differ; `pruned` are those that a search has ended."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     odd = {directory.path: files for directory in directories if (files := directory.odd_files())}
-    readable = [directory for directory in directories if directory.path not in odd]
-    states, in_queue, silence = _ask_slurm(readable)
-    lost = {directory.path: directory.job_id for directory in readable
-            if directory.job_id is not None and states[directory.path] == "killed"}  # fmt: skip
-    ends = slurm.ends(lost.values()) if lost and not silence else {}
-    words = {path: _last_words(RunDirectory(path), ends.get(job_id, "")) for path, job_id in lost.items()}
-    states |= {path: state for path, (state, _) in words.items()}
+    found = standings(directory for directory in directories if directory.path not in odd)
+    found |= {path: standing._replace(state="pruned") for path, standing in found.items() if path in pruned}
     rows = []
     for directory, label in zip(directories, labels):
         if path_odd := odd.get(directory.path):
             cells = {"state": "unreadable", "why": f"{path_odd[0]} is not a plain file"}
         else:
-            why = words[directory.path][1] if directory.path in words else ""
-            cells = _cells(directory, states[directory.path], in_queue.get(directory.path), why)
+            cells = _cells(directory, found[directory.path])
         rows.append({name: printable(text) for name, text in {"run": label, **cells}.items()})
     columns = ("run", "state", "step", "ETA", "metric", "job", "node", "why")
     shown = [name for name in columns if any(row.get(name) for row in rows)]
@@ -88,25 +116,13 @@ def print_table(directories: Sequence[RunDirectory], labels: Sequence[str]) -> N
     for row in rows:
         styles = {"state": _STYLES.get(row["state"], "")}
         table.add_row(*(Text(row.get(name, ""), style=styles.get(name, "")) for name in shown))
-    if silence and "?" in states.values():
-        LOGGER.warning("%s: what it would tell of these runs is shown as ?", silence)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDE, highlight=False)
     console.print(table)
     console.print(count_states([row["state"] for row in rows]))
 
 
-def _last_words(directory: RunDirectory, end: str) -> tuple[str, str]:
-    """Return the state of a run whose job has left no word in its directory, and why: by Slurm's word for its `end`."""
-    lines = directory.last_lines_of_job()
-    if told := next((line for line in reversed(lines) if line.startswith(slurm.SETUP_FAILED)), ""):
-        return "failed", told
-    # Slurm keeps no record of a job of an array that was cancelled while it waited
-    if end.startswith("CANCELLED") or (not end and directory.read_summary().get("status") == "queued"):
-        return "cancelled", end or "it left the queue before it began"
-    return "killed", ": ".join([*filter(None, [end]), *lines[-1:]])
-
-
-def _cells(directory: RunDirectory, state: str, job: QueuedJob | None, last_words: str) -> dict[str, str]:
+def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
+    state, why, job = standing
     summary, rows, job_id = directory.read_summary(), _last_rows(directory.metrics), directory.job_id or ""
     step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
     total_steps = number(summary.get("total_steps"))
@@ -118,9 +134,7 @@ def _cells(directory: RunDirectory, state: str, job: QueuedJob | None, last_word
         cells["node"] = job.nodes if job else str(Lock(directory.path).holder().get("host", ""))
         if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # not if it is nan
             cells["ETA"] = str(timedelta(seconds=math.ceil(eta_s)))
-    error = summary.get("error") if state in ("failed", "killed") else ""
-    why = job.reason if job and state == "queued" else error or last_words
-    return cells | {"why": " ".join(str(why or "").split())}
+    return cells | {"why": " ".join(why.split())}
 
 
 def _last_rows(path: Path) -> list[Row]:

@@ -70,10 +70,13 @@ class SrunTask:
 
     @classmethod
     def read(cls) -> "SrunTask | None":
-        """Return the place; None if srun did not start this process as one of several, or started a launcher that did."""
+        """Return the place; None if srun did not start this process as one of several, or started a launcher that did.
+
+        Nor where it started a terminal (`--pty`), whose shell alone has what is typed.
+        """
         env = os.environ
         num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
-        if num_tasks < 2 or Environment.read().is_launched or env.get("STEADFAST_PYTHON"):
+        if num_tasks < 2 or Environment.read().is_launched or "SLURM_PTY_PORT" in env:
             return None
         counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])  # 4(x2),1
         return cls(

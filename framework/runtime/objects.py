@@ -7,11 +7,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsspec.asyn import AsyncFileSystem
-from fsspec.callbacks import Callback
-from fsspec.core import url_to_fs
-from fsspec.registry import known_implementations, registry
-
 from framework.runtime.exits import Interrupted
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem, extra_with, install_command
@@ -41,6 +36,8 @@ def is_url(text: object) -> bool:
 
 def url_problems(key: str, url: str) -> list[Problem]:
     """Return why a place cannot be in any store from here: its protocol is unknown, or needs a package. Reads nothing."""
+    from fsspec.registry import known_implementations, registry  # not spent by a run without a store
+
     protocol, _, path = url.partition("://")
     if protocol not in known_implementations.keys() | registry.keys() or not path.strip("/"):
         return [Problem(key, f"{url!r} is not valid", "PROTOCOL://PLACE, as in s3://BUCKET/FOLDER; any protocol of fsspec")]
@@ -60,6 +57,9 @@ class Objects:
     """
 
     def __init__(self, url: str) -> None:
+        from fsspec.asyn import AsyncFileSystem
+        from fsspec.core import url_to_fs
+
         self.url = url.rstrip("/")
         with self._reached("opened"):
             self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
@@ -122,8 +122,8 @@ class Objects:
     def get(self, name: str, path: Path) -> None:
         """Copy an object into a new file. Interrupted if a signal comes meanwhile."""
         with self._reached(f"read: {name}"):
-            (interruptible := _Interruptible()).relative_update()  # a file system does not ask while it copies
-            self._fs.get_file(self._path(name), str(path), callback=interruptible)
+            _stop_if_asked()  # a file system does not ask while it copies
+            self._fs.get_file(self._path(name), str(path), callback=_callback())
 
     def remove(self, name: str) -> None:
         """Remove an object, if it is there."""
@@ -157,10 +157,16 @@ class Objects:
             raise StoreFailed(f"{self.url} cannot be {what}: {said}", is_wrong=is_wrong) from error
 
 
-class _Interruptible(Callback):
-    def relative_update(self, inc: int = 1) -> None:
-        if PREEMPTION.requested:
-            raise Interrupted("stopped before all was fetched; the same command goes on")
+def _callback() -> Any:
+    """Return what stops a transfer when a signal has come."""
+    from fsspec.callbacks import Callback
+
+    return Callback(hooks={"signal": lambda *_, **__: _stop_if_asked()})
+
+
+def _stop_if_asked() -> None:
+    if PREEMPTION.requested:
+        raise Interrupted("stopped before all was fetched; the same command goes on")
 
 
 def _version(info: dict[str, Any]) -> str:

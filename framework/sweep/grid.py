@@ -1,6 +1,6 @@
 """The jobs that a command line lists, one for each combination of its values."""
 
-from framework.runs.status import states_of
+from framework.runs.status import standings
 from framework.runs.table import TableRow
 from framework.sweep.jobs import Job, exit_code
 
@@ -33,8 +33,8 @@ class Grid:
 
     def rows(self) -> list[TableRow]:
         """Return the states of the jobs."""
-        states = states_of(job.directory for job in self._jobs) if self._on_slurm else {}
-        return [job.row(state=states.get(job.directory.path)) for job in self._jobs]
+        found = standings(job.directory for job in self._jobs) if self._on_slurm else {}
+        return [job.row(state=found[job.directory.path].state if found else None) for job in self._jobs]
 
     @property
     def code(self) -> int:

@@ -96,7 +96,8 @@ class Sweep:
 
 def print_sweep_status(sweep: Sweep) -> int:
     rows = sweep.rows()
-    print_table([row.directory for row in rows], [row.assignment for row in rows])
+    pruned = {row.directory.path for row in rows if row.state == "pruned"}
+    print_table([row.directory for row in rows], [row.assignment for row in rows], pruned=pruned)
     return Exit.FINISHED
 
 

@@ -1,6 +1,7 @@
 """`hydra.sweeper` of a search: how many trials, how they are drawn and pruned, what they improve, where they are stored."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny
@@ -228,10 +229,14 @@ def _storage_problems(storage: str) -> Iterator[Problem]:
         dialect = url.get_dialect()
         dialect.import_dbapi()
         dialect().create_connect_args(url)
-        if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
-            raise ArgumentError("it keeps nothing")
+        if url.get_backend_name() == "sqlite":
+            if url.database in (None, "", ":memory:"):
+                raise ArgumentError("it keeps nothing")
+            if not Path(str(url.database)).absolute().parent.is_dir():
+                yield Problem("storage", f"{shown(storage)} is in a folder that does not exist", "a file in one that does")
     except (ArgumentError, NoSuchModuleError):
         expected = f"{JOURNAL}, or a URL as in postgresql://USER@HOST/DATABASE or sqlite:////PATH"
         yield Problem("storage", f"{shown(storage)} is not valid", expected)
     except ImportError as error:
-        yield Problem("storage", f"{error.name} is not installed", f"pip install {error.name}")
+        expected = "the package that has it, or another driver in the URL, as in mysql+pymysql://"
+        yield Problem("storage", f"there is no module {error.name} in this environment", expected)

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from framework.build import components
 from framework.runtime.local_copy import local_copy
 from framework.runtime.objects import Objects, StoreFailed
 from tests.harness import assert_same_bits, begin, command, end, finished, wait_for
-from tests.s3_server import BUCKET, S3Server, s3_server
+from tests.s3_server import S3Server
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -24,20 +23,11 @@ GPT = ["model=gpt", "model.dim=16", "model.num_layers=1", "model.num_heads=2", "
 CNN = ["model=cnn", "model.channels=[4,8]", "dataset.image_size=8", *QUICK]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
 @pytest.fixture
-def store(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
-    for name, value in server.variables.items():
-        monkeypatch.setenv(name, value)
+def store(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
     monkeypatch.setenv("STEADFAST_CACHE", str(tmp_path / "cache"))
     local_copy.cache_clear()
-    yield Objects(f"s3://{BUCKET}/{tmp_path.name}")
-    server.accept()
+    return Objects(store)
 
 
 def upload(store: Objects, folder: Path) -> None:

@@ -228,6 +228,8 @@ def test_a_trial_that_is_worse_than_the_others_is_stopped(tmp_path: Path) -> Non
         assert f"pruned, at step {step}: optimizer.lr={row['optimizer.lr']}" in ended.output
     plan = swept(*line, "mode=plan", root=tmp_path / "runs")
     assert [text.split()[1] for text in plan.output.splitlines()[:-1]] == [row["state"] for row in rows]
+    told = swept(*line, "mode=status", root=tmp_path / "runs").output
+    assert f"{len(pruned)} pruned" in told and told.count(" pruned ") == len(pruned) + 1, told
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN
 from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
 from tests.launch.test_slurm_sweep import ARRAY, SEEDS, Sweep, held, ids, multirun, sbatch_that, status, submitted  # noqa: F401
+from tests.launch.test_sockets import free_port  # noqa: F401
 
 HOLD = "launch.slurm.options.hold=true"
 GPU = [*ARRAY, HOLD, "launch.slurm.partition=gpu"]
@@ -75,6 +78,7 @@ def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
         (["launch.slurm.options.reservation=nowhere"], "launch.slurm: Slurm refuses such a job: ... reservation"),
         (["launch.slurm.options.reservatoin=x"], "launch.slurm: Slurm refuses such a job: ... reservatoin"),
         (["launch.slurm.setup=[\"echo 'not closed\"]"], "launch.slurm.setup: ... not closed ... is no line of shell"),
+        (["launch.slurm.srun=['--no-such-option=1']"], "launch.slurm.srun: srun refuses it: ... --no-such-option"),
         (["launch.slurm.partition=gpu", "launch.slurm.gpus_per_node='v100:1'"], "launch.slurm: Slurm refuses such a job: ..."),
         (["launch.slurm.partition=gpu", "launch.slurm.options.gres='gpu:a100:5'"], "launch.slurm: Slurm refuses such a job: ..."),
         (["launch.slurm.options.export=A"], "launch.slurm.options.export: ... launch.slurm.setup"),
@@ -132,6 +136,11 @@ def test_an_array_that_is_too_large_for_the_cluster_is_submitted_in_parts(
     told = submitted.submit(*ARRAY, HOLD, "seed=0,1,2,3,4")
     jobs = [job.partition("_")[0] for job in ids(told)]
     assert sorted(jobs.count(job) for job in set(jobs)) == [2, 3], told.output
+    small = '[ "$2" != config ] || { echo "MaxArraySize = 3"; exit; }'
+    sbatch_that(f'{small}; exec "$real" "$@"', tmp_path, monkeypatch, name="scontrol")
+    told = submitted.submit(*ARRAY, HOLD, "seed=10,11,12,13")
+    jobs = [job.partition("_")[0] for job in ids(told)]
+    assert sorted(jobs.count(job) for job in set(jobs)) == [1, 3], told.output
 
 
 # --- what it runs
@@ -144,6 +153,25 @@ def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -
     (row,) = status(root=submitted.root).values()
     assert row["state"] == "failed" and row["why"] == "launch.slurm.setup failed with 127: modul load cuda", submitted.log
     assert facts(*ids(told))["ExitCode"] == "78:0" and "not here\n" not in submitted.log
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("launch.slurm.setup=['exit 0']", "COMPLETED"),
+        ("launch.slurm.setup=['set -u','echo $NOT_THERE']", "FAILED: ... NOT_THERE: unbound variable"),
+        ("launch.slurm.python=[/no/such/python]", "FAILED: ... /no/such/python ... No such file or directory"),
+    ],
+)
+def test_a_job_that_ends_before_the_run_begins_is_told_with_its_last_words(option: str, why: str, submitted: Sweep) -> None:  # noqa: F811
+    line = [*ARRAY, option]
+    command(*line, root=submitted.root)
+    submitted.wait_for_end()
+    (row,) = status(root=submitted.root).values()
+    told = f"the job ended before the run began: {why}"
+    assert (row["state"], row["why"]) == ("failed", Says(told))
+    followed = command("mode=follow", *line, root=submitted.root)
+    assert followed.code == 1 and followed.output == Says(f"failed, at step 0: ... {told}"), followed.output
 
 
 @pytest.mark.slow
@@ -176,6 +204,44 @@ def test_a_sweep_is_nothing_for_the_tasks_of_srun(cluster: Path, tmp_path: Path)
     refused = given("srun", "--ntasks=2", *TRAIN, "-m", "seed=0,1", "parallel=ddp", folder=tmp_path)
     assert refused.code == 78, refused.output
     assert not list(refused.root.iterdir())
+
+
+def test_tasks_of_srun_with_commands_of_their_own_are_refused(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+    tasks = tmp_path / "tasks.conf"
+    tasks.write_text(f"* {' '.join(TRAIN)} {' '.join(SHORT)} parallel=ddp seed=%t run.root={tmp_path}/runs\n")
+    (tmp_path / "runs").mkdir()
+    told = subprocess.run(["srun", "--ntasks=2", "--multi-prog", tasks], text=True, timeout=60,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    assert told.returncode == 78 and "srun: its tasks have different commands" in told.stdout, told.stdout
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_terminal_that_srun_starts_is_no_task(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+    """`srun --pty --ntasks=2 bash` starts one shell alone, whose commands have the variables of two tasks."""
+    script = 'exec 0</dev/null 1>pty.out 2>&1; exec "$0" "$@"'
+    (tmp_path / "runs").mkdir()
+    line = ["srun", "--pty", "--ntasks=2", "sh", "-c", script, *TRAIN, *SHORT, f"run.root={tmp_path}/runs"]
+    subprocess.run(["script", "--quiet", "--return", "--command", shlex.join(line), "/dev/null"], cwd=tmp_path,
+                   stdin=subprocess.DEVNULL, timeout=60)  # fmt: skip
+    (directory,) = tmp_path.glob("runs/*/*")
+    assert Ended(0, "", directory).summary["world_size"] == 1, (tmp_path / "pty.out").read_text()
+
+
+def test_a_process_that_waits_for_the_others_answers_a_signal(tmp_path: Path, free_port: int) -> None:  # noqa: F811
+    """Whether it waits for rank 0's store, or, as rank 0 of tasks that may differ, for the others' lines."""
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    variables = {**os.environ, **meet, "RANK": "1", "LOCAL_RANK": "1"}
+    waits = subprocess.Popen([*TRAIN, *SHORT, "parallel=ddp"], cwd=tmp_path, env=variables, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    listens = socket.create_server(("127.0.0.1", free_port))
+    listens.accept()[0].close()  # it has come so far; nobody is there who speaks as a store does
+    listens.close()
+    time.sleep(0.2)
+    began = time.monotonic()
+    waits.terminate()
+    told, _ = waits.communicate(timeout=30)
+    assert waits.returncode == 75 and told.count("\n") == 1, told
+    assert time.monotonic() - began < 2
 
 
 @pytest.mark.slow

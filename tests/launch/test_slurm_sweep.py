@@ -184,12 +184,12 @@ def test_the_end_of_the_shell_that_submitted_changes_nothing(one: Ended, submitt
     assert_close(submitted.run(0), one)
 
 
-def sbatch_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put an `sbatch` first on PATH. `$real` is Slurm's own."""
-    real = shutil.which("sbatch")
-    (folder / "bin").mkdir()
-    (folder / "bin" / "sbatch").write_text(f"#!/bin/bash\nreal={real}\n{does}\n")
-    (folder / "bin" / "sbatch").chmod(0o755)
+def sbatch_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str = "sbatch") -> None:
+    """Put an `sbatch`, or another of Slurm's commands, first on PATH. `$real` is Slurm's own."""
+    real = shutil.which(name)
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / name).write_text(f"#!/bin/bash\nreal={real}\n{does}\n")
+    (folder / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
 
 

@@ -270,8 +270,9 @@ NOT_SEARCHED = [
     ("hydra.sweeper.storage=sqlite://me:open-sesame@host/db", "hydra.sweeper.storage: ... is not valid ... journal"),
     (
         "hydra.sweeper.storage=mssql+pymssql://me:open-sesame@host/db",
-        "hydra.sweeper.storage: pymssql is not installed (pip install pymssql)",
+        "hydra.sweeper.storage: there is no module pymssql in this environment ... another driver",
     ),
+    ("hydra.sweeper.storage=sqlite:////no/such/folder/study.db", "hydra.sweeper.storage: ... in a folder that does not exist"),
     ("hydra.sweeper.storage=${oc.env:NOT_THERE}", "hydra.sweeper.storage: ... NOT_THERE"),
     ("hydra.sweeper.direction=maximize", "hydra.sweeper.direction: unknown key (checkpoint.mode"),
     ("hydra.sweeper.n_jobs=3", "hydra.sweeper.n_jobs: unknown key ... hydra/launcher=joblib"),

@@ -15,7 +15,7 @@ import framework.launch.mirrored
 from framework.runtime.objects import Objects
 from framework.training.trainer import Trainer
 from tests.harness import assert_same_bits, command, finished
-from tests.test_mirror import contents, server, store  # noqa: F401  # fixtures
+from tests.test_mirror import contents
 from tests.torture.test_kill import LONG
 
 NUM_KILLS = 20
@@ -54,7 +54,7 @@ def strike_at(request: int, *, is_done: bool) -> Callable[[], None]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kills_at_any_request_change_no_bit(store: str, tmp_path: Path) -> None:  # noqa: F811
+def test_kills_at_any_request_change_no_bit(store: str, tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")  # shown if the test fails: put it above to repeat
     rng = random.Random(seed)
