@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Container, Iterable, Sequence
 from datetime import timedelta
@@ -75,6 +76,7 @@ def _standing(directory: RunDirectory, state: str, job: QueuedJob | None) -> Sta
     return Standing(state, str(directory.read_summary().get("error") or "") if state in ("failed", "killed") else "", job)
 
 
+_SRUN_ENDS = r"srun: error: .*: Exited with exit code \d+"  # what comes after a task's own last words
 _FAULTS = ("FAILED", "COMPLETED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE")  # ends of a job that another try would meet again
 
 
@@ -87,7 +89,8 @@ def _last_words(directory: RunDirectory, end: str) -> Standing:
     # Slurm keeps no record of a job of an array that was cancelled while it waited
     if end.startswith("CANCELLED") or not (end or has_begun or lines):
         return Standing("cancelled", end or "it left the queue before it began")
-    words = str(summary.get("error") or "") or ": ".join([*filter(None, [end]), *lines[-1:]])
+    own = [line for line in lines if not re.fullmatch(_SRUN_ENDS, line)] or lines
+    words = str(summary.get("error") or "") or ": ".join([*filter(None, [end]), *own[-1:]])
     if not has_begun and (not end or end.split()[0] in _FAULTS):
         return Standing("failed", f"the job ended before the run began: {words}")
     return Standing("killed", words)

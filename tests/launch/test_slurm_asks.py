@@ -3,15 +3,16 @@
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from framework.distributed.groups import serve_store
 from framework.runtime import slurm
 from framework.sweep.line import read
 from tests.harness import Ended, Says, assert_close, begin, command, end, finished, slow_but, wait_for
@@ -227,21 +228,27 @@ def test_a_terminal_that_srun_starts_is_no_task(cluster: Path, tmp_path: Path) -
     assert Ended(0, "", directory).summary["world_size"] == 1, (tmp_path / "pty.out").read_text()
 
 
-def test_a_process_that_waits_for_the_others_answers_a_signal(tmp_path: Path, free_port: int) -> None:  # noqa: F811
-    """Whether it waits for rank 0's store, or, as rank 0 of tasks that may differ, for the others' lines."""
+@pytest.mark.parametrize("is_served", [False, True], ids=["the store", "the decision"])
+def test_a_process_that_waits_for_rank_0_answers_a_signal(is_served: bool, tmp_path: Path, free_port: int) -> None:  # noqa: F811
+    served = serve_store("127.0.0.1", ports=[free_port]) if is_served else None
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     variables = {**os.environ, **meet, "RANK": "1", "LOCAL_RANK": "1"}
     waits = subprocess.Popen([*TRAIN, *SHORT, "parallel=ddp"], cwd=tmp_path, env=variables, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    listens = socket.create_server(("127.0.0.1", free_port))
-    listens.accept()[0].close()  # it has come so far; nobody is there who speaks as a store does
-    listens.close()
-    time.sleep(0.2)
+    process = psutil.Process(waits.pid)
+
+    def has_come() -> bool:
+        if is_served:
+            return any(one.status == "ESTABLISHED" and one.raddr.port == free_port for one in process.net_connections())
+        return any("libtorch_python" in region.path for region in process.memory_maps())  # and then it looks for the store
+
+    wait_for(has_come, what="its wait")
     began = time.monotonic()
     waits.terminate()
     told, _ = waits.communicate(timeout=30)
     assert waits.returncode == 75 and told.count("\n") == 1, told
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5  # it may still be importing
+    del served
 
 
 @pytest.mark.slow
