@@ -19,7 +19,6 @@ import matplotlib.figure  # noqa: F401  # these are what a run would import: eve
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed.checkpoint
 import torch.distributed.fsdp
 from safetensors.torch import load_file
 

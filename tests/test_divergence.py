@@ -1,6 +1,5 @@
 """A loss or gradient that is not finite on one rank: every rank does the same about it."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from framework.checkpoint import manifest
 from framework.checkpoint.state import Progress
 from framework.config.folders import options
 from framework.data.loader import Loader
@@ -22,6 +20,7 @@ from framework.runtime.environment import Environment
 from framework.runtime.exits import Diverged
 from framework.training.recovery import Recovery
 from framework.training.trainer import Trainer
+from tests.checkpoint.sealing import edit
 from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, note_steps, slow_but
 from tests.test_conformance import MODELS, layouts
 from tests.test_conformance import RUN as CONFORMANCE
@@ -148,11 +147,7 @@ def test_skips_are_counted_through_interruptions_and_bounded(tmp_path: Path) -> 
 
 def continued_from(checkpoint: Path, *, samples_seen: int) -> None:
     """Rewrite a checkpoint's place in the data, with a manifest that fits."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    state["progress"]["samples_seen"] = samples_seen
-    (checkpoint / "state.json").write_text(json.dumps(state, indent=1) + "\n")
-    files = {path.name: manifest.digest(path) for path in checkpoint.iterdir() if path.name != manifest.MANIFEST}
-    (checkpoint / manifest.MANIFEST).write_text(manifest._manifest_text(manifest.step_of(checkpoint), files))
+    edit(checkpoint, lambda content: content["state"]["progress"].update(samples_seen=samples_seen))
 
 
 def rolled_back(strategy: str, *, to: int, root: Path) -> Ended:

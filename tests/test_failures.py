@@ -1,7 +1,6 @@
 """A run that fails says what, where and why, leaves what it had, and no process."""
 
 import errno
-import json
 import os
 import re
 import resource
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from framework.checkpoint.manifest import read_state
 from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
 from framework.engine.data_parallel import DataParallelEngine
@@ -97,7 +97,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint_of_it(
     names = sorted(path.name for path in (failed.directory / "checkpoints").iterdir())
     assert names == ["step_00000004", "step_00000008"]
     for name in names:
-        state = json.loads((failed.directory / "checkpoints" / name / "state.json").read_text())
+        state = read_state(failed.directory / "checkpoints" / name)
         assert state["progress"]["step"] == int(name[-8:])
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import framework.modes.train
 from framework.build import components
+from framework.checkpoint.manifest import read_state
 from framework.data.loader import Loader
 from framework.engine.sums import as_sums, means
 from framework.modules import flops
@@ -316,7 +317,6 @@ def test_what_comes_after_the_last_step_is_no_useful_time(tmp_path: Path) -> Non
         framework.modes.train._leave_results = leave_results
 
     run = finished(*TINY, root=tmp_path / "runs", before=plant)
-    (path,) = sorted(run.directory.glob("checkpoints/*/state.json"))[-1:]
-    saved = json.loads(path.read_text())["progress"]
+    saved = read_state(max(run.directory.glob("checkpoints/*")))["progress"]
     assert run.summary["wall_s"] > saved["wall_s"] + 1
     assert run.summary["train_s"] < saved["train_s"] + 0.5

@@ -149,12 +149,12 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over(store: str, whole: Cal
     assert "does not match its checksum; passing over it" in ended.output and "fetched step_00000004" in ended.output
     assert_same_bits(ended, whole("single"))
 
-    objects.write(next(name for name in contents(store).objects if name.endswith("21/state.json")), b"{}")
-    objects.write(next(name for name in contents(store).objects if name.endswith("20/state.json")), b"{}")
+    objects.write(next(name for name in contents(store).objects if name.endswith("21/shard-00001.safetensors")), b"{}")
+    objects.write(next(name for name in contents(store).objects if name.endswith("20/shard-00001.safetensors")), b"{}")
     objects.remove("000002/summary.json")
     shutil.rmtree(tmp_path / "runs")
     lost = command(*RUN, f"run.mirror={store}", root=tmp_path / "runs")
-    assert lost.code == 65 and lost.output.count("state.json has 2 bytes instead of") >= 2, lost.output
+    assert lost.code == 65 and lost.output.count("shard-00001.safetensors has 2 bytes instead of") >= 2, lost.output
 
 
 def log_has(words: str, root: Path) -> bool:

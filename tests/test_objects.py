@@ -13,6 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import framework.runs.mirror
 from framework.checkpoint import manifest
+from framework.checkpoint.hashed import digest
 from framework.runs.directory import RunDirectory
 from framework.runs.mirror import Mirror
 from framework.runs.mirror_upload import MirrorTaken, Upload
@@ -101,8 +102,9 @@ def add_checkpoint(run: RunDirectory, step: int, text: str = "{}") -> None:
     target = run.checkpoints / manifest.directory_name(step)
     staging = run.checkpoints / f".tmp_{target.name}"
     staging.mkdir(parents=True)
-    (staging / "state.json").write_text(text)
-    manifest.commit(staging, target=target, files={"state.json": manifest.digest(staging / "state.json")})
+    shard = staging / "shard-00001.safetensors"
+    shard.write_text(text)
+    manifest.commit(staging, target=target, files={shard.name: digest(shard)}, state={})
 
 
 def steps(mirror: Mirror) -> list[tuple[int, int]]:
@@ -176,7 +178,10 @@ def test_what_is_pruned_here_is_removed_there_when_a_newer_one_is_there(url: str
     assert steps(mirror) == [(6, 1)]
     add_checkpoint(mirror.directory, 8, text="[]")
     upload.sync()
-    assert steps(mirror) == [(8, 1), (6, 1)] and mirror.objects.read("000001/checkpoints/step_00000008/state.json") == b"[]"
+    assert (
+        steps(mirror) == [(8, 1), (6, 1)]
+        and mirror.objects.read("000001/checkpoints/step_00000008/shard-00001.safetensors") == b"[]"
+    )
 
 
 def test_a_later_holder_removes_the_checkpoints_of_an_earlier_and_of_none_before_its_beginning(

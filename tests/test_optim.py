@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from framework.checkpoint.manifest import read_state
 from framework.config.folders import options
 from framework.config.targets import component
 from framework.engine.data_parallel import DataParallelEngine
@@ -245,7 +246,7 @@ def note_steps(file: Path) -> Callable[[], None]:
 
 def loss_scale_of(ended: Ended) -> dict[str, float]:
     checkpoint = max((ended.directory / "checkpoints").iterdir())
-    return json.loads((checkpoint / "state.json").read_text())["loss_scale"]
+    return read_state(checkpoint)["loss_scale"]
 
 
 def test_fp16_skips_the_steps_that_overflow_and_learns_after_them(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A run that was interrupted ends as if nothing had happened."""
 
-import json
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from framework.checkpoint.manifest import read_state
 from framework.runtime.environment import Environment
 from framework.runtime.preemption import PREEMPTION
 from framework.training.trainer import Trainer
@@ -154,8 +154,8 @@ def test_what_is_best_and_when_to_stop_follow_from_the_runs_own_settings(tmp_pat
     own = ["trainer.early_stopping.patience=99", "trainer.max_epochs=2", f"run.resume={first.directory}"]
     second = finished(*RUN, *own, root=tmp_path / "second")
     losses = {row["loss"]: row["step"] for row in second.rows if row["split"] == "val"}
-    (state,) = sorted(second.directory.glob("checkpoints/*/state.json"))[-1:]
-    assert json.loads(state.read_text())["patience"]["best"] == min(losses), "and not the other run's, an accuracy"
+    state = read_state(max(second.directory.glob("checkpoints/*")))
+    assert state["patience"]["best"] == min(losses), "and not the other run's, an accuracy"
     assert second.summary["metrics"]["val"]["best"]["step"] == losses[min(losses)]
     assert second.summary["began"] >= ended_at and second.summary["wall_s"] < time.time() - ended_at
 
@@ -179,12 +179,12 @@ def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(epochs: int, acros
 def test_the_checkpoint_that_was_named_is_not_passed_over(across: Ended, tmp_path: Path) -> None:
     damaged = tmp_path / "run" / "checkpoints" / "step_00000021"
     shutil.copytree(across.directory / "checkpoints" / damaged.name, damaged)
-    (damaged / "state.json").write_text("{}")
+    (damaged / "shard-00001.safetensors").write_text("{}")
     refused = command(*ACROSS, "trainer.max_epochs=4", f"run.resume={damaged}", root=tmp_path / "second")
     assert refused.code == 65
     told = [line for line in refused.output.splitlines() if str(damaged) in line]
-    assert told == [f"[rank 0] ERROR: {damaged}: state.json has 2 bytes instead of "
-                    f"{(across.directory / 'checkpoints' / damaged.name / 'state.json').stat().st_size}"]  # fmt: skip
+    assert told == [f"[rank 0] ERROR: {damaged}: shard-00001.safetensors has 2 bytes instead of "
+                    f"{(across.directory / 'checkpoints' / damaged.name / 'shard-00001.safetensors').stat().st_size}"]  # fmt: skip
 
 
 def spoil_rows(directory: Path) -> None:

@@ -194,21 +194,6 @@ def test_schedules_are_told_apart_and_list_their_actions() -> None:
     assert issubclass(ScheduleInterleaved1F1B, PipelineScheduleMulti)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_checkpoints_of_torch_have_these_names(tmp_path: Path) -> None:
-    import json
-    import re
-
-    import torch.distributed.checkpoint as dcp
-
-    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "c"), save_distributed=True, thread_count=1)
-    dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
-    (shard,) = (tmp_path / "c").glob("*.safetensors")
-    assert re.fullmatch(r"shard-00001-model-\d+-of-\d+\.safetensors", shard.name)
-    size = int.from_bytes(shard.read_bytes()[:8], "little")
-    assert "DCP_SHARDING_INFO" in json.loads(shard.read_bytes()[8 : 8 + size])["__metadata__"]
-
-
 # --- and nowhere else
 
 

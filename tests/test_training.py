@@ -1,6 +1,5 @@
 """Freezing, clipping by value and gradient noise: the right numbers, under every strategy, after a kill, bit by bit where promised."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from framework.build import components
+from framework.checkpoint.manifest import read_state
 from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues, Noise
@@ -339,5 +339,5 @@ def test_all_ranks_stop_early_at_the_same_step(tmp_path: Path) -> None:
     run = finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))
     assert (run.summary["step"], run.summary["status"]) == (12, "finished")
     assert run.summary["metrics"]["test"]["last"]["step"] == 12
-    state = json.loads((run.directory / "checkpoints" / "step_00000012" / "state.json").read_text())
+    state = read_state(run.directory / "checkpoints" / "step_00000012")
     assert state["patience"] == {"best": 1.0, "num_bad": 4}

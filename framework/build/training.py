@@ -217,7 +217,7 @@ class Builder:
         order = splits.loader("train").order
         plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
         update = self.update(engine, trainable(engine.module, hidden=hidden), total_steps=plan.total_steps)
-        facts = {"num_samples": order.num_samples, "optimizer": first_target(config.optimizer["_target_"])}
+        facts = order.facts | {"optimizer": first_target(config.optimizer["_target_"])}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
             world=world,

@@ -1,8 +1,7 @@
 """State in one form: tensors under the model's own names, whatever the strategy. Nothing on disk knows the world size."""
 
-import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,10 @@ from torch.optim import Optimizer
 
 from framework.checkpoint.held import Held
 from framework.checkpoint.kept import Kept, give_back
+from framework.checkpoint.manifest import read_manifest
+from framework.checkpoint.shard_file import Inventory, inventory_of, read_tensors
+from framework.checkpoint.state import STATE
+from framework.checkpoint.tensors import stored_chunks
 from framework.distributed.world import World
 from framework.modules.tensors import whole, whole_like
 
@@ -42,18 +45,6 @@ def _tensors_but_optimizer(held: Held) -> dict[str, Tensor]:
     )
 
 
-@functools.cache
-def is_storable(dtype: torch.dtype) -> bool:
-    """Return whether safetensors has this type: it has no complex128, for example."""
-    from safetensors.torch import save
-
-    try:
-        save({"tensor": torch.empty(0, dtype=dtype)})
-    except (KeyError, ValueError, TypeError, RuntimeError):
-        return False
-    return True
-
-
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the model's state as `model/NAME`; a tied weight once, under its first name: loading it fills the others."""
     first_names: dict[int, str] = {}
@@ -64,11 +55,9 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _open(path: Path) -> tuple[Any, Mapping[str, Any]]:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    reader = HuggingFaceStorageReader(str(path))
-    return reader, reader.read_metadata().state_dict_metadata
+def _inventory(path: Path) -> Inventory:
+    """Return a verified checkpoint's tensors."""
+    return inventory_of(stored_chunks(path, sorted(read_manifest(path).keys() - {STATE})))
 
 
 def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
@@ -76,13 +65,11 @@ def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
 
     ValueError, on every rank, if names, shapes or dtypes are not the model's: before anything has changed.
     """
-    from torch.distributed.checkpoint import load  # a second, not spent unless needed
-
-    reader, inventory, targets, fresh = _matched(path, held, world=world)
+    inventory, targets, fresh = _matched(path, held, world=world)
     module, optimizer = held.module, held.optimizer
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
-    load(targets, storage_reader=reader, **world.agreement.among())
+    world.agreement.together(lambda: read_tensors(path, inventory, targets), what=f"{path} could not be read")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     # the parameter of a rank that updates nothing (optim.stand_in) has no name
     state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}
@@ -99,12 +86,12 @@ def misfit(path: Path, held: Held, *, world: World) -> str | None:
     return None
 
 
-def _matched(path: Path, held: Held, *, world: World) -> tuple[Any, Mapping[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """Return a checkpoint's reader and inventory, what it is loaded into, the optimizer's apart, and what of it is new.
+def _matched(path: Path, held: Held, *, world: World) -> tuple[Inventory, dict[str, Tensor], dict[str, Tensor]]:
+    """Return a checkpoint's inventory, what it is loaded into, the optimizer's apart, and what of it is new.
 
     Collective. ValueError, on every rank, where they do not fit each other.
     """
-    reader, inventory = _open(path)
+    inventory = _inventory(path)
     targets = _tensors_but_optimizer(held)
     fresh = _fresh_parts(inventory, targets, held.module, names=set().union(*world.agreement.gather(set(targets))))
     targets |= fresh
@@ -112,7 +99,7 @@ def _matched(path: Path, held: Held, *, world: World) -> tuple[Any, Mapping[str,
     faults = world.agreement.gather(_fault(inventory, targets, everywhere=everywhere, is_fit=operator.eq))
     if fault := next(filter(None, faults), ""):
         raise ValueError(fault)
-    return reader, inventory, targets, fresh
+    return inventory, targets, fresh
 
 
 def load_states(optimizer: Optimizer, states: dict[int, dict[str, Tensor]]) -> None:
@@ -129,9 +116,7 @@ def load_states(optimizer: Optimizer, states: dict[int, dict[str, Tensor]]) -> N
                 live[key] = value.to(live[key].device)
 
 
-def _fresh_parts(
-    inventory: Mapping[str, Any], targets: dict[str, Tensor], module: nn.Module, *, names: set[str]
-) -> dict[str, Tensor]:
+def _fresh_parts(inventory: Inventory, targets: dict[str, Tensor], module: nn.Module, *, names: set[str]) -> dict[str, Tensor]:
     """Return empty tensors for the stored states of parts that are not there, or of another shape: cut like a parameter of
     the same name and shape. `names` are those of all ranks: what belongs to another rank's parameter is left to it.
     """
@@ -140,12 +125,12 @@ def _fresh_parts(
     for name, entry in inventory.items() if any(name.startswith("part/") for name in inventory) else ():
         own = name.rpartition("/")[2]
         live = targets.get(name)
-        is_live = live is not None and live.shape == entry.size and live.dtype == entry.properties.dtype
+        is_live = live is not None and live.shape == entry.shape and live.dtype == entry.dtype
         if not name.startswith("part/") or is_live or (own not in parameters and f"model/{own}" in names):
             continue
         parameter = parameters.get(own)
-        like = parameter if parameter is not None and parameter.shape == entry.size else torch.empty(entry.size)
-        fresh[name] = torch.empty_like(like.detach(), dtype=entry.properties.dtype)
+        like = parameter if parameter is not None and parameter.shape == entry.shape else torch.empty(entry.shape)
+        fresh[name] = torch.empty_like(like.detach(), dtype=entry.dtype)
     return fresh
 
 
@@ -155,15 +140,13 @@ def load_evaluated(path: Path, *, module: nn.Module) -> None:
     `module` is whole; loading casts to its floating-point type. ValueError, before anything has changed, if names or
     shapes are not the model's.
     """
-    from torch.distributed.checkpoint import load
-
-    reader, inventory = _open(path)
+    inventory = _inventory(path)
     averages = {name.replace("average/", "model/", 1): name for name in inventory if name.startswith("average/")}
     weights = {name: inventory[averages.get(name, name)] for name in inventory if name.startswith("model/")}
     targets = model_tensors(module)
     if fault := _fault(weights, targets, everywhere=set(targets), is_fit=_casts):
         raise ValueError(fault)
-    load({averages.get(name, name): value for name, value in targets.items()}, storage_reader=reader, no_dist=True)
+    read_tensors(path, inventory, {averages.get(name, name): value for name, value in targets.items()})
 
 
 def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -171,7 +154,7 @@ def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _fault(
-    inventory: Mapping[str, Any], targets: dict[str, Tensor], *, everywhere: set[str], is_fit: Callable[[Any, Any], bool]
+    inventory: Inventory, targets: dict[str, Tensor], *, everywhere: set[str], is_fit: Callable[[Any, Any], bool]
 ) -> str:
     """Return how stored tensors differ from those that they would be loaded into; an empty string if they do not."""
     kinds = {name.split("/")[0] for name in everywhere}
@@ -180,13 +163,13 @@ def _fault(
     faults += [f"{name} is not in this run" for name in sorted(stored - everywhere)]
     for name in sorted(stored & targets.keys()):
         entry, target = inventory[name], targets[name]
-        if entry.size != target.shape or not is_fit(entry.properties.dtype, target.dtype):
-            faults.append(f"{name} is {entry.properties.dtype} {list(entry.size)} in the checkpoint, "
+        if entry.shape != target.shape or not is_fit(entry.dtype, target.dtype):
+            faults.append(f"{name} is {entry.dtype} {list(entry.shape)} in the checkpoint, "
                           f"{target.dtype} {list(target.shape)} in this run")  # fmt: skip
     return "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
 
 
-def _optimizer_targets(inventory: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+def _optimizer_targets(inventory: Inventory, module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     """Return empty tensors for every stored state of this rank's optimizer: cut like the parameter if the shape is the same; if
     not, whole on every rank, of the parameter's kind, so that both can be computed with.
     """
@@ -201,10 +184,10 @@ def _optimizer_targets(inventory: Mapping[str, Any], module: nn.Module, optimize
         for stored, entry in inventory.items():
             key = stored.removeprefix(prefix)
             if stored.startswith(prefix) and not stored.startswith(longer):
-                if entry.size == parameter.shape:
-                    empty = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
+                if entry.shape == parameter.shape:
+                    empty = torch.empty_like(parameter.detach(), dtype=entry.dtype)
                 else:
-                    empty = whole_like(parameter, torch.empty(entry.size, dtype=entry.properties.dtype))
+                    empty = whole_like(parameter, torch.empty(entry.shape, dtype=entry.dtype))
                 states.setdefault(name, {})[key] = empty
     return states
 

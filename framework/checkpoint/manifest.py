@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
+from xxhash import xxh3_128_hexdigest
 
-from framework.checkpoint.state import STATE, Natural
+from framework.checkpoint.hashed import digest
+from framework.checkpoint.state import STATE, Natural, checked_state
 from framework.runtime.files import checksum, flush_directory, write_atomically
 from framework.runtime.plain import Invalid, Plain, first_fault, read_json, require_directory, require_file
 from framework.runtime.problem import shown
@@ -20,15 +22,30 @@ _NAME = re.compile(r"step_([0-9]{8,18})")
 
 class _Entry(Plain):
     size: Natural
-    blake2b: str = Field(pattern="^[0-9a-f]{128}$")
+    xxh3_128: str = Field(pattern="^[0-9a-f]{32}$")
 
 
 class _Manifest(Plain):
     """Only the names that we give are allowed: no other kind of file, and no path that leads out of the checkpoint."""
 
+    format: Literal[2]
+    step: Natural
+    files: dict[Annotated[str, Field(pattern=r"^shard-\d+\.safetensors$")], _Entry]
+    state: dict[str, Any]
+    xxh3_128: str  # of the text without this line
+
+
+class _OldEntry(Plain):
+    size: Natural
+    blake2b: str = Field(pattern="^[0-9a-f]{128}$")
+
+
+class _OldManifest(Plain):
+    """Format 1, which is still read: the state was in a file of its own."""
+
     format: Literal[1]
     step: Natural
-    files: dict[Annotated[str, Field(pattern=r"^(state\.json|shard-\d+-model-\d+-of-\d+\.safetensors)$")], _Entry]
+    files: dict[Annotated[str, Field(pattern=r"^(state\.json|shard-\d+-model-\d+-of-\d+\.safetensors)$")], _OldEntry]
 
 
 def directory_name(step: int) -> str:
@@ -41,18 +58,13 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def digest(path: Path) -> dict[str, Any]:
-    """Return a file's size and checksum, in the form of a manifest."""
-    size, blake2b = checksum(path)
-    return {"size": size, "blake2b": blake2b}
-
-
-def commit(directory: Path, *, target: Path, files: dict[str, Any]) -> None:
+def commit(directory: Path, *, target: Path, files: dict[str, Any], state: dict[str, Any]) -> None:
     """Turn a directory of flushed files into the checkpoint `target`: manifest, flush, one rename, flush. Rank 0 only.
 
     A damaged checkpoint at `target`, which has been passed over already, is deleted first.
     """
-    write_atomically(directory / MANIFEST, _manifest_text(step_of(target), files))
+    content = {"format": 2, "step": step_of(target), "files": files, "state": state}
+    write_atomically(directory / MANIFEST, manifest_text(content))
     flush_directory(directory)
     if os.path.lexists(target):
         discard(target)
@@ -60,32 +72,35 @@ def commit(directory: Path, *, target: Path, files: dict[str, Any]) -> None:
     flush_directory(target.parent)
 
 
-def _manifest_text(step: int | None, files: dict[str, Any]) -> str:
-    return json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True) + "\n"
+def manifest_text(content: dict[str, Any]) -> str:
+    """Return a manifest's text, to which format 2 adds a checksum of itself."""
+    content = {name: value for name, value in content.items() if name != "xxh3_128"}
+    if content["format"] != 1:
+        content["xxh3_128"] = xxh3_128_hexdigest(_text(content).encode())
+    return _text(content)
+
+
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return {file name: size and checksum}, after checking all but the files' contents. Raises Invalid.
+    """Return {file name: size and checksum}, after checking all but the files' contents and the state. Raises Invalid.
 
     A manifest proves that nothing has changed since it was written; it does not prove who wrote it. The checks here and
     in `state` and `tensors` hold also for a directory that was made to do harm.
     """
     require_directory(path)
+    content = _content(path)
     try:
-        text, content = read_json(path / MANIFEST)
-    except OSError as error:
-        raise Invalid(f"no readable {MANIFEST} ({type(error).__name__})") from None
-    try:
-        manifest = _Manifest.model_validate(content)
+        model = _OldManifest if content.get("format") == 1 else _Manifest
+        manifest = model.model_validate(content)
     except ValidationError as error:
         raise Invalid(f"{MANIFEST} is damaged: {first_fault(error)}") from None
-    # our own manifest is exactly what we would write again: any flipped bit is found
-    if text != _manifest_text(manifest.step, content["files"]):
-        raise Invalid(f"{MANIFEST} is damaged")
     if manifest.step != step_of(path):
         raise Invalid(f"{MANIFEST} is of step {manifest.step}")
     present = {entry.name for entry in path.iterdir()} - {MANIFEST}
-    if missing := sorted({STATE, *manifest.files} - present):
+    if missing := sorted({*([STATE] if model is _OldManifest else []), *manifest.files} - present):
         raise Invalid(f"{missing[0]} is missing")
     if unknown := sorted(present - manifest.files.keys()):
         raise Invalid(f"{shown(unknown[0])} is not in the manifest")
@@ -95,10 +110,27 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return content["files"]
 
 
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        text, content = read_json(path / MANIFEST)
+    except OSError as error:
+        raise Invalid(f"no readable {MANIFEST} ({type(error).__name__})") from None
+    # our own manifest is exactly what we would write again: any flipped bit is found
+    if not isinstance(content, dict) or "format" not in content or text != manifest_text(content):
+        raise Invalid(f"{MANIFEST} is damaged")
+    return content
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's plain state. Raises Invalid if it is not what a run writes."""
+    content = _content(path)
+    return checked_state(content["state"] if "state" in content else read_json(path / STATE)[1])
+
+
 def verify_file(path: Path, entry: dict[str, Any]) -> None:
     """Check one file against its manifest entry. Raises Invalid."""
     try:
-        actual = digest(path)
+        actual = digest(path) if "blake2b" not in entry else dict(zip(("size", "blake2b"), checksum(path)))
     except OSError as error:
         raise Invalid(f"{path.name} cannot be read ({error.strerror})") from None
     if actual != entry:

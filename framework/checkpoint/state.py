@@ -1,15 +1,14 @@
-"""What state.json holds: the plain part of a checkpoint, everything but tensors, validated before it is used."""
+"""The plain part of a checkpoint, everything but tensors, validated before it is used."""
 
 import re
 import time
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
-from framework.runtime.plain import Invalid, Plain, first_fault, read_json
+from framework.runtime.plain import Invalid, Plain, first_fault
 
-STATE = "state.json"
+STATE = "state.json"  # of a checkpoint of format 1; since then it is in the manifest
 RECORD_ID = re.compile(r"[0-9a-z]{1,40}-[0-9a-f]{8}")  # becomes part of file names
 
 
@@ -116,11 +115,10 @@ def kept_of(state: dict[str, Any]) -> Kept:
     return Kept.model_validate(state.get("kept", {}))
 
 
-def read_state(directory: Path) -> dict[str, Any]:
+def checked_state(state: Any) -> dict[str, Any]:
     """Return a checkpoint's plain state. Raises Invalid if it is not what a run writes."""
-    _, state = read_json(directory / STATE)
     try:
         SavedState.model_validate(state)
     except ValidationError as error:
-        raise Invalid(f"{STATE} is not a run's: {first_fault(error)}") from None
+        raise Invalid(f"its state is not a run's: {first_fault(error)}") from None
     return state

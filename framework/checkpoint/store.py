@@ -1,8 +1,7 @@
 """A run's checkpoints: saved by all ranks, committed by one, verified on load, deleted only after their successor."""
 
 import functools
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from framework.checkpoint import manifest
-from framework.checkpoint.state import read_state
+from framework.checkpoint.chunks import Chunk
+from framework.checkpoint.shard_file import write_shard
+from framework.checkpoint.state import STATE
 from framework.checkpoint.tensors import check_tensors
 from framework.distributed.world import World
-from framework.modules.tensors import local
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
-from framework.runtime.files import flush_directory, make_directory, write_atomically
+from framework.runtime.files import flush_directory, make_directory
 from framework.runtime.lock import Claim
 from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid
@@ -34,17 +34,18 @@ class CheckpointStore:
     mode: str
     claim: Claim = Claim(Path())  # to the run's directory
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def save(self, step: int, chunks: dict[Chunk, Tensor], state: dict[str, Any]) -> None:
         """Write and commit the checkpoint of `step`. DiskFailed on every rank if any of them could not write.
 
-        `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that "best" compares, or None.
+        `chunks` are those that this rank writes. `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that
+        "best" compares, or None.
         """
         target = self.directory / manifest.directory_name(step)
         staging = self.directory / f".tmp_{self.claim.token}_{target.name}"
         together = functools.partial(self.world.agreement.together, what=f"checkpoint of step {step} not written")
         try:
             together(lambda: self._clear(staging), rank_0_only=True)
-            files = together(lambda: self._write(staging, tensors))
+            files = together(lambda: self._write(staging, chunks))
             together(lambda: self._commit(staging, target, files, state), rank_0_only=True)
         except DiskFailed:
             with suppress(OSError):
@@ -53,32 +54,19 @@ class CheckpointStore:
 
     def _clear(self, staging: Path) -> None:
         self.claim.require()
-        make_directory(self.directory)
+        if not manifest.candidates(self.directory):  # whose save has made the folder's name durable
+            make_directory(self.directory)
         manifest.remove_unfinished(self.directory)
         staging.mkdir()
 
-    def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save  # takes a second
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        # safetensors, not torch.save: nothing to unpickle. One thread: with more, torch's writer loses their errors
-        writer = HuggingFaceStorageWriter(str(staging), save_distributed=True, thread_count=1)
-        try:
-            save(_apart(tensors), storage_writer=writer, **self.world.agreement.among())
-        except CheckpointException as error:
-            for rank, (failure, _) in error.failures.items():
-                if not isinstance(failure, OSError):  # a full disk is expected; this is our error, or the model's
-                    raise RuntimeError(f"checkpoint: rank {rank}: {' '.join(str(failure).split())}") from error
-                if rank == self.world.rank:
-                    raise failure from error
-        return {path.name: manifest.digest(path) for path in staging.glob(f"shard-{self.world.rank + 1:05d}-*")}
+    def _write(self, staging: Path, chunks: dict[Chunk, Tensor]) -> dict[str, Any]:
+        name = f"shard-{self.world.rank + 1:05d}.safetensors"
+        return {name: write_shard(staging / name, chunks)} if chunks else {}
 
     def _commit(self, staging: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
-        merged = {name: entry for part in files for name, entry in part.items()}
-        write_atomically(staging / manifest.STATE, json.dumps(state, indent=1) + "\n")
-        merged[manifest.STATE] = manifest.digest(staging / manifest.STATE)
         self.claim.require()
-        manifest.commit(staging, target=target, files=merged)
+        merged = {name: entry for part in files for name, entry in part.items()}
+        manifest.commit(staging, target=target, files=merged, state=state)
         self._prune(target)
 
     def _prune(self, committed: Path) -> None:
@@ -88,7 +76,9 @@ class CheckpointStore:
         """
         found = manifest.candidates(self.directory)
         kept = {committed} | set(found[: self.keep_last]) | set(self._best(found)[: self.keep_best])
-        self._discard([path for path in found if path not in kept])
+        for path in found:
+            if path not in kept:
+                manifest.discard(path)  # not flushed: after a power cut it may be there again, and goes with the next one
 
     def _best(self, found: list[Path]) -> list[Path]:
         values = {path: value for path in found if (value := _monitor(path)) is not None}
@@ -106,14 +96,12 @@ class CheckpointStore:
         what = f"checkpoints after step {step} not deleted"
 
         def drop() -> None:
-            self._discard(path for path in manifest.candidates(self.directory) if (manifest.step_of(path) or 0) > step)
+            for path in manifest.candidates(self.directory):
+                if (manifest.step_of(path) or 0) > step:
+                    manifest.discard(path)
+            flush_directory(self.directory)
 
         self.world.agreement.together(drop, what=what, rank_0_only=True)
-
-    def _discard(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            manifest.discard(path)
-        flush_directory(self.directory)
 
     @property
     def is_empty(self) -> bool:
@@ -133,7 +121,7 @@ class CheckpointStore:
         for path in found[min(back, max(0, len(found) - 1)) :]:
             reason, state = self._fault(path), dict[str, Any]()
             if reason is None:
-                state = read_state(path)
+                state = manifest.read_state(path)
                 reason = unfit(path, state)
             if reason is None:
                 for passed_over in reasons if self.world.rank == 0 else []:
@@ -148,7 +136,7 @@ class CheckpointStore:
         """Return the checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
         if reason := self._fault(path):
             raise NoValidCheckpoint(f"{path}: {reason}")
-        return path, read_state(path)
+        return path, manifest.read_state(path)
 
     def best(self) -> Path | None:
         """Return the best checkpoint, not verified; None if none is of an evaluated step."""
@@ -162,10 +150,10 @@ class CheckpointStore:
             for name in sorted(files)[self.world.rank :: self.world.world_size]:
                 manifest.verify_file(path / name, files[name])
             if self.world.rank == 0:
-                step = read_state(path)["progress"]["step"]
-                check_tensors(path, sorted(files.keys() - {manifest.STATE}))
+                step = manifest.read_state(path)["progress"]["step"]
+                check_tensors(path, sorted(files.keys() - {STATE}))
                 if step != manifest.step_of(path):
-                    raise Invalid(f"{manifest.STATE} is of step {step}")
+                    raise Invalid(f"its state is of step {step}")
         except Invalid as error:
             fault = str(error)
         except OSError as error:
@@ -173,18 +161,8 @@ class CheckpointStore:
         return next((f for f in self.world.agreement.gather(fault) if f is not None), None)
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as safetensors takes them: contiguous (of channels last, a copy), each in memory of its own."""
-    apart, memories = dict[str, Tensor](), set[int]()
-    for name, tensor in tensors.items():
-        memory = local(tensor).untyped_storage()._cdata  # not its address: some devices have none
-        apart[name] = tensor.clone().contiguous() if memory in memories else tensor.contiguous()
-        memories.add(memory)
-    return apart
-
-
 def _monitor(path: Path) -> float | None:
     try:
-        return read_state(path)["monitor"]
+        return manifest.read_state(path)["monitor"]
     except (OSError, Invalid):
         return None

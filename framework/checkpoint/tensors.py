@@ -1,4 +1,4 @@
-"""The headers of safetensors files that a stranger may have written, checked before torch's reader uses them.
+"""The headers of safetensors files that a stranger may have written, checked before anything else is read.
 
 safetensors itself refuses a header that is too long, and tensors that overlap, leave gaps or do not have the size of their
 bytes. torch is not imported.
@@ -18,10 +18,12 @@ from framework.checkpoint.state import Natural
 from framework.runtime.plain import Invalid, Plain, first_fault, parse_json, require_file
 from framework.runtime.problem import shown
 
-_DTYPES = {
-    "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "C64",
-    "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
-}  # fmt: skip  # safetensors' types that torch has
+DTYPES = {  # torch's types by safetensors' names
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+}  # fmt: skip
 _KINDS = ("model/", "optimizer/", "average/", "task/", "part/")
 
 
@@ -75,11 +77,14 @@ class _Place(Plain):
     saved_offsets: list[Natural] = Field(max_length=64)
 
 
+PLACES = "DCP_SHARDING_INFO"  # in a file's metadata
 _PLACES = TypeAdapter(dict[str, _Place])
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class StoredChunk:
+    """A part of a tensor, in a file."""
+
     file: str
     dtype: str
     offsets: Sequence[int]
@@ -95,20 +100,26 @@ def check_tensors(directory: Path, files: Sequence[str]) -> None:
 
     Reads headers only; the files' sizes bound what loading can take. Raises Invalid.
     """
-    chunks: dict[str, list[_Chunk]] = defaultdict(list)
-    for file in files:
-        for name, chunk in _chunks_of(directory / file).items():
-            chunks[name].append(chunk)
-    for name, parts in chunks.items():
+    for name, parts in stored_chunks(directory, files).items():
         if fault := _fault(name, parts):
             raise Invalid(f"{parts[0].file}: {shown(name)} {fault}")
 
 
-def _chunks_of(path: Path) -> dict[str, _Chunk]:
+def stored_chunks(directory: Path, files: Sequence[str]) -> dict[str, list[StoredChunk]]:
+    """Return the parts of each tensor. Raises Invalid if a file is not safetensors, or does not say where they belong."""
+    chunks: dict[str, list[StoredChunk]] = defaultdict(list)
+    for file in files:
+        for name, chunk in _chunks_of(directory / file).items():
+            chunks[name].append(chunk)
+    return chunks
+
+
+def _chunks_of(path: Path) -> dict[str, StoredChunk]:
     try:
         entries, metadata = _read(path)
-        places = _PLACES.validate_python(parse_json(metadata["DCP_SHARDING_INFO"]))
-        return {name: _Chunk(path.name, dtype, places[name].saved_offsets, shape) for name, (dtype, shape) in entries.items()}
+        places = _PLACES.validate_python(parse_json(metadata[PLACES]))
+        return {name: StoredChunk(path.name, entry.dtype, places[name].saved_offsets, entry.shape)
+                for name, entry in entries.items()}  # fmt: skip
     except Invalid as error:
         raise Invalid(f"{path.name} {error}") from None
     except ValidationError as error:
@@ -117,11 +128,11 @@ def _chunks_of(path: Path) -> dict[str, _Chunk]:
         raise Invalid(f"{path.name} does not say where its tensors belong") from None
 
 
-def _fault(name: str, parts: Sequence[_Chunk]) -> str | None:
+def _fault(name: str, parts: Sequence[StoredChunk]) -> str | None:
     first = parts[0]
     if not name.startswith(_KINDS) or not name.isprintable():
         return "belongs to none of the model, the optimizer, the average, the task and the parts"
-    if first.dtype not in _DTYPES or any(part.dtype != first.dtype for part in parts):
+    if first.dtype not in DTYPES or any(part.dtype != first.dtype for part in parts):
         return "has a type that torch does not have, or several"
     if any(not len(part.offsets) == len(part.sizes) == len(first.sizes) for part in parts):
         return "has chunks of different dimensions"
@@ -132,7 +143,7 @@ def _fault(name: str, parts: Sequence[_Chunk]) -> str | None:
     return None
 
 
-def _overlap(parts: Sequence[_Chunk]) -> bool:
+def _overlap(parts: Sequence[StoredChunk]) -> bool:
     for number, part in enumerate(parts):
         for other in parts[number + 1 :]:
             if part.sizes and other.offsets[0] >= part.ends[0]:

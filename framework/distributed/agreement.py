@@ -27,10 +27,6 @@ class Agreement:
         """Return whether a thread may run collectives while others do: an MPI need not allow that."""
         return self.group is None or dist.get_backend(self.group) == "gloo"
 
-    def among(self) -> dict[str, Any]:
-        """Return the arguments by which torch.distributed.checkpoint works among these ranks, or in one process alone."""
-        return {"process_group": self.group, "no_dist": self.group is None}
-
     def send(self, value: Tensor, *, to: int) -> None:
         """Send a CPU tensor to one rank, which calls `receive`."""
         dist.send(value, dst=to, group=self.group)

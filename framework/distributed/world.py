@@ -1,7 +1,6 @@
 """The world: which process this is, on which device, and what connects it with the others."""
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,9 +69,6 @@ class World:
         if devices[0].type == "cuda":
             torch.cuda.set_device(devices[0])
             default_backend = "cpu:gloo,cuda:nccl"
-        # torch.distributed.checkpoint warns so where one process asks for it; and of its own writer, in torch 2.10
-        for message in ("torch.distributed is disabled", "TypedStorage is deprecated"):
-            warnings.filterwarnings("ignore", message=message, category=UserWarning)
         groups, control = Groups(default_backend, rank=rank, world_size=world_size, timeout=timeout), None
         if world_size > 1:
             if world_size == place.local_world_size:

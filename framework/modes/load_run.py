@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import load_evaluated
 from framework.checkpoint.kept import set_extra_state
-from framework.checkpoint.manifest import step_of
-from framework.checkpoint.state import kept_of, read_state
+from framework.checkpoint.manifest import read_state, step_of
+from framework.checkpoint.state import kept_of
 from framework.checkpoint.weights import load_file
 from framework.modules.structure import switch_off_dropout
 from framework.runs.provenance import Provenance
@@ -75,7 +74,7 @@ def _load(path: Path, module: nn.Module) -> str:
         set_extra_state(module, kept_of(read_state(path)).extra)
     except ValueError as error:
         return f"does not fit this run: {error}"
-    except (OSError, SafetensorError, CheckpointException):
+    except (OSError, SafetensorError, Invalid):
         gone = "the run goes on, and has deleted it meanwhile: give the command again"
         return gone if not path.exists() else "could not be read"
     return ""

@@ -138,7 +138,7 @@ def _unfit(trainer: Trainer, path: Path, state: dict[str, Any]) -> str | None:
     """Return why a checkpoint cannot be loaded into this run. Collective."""
     there, here = state["facts"], trainer.saver.facts
     differing = [f"{name} is {there.get(name)} there and {here.get(name)} here"
-                 for name in here | there if there.get(name) != here.get(name)]  # fmt: skip
+                 for name in here | there if name != "order" and there.get(name) != here.get(name)]  # fmt: skip
     fault = "; ".join(differing) or misfit(path, trainer.held, world=trainer.world)
     return fault and f"does not fit this run: {fault}"
 

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 T = TypeVar("T", bound=Tensor)
@@ -71,22 +70,6 @@ def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of the tensor, sharing its memory, or the tensor itself if it is not a shard."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-@torch.no_grad()
-def copy_to_host(tensor: Tensor, *, onto: Tensor | None = None) -> Tensor:
-    """Return a copy in the CPU's memory, sharded like the tensor. `onto`, an earlier copy of it, is overwritten."""
-    mine = local(tensor)
-    if onto is not None:
-        local(onto).copy_(mine)
-        return onto
-    copy = mine.to("cpu", copy=True)
-    if mine is tensor:
-        return copy
-    shard: Any = tensor
-    return type(shard).from_local(
-        copy, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
-    )
 
 
 def part_of(whole: Tensor, *, like: Tensor) -> Tensor:

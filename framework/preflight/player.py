@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from framework.build.training import Builder
-from framework.checkpoint.canonical import is_storable, load_states, state_tensors
+from framework.checkpoint.canonical import load_states, state_tensors
 from framework.checkpoint.held import Held
 from framework.checkpoint.kept import Kept, Unkept, give_back, kept_here
+from framework.checkpoint.shard_file import dtype_name
 from framework.config.code import own_modules
 from framework.config.schema import Node
 from framework.config.spelling import did_you_mean
@@ -245,7 +246,7 @@ class Player:
                           "keep numbers, text and tensors, in lists or dictionaries") from None  # fmt: skip
         of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
         _require_own_memory(of_optimizer, key="optimizer", cure="keep one for each parameter")
-        if odd := [name for name, tensor in tensors.items() if not is_storable(tensor.dtype)]:
+        if odd := [name for name, tensor in tensors.items() if dtype_name(tensor.dtype) is None]:
             what = f"{odd[0].partition('/')[2]} is {tensors[odd[0]].dtype}, a type that no checkpoint has"
             raise Refused("model", what, "precision=fp32, or a real tensor of two parts (torch.view_as_real)")
         return {name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(kept)

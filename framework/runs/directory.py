@@ -90,10 +90,10 @@ class RunDirectory:
             lines = file.read().decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()]
 
-    def update_summary(self, **values: Any) -> None:
+    def update_summary(self, *, is_flushed: bool = True, **values: Any) -> None:
         """Change some of the summary's values. Rank 0, or the parent when the workers are gone."""
         values = {name: redact(value) if isinstance(value, str) else value for name, value in values.items()}
-        write_atomically(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n")
+        write_atomically(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n", is_flushed=is_flushed)
 
     def record_end(self, **values: Any) -> None:
         """Write into the summary how the run ended. An error of the disk is a warning: the exit code says the same."""

@@ -14,10 +14,11 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, is_flushed: bool = True) -> Iterator[Path]:
     """Yield a temporary path in the same folder; it is flushed and renamed to `path` at the end, and removed on an error.
 
-    The new file has the permissions of any new file (umask), whatever the library that writes it gives.
+    Without the flush, a power cut may leave an empty file. The new file has the permissions of any new file (umask), whatever
+    the library that writes it gives.
     """
     beside = _beside(path)
     try:
@@ -26,8 +27,9 @@ def replacing(path: Path) -> Iterator[Path]:
         yield beside
         if beside.stat().st_mode != mode:
             beside.chmod(mode)
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
+        if is_flushed:
+            with open(beside, "rb") as file:
+                os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -64,9 +66,9 @@ def replaced_by(name: str) -> str | None:
     return match and match[1]
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, is_flushed: bool = True) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
-    with replacing(path) as beside:
+    with replacing(path, is_flushed=is_flushed) as beside:
         beside.write_text(text)
 
 

@@ -64,6 +64,13 @@ def move_all_towards(targets: Sequence[Tensor], sources: Sequence[Tensor], *, sh
     torch._foreach_lerp_(list(targets), list(sources), share)
 
 
+def shard_offsets(shard: Any) -> tuple[int, ...]:
+    """Return where this rank's part of a DTensor begins in the whole, in each dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)[1]
+
+
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply many tensors by a number, in place."""
     torch._foreach_mul_(list(tensors), factor)

@@ -95,7 +95,7 @@ class Recorder:
         def write() -> None:
             if self._metrics is not None:
                 self._metrics.flush()
-                self.directory.update_summary(**values)
+                self.directory.update_summary(is_flushed=False, **values)  # a checkpoint has all of them
                 self._note_code()
 
         self._world.agreement.together(write, what="metrics not written", rank_0_only=True)

@@ -290,6 +290,9 @@ class Trainer:
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.load_state_dict(state)
+        order = self.splits.loader("train").order
+        order.take_up(state["facts"])
+        self.saver.facts |= order.facts
 
 
 def names_of_trained(module: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +12,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from framework.checkpoint.manifest import MANIFEST, _manifest_text, digest, step_of
-from framework.checkpoint.state import STATE
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.runtime.log import LOGGER
+from tests.checkpoint.sealing import edit, seal
 from tests.harness import Ended, assert_same_bits, command, exact_rows, finished, slow_but
 
 RUN = [
@@ -116,12 +116,13 @@ def test_a_run_recovers_from_damage_to_the_same_bits(seed: int, unfinished: Ende
 def test_with_no_valid_checkpoint_left_it_stops_and_says_why_for_each(unfinished: Ended) -> None:
     checkpoints = unfinished.directory / "checkpoints"
     for name in ("step_00000008", "step_00000012"):
-        flip_a_bit(checkpoints / name / "state.json", random.Random(0))
+        flip_a_bit(next(iter((checkpoints / name).glob("shard-*"))), random.Random(0))
     before = sorted(path.name for path in checkpoints.iterdir())
     again = command(*RUN, *RANKS, root=unfinished.root)
     assert again.code == 65
     for name in before:
-        assert again.output.count(f"{checkpoints / name}: state.json does not match its checksum") == 1
+        told = re.findall(rf"{checkpoints / name}: shard-0000\d.safetensors does not match its checksum", again.output)
+        assert len(told) == 1, again.output
     assert sorted(path.name for path in checkpoints.iterdir()) == before, "nothing was deleted"
     assert again.summary["status"] == "failed"
 
@@ -138,7 +139,7 @@ def test_starting_over_moves_the_old_run_aside(unfinished: Ended, ended: Ended) 
 def test_a_directory_without_a_manifest_is_not_a_checkpoint(unfinished: Ended, ended: Ended) -> None:
     half = unfinished.directory / "checkpoints" / "step_00000099"
     half.mkdir()
-    (half / "state.json").write_text(json.dumps({}))
+    (half / "shard-00001.safetensors").write_bytes(b"")
     again = finished(*RUN, *RANKS, root=unfinished.root)
     assert f"checkpoint passed over: {half}: no readable manifest.json" in again.output
     assert_same_bits(again, ended)
@@ -165,16 +166,12 @@ def in_another_type(checkpoint: Path) -> str:
 
 
 def of_another_step(checkpoint: Path) -> str:
-    state = json.loads((checkpoint / STATE).read_text())
-    state["progress"]["step"] = 5
-    (checkpoint / STATE).write_text(json.dumps(state))
-    return "state.json is of step 5"
+    edit(checkpoint, lambda content: content["state"]["progress"].update(step=5))
+    return "its state is of step 5"
 
 
 def of_other_data(checkpoint: Path) -> str:
-    state = json.loads((checkpoint / STATE).read_text())
-    state["facts"]["num_samples"] = 63
-    (checkpoint / STATE).write_text(json.dumps(state))
+    edit(checkpoint, lambda content: content["state"]["facts"].update(num_samples=63))
     return "does not fit this run: num_samples is 63 there and 64 here"
 
 
@@ -184,8 +181,7 @@ def test_a_whole_checkpoint_that_does_not_fit_is_passed_over_for_one_that_does(
 ) -> None:
     newest = unfinished.directory / "checkpoints" / "step_00000012"
     reason = change(newest)
-    files = {path.name: digest(path) for path in newest.iterdir() if path.name != MANIFEST}
-    (newest / MANIFEST).write_text(_manifest_text(12, files))
+    seal(newest)
     again = finished(*RUN, *RANKS, root=unfinished.root)
     assert f"checkpoint passed over: {newest}: {reason}" in again.output
     assert_same_bits(again, ended)
@@ -195,8 +191,7 @@ def test_where_no_checkpoint_fits_each_is_named(unfinished: Ended) -> None:
     checkpoints = sorted((unfinished.directory / "checkpoints").iterdir())
     for path in checkpoints:
         in_another_type(path)
-        files = {file.name: digest(file) for file in path.iterdir() if file.name != MANIFEST}
-        (path / MANIFEST).write_text(_manifest_text(step_of(path), files))
+        seal(path)
     again = command(*RUN, *RANKS, root=unfinished.root)
     assert again.code == 65
     assert all(f"{path}: does not fit this run: model/head.bias" in again.output for path in checkpoints)

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.manifest import MANIFEST, STATE, _manifest_text, digest, step_of
-from framework.checkpoint.state import read_state
+from framework.checkpoint.hashed import digest
+from framework.checkpoint.manifest import MANIFEST, read_state, step_of
+from framework.checkpoint.state import STATE
 from framework.checkpoint.store import CheckpointStore
-from framework.checkpoint.tensors import _Chunk, _fault
+from framework.checkpoint.tensors import StoredChunk, _fault
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.runtime.exits import NoValidCheckpoint
+from tests.checkpoint.sealing import Content, edit, make_format_1, seal
 from tests.harness import Ended, assert_same_bits, command, finished
 
 RUN = [
@@ -30,7 +32,7 @@ RUN = [
     "checkpoint.every=4", "checkpoint.keep_last=100",
 ]  # fmt: skip
 DDP = ["parallel=ddp", "launch.nproc_per_node=2"]
-SHARD = "shard-00001-model-00001-of-00001.safetensors"
+SHARD = "shard-00001.safetensors"
 STRANGER = 54321  # a user that is not us
 
 
@@ -58,16 +60,15 @@ def attack(reason: str, *, name: str = "") -> Callable[[Attack], Attack]:
     return enter
 
 
-def seal(path: Path) -> None:
-    """Write the manifest that a save would have written for these very files."""
-    plain = {file.name: digest(file) for file in sorted(path.iterdir()) if file.is_file() and file.name != MANIFEST}
-    odd = {file.name: {"size": 0, "blake2b": "0" * 128} for file in path.iterdir() if not file.is_file()}
-    (path / MANIFEST).write_text(_manifest_text(step_of(path), plain | odd))
-
-
 def unsealed(function: Attack) -> Attack:
     """Mark an attack on the manifest itself."""
     function.unsealed = True  # type: ignore[attr-defined]
+    return function
+
+
+def of_format_1(function: Attack) -> Attack:
+    """Mark an attack on a checkpoint of format 1, which has its state in a file."""
+    function.of_format_1 = True  # type: ignore[attr-defined]
     return function
 
 
@@ -95,6 +96,7 @@ def byte_entries(path: Path, outside: Path) -> None:
 
 
 @attack("state.json is damaged")
+@of_format_1
 def a_pickle_for_the_state(path: Path, outside: Path) -> None:
     (path / STATE).write_bytes(pickle.dumps(Payload(outside / "canary")))
 
@@ -103,9 +105,7 @@ def a_pickle_for_the_state(path: Path, outside: Path) -> None:
 
 
 def name_in_the_manifest(path: Path, name: str) -> None:
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest["files"][name] = digest(path / name)
-    (path / MANIFEST).write_text(_manifest_text(manifest["step"], manifest["files"]))
+    edit(path, lambda manifest: manifest["files"].update({name: digest(path / name)}))
 
 
 @attack("manifest.json is damaged: files.../../")
@@ -137,6 +137,7 @@ def a_linked_shard(path: Path, outside: Path) -> None:
 
 @attack("'state.json' is a symbolic link instead of a file")
 @unsealed
+@of_format_1
 def a_linked_state(path: Path, outside: Path) -> None:
     link(path / STATE, outside)
 
@@ -167,6 +168,7 @@ def a_pipe_for_a_shard(path: Path, outside: Path) -> None:
 
 
 @attack("'state.json' is a device or a pipe instead of a file")
+@of_format_1
 def a_pipe_for_the_state(path: Path, outside: Path) -> None:
     replace_by_pipe(path / STATE)
 
@@ -251,9 +253,7 @@ def a_file_of_terabytes_of_nothing(path: Path, outside: Path) -> None:
 
     edit_header(path, enlarge)
     os.truncate(path / SHARD, (path / SHARD).stat().st_size + terabytes)
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest["files"][SHARD]["size"] = (path / SHARD).stat().st_size
-    (path / MANIFEST).write_text(_manifest_text(manifest["step"], manifest["files"]))
+    edit(path, lambda manifest: manifest["files"][SHARD].update(size=(path / SHARD).stat().st_size))
 
 
 @attack("is not a safetensors file")
@@ -315,7 +315,7 @@ def places_nested_deeply(path: Path, outside: Path) -> None:
 
 @attack("has chunks that do not make up one tensor")
 def one_chunk_twice(path: Path, outside: Path) -> None:
-    shutil.copy(path / SHARD, path / SHARD.replace("00001-model", "00002-model"))
+    shutil.copy(path / SHARD, path / SHARD.replace("00001", "00002"))
 
 
 # --- JSON
@@ -325,7 +325,7 @@ def nested(opening: str) -> bytes:
     return opening.encode() * 100_000
 
 
-DUPLICATES = b'{"format": 1, "format": 1, "files": {}, "step": 1}'
+DUPLICATES = b'{"format": 2, "format": 2, "files": {}, "step": 1}'
 HUGE = b'{"step": ' + b"9" * 10_000 + b"}"
 TEXTS = {
     "nested_deeply": (nested("["), "nested too deeply"),
@@ -340,6 +340,7 @@ TEXTS = {
 for label, (text, reason) in TEXTS.items():
 
     @attack(reason, name=f"a_state_{label}")
+    @of_format_1
     def a_state(path: Path, outside: Path, text: bytes = text) -> None:
         (path / STATE).write_bytes(text)
 
@@ -352,9 +353,7 @@ for label, (text, reason) in TEXTS.items():
 @attack("manifest.json is damaged")
 @unsealed
 def a_negative_size(path: Path, outside: Path) -> None:
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest["files"][SHARD]["size"] = -1
-    (path / MANIFEST).write_text(_manifest_text(manifest["step"], manifest["files"]))
+    edit(path, lambda manifest: manifest["files"][SHARD].update(size=-1))
 
 
 VALUES: dict[str, Any] = {
@@ -374,21 +373,21 @@ VALUES: dict[str, Any] = {
 for key, values in VALUES.items():
     for number, value in enumerate(values):
 
-        @attack("state.json is not a run's", name=f"a_state_with_{key}_{number}")
+        @attack("its state is not a run's", name=f"a_state_with_{key}_{number}")
         def a_state_with(path: Path, outside: Path, key: str = key, value: Any = value) -> None:
-            state = node = json.loads((path / STATE).read_text())
-            *above, last = key.split(".")
-            for part in above:
-                node = node[part]
-            node[last] = value
-            (path / STATE).write_text(json.dumps(state))
+            def change(content: Content) -> None:
+                node = content["state"]
+                *above, last = key.split(".")
+                for part in above:
+                    node = node[part]
+                node[last] = value
+
+            edit(path, change)
 
 
-@attack("state.json is not a run's")
+@attack("its state is not a run's")
 def a_state_without_facts(path: Path, outside: Path) -> None:
-    state = json.loads((path / STATE).read_text())
-    del state["facts"]
-    (path / STATE).write_text(json.dumps(state))
+    edit(path, lambda content: content["state"].pop("facts"))
 
 
 # --- Another user's
@@ -419,6 +418,9 @@ def make(name: str, *, of: Path, at: Path, outside: Path) -> str:
     action, reason = ATTACKS[name]
     outside.mkdir()
     shutil.copytree(of, at)
+    edit(at, lambda content: content.update(step=step_of(at)))
+    if hasattr(action, "of_format_1"):
+        make_format_1(at)
     seal(at)
     action(at, outside)
     if not hasattr(action, "unsealed"):
@@ -492,11 +494,15 @@ def test_rows_of_a_run_to_begin_from_are_not_read_through_a_link(ended: Ended, t
 
 
 def test_a_measured_value_may_be_infinite_in_our_own_state(ended: Ended, tmp_path: Path) -> None:
-    state = json.loads((ended.directory / "checkpoints" / "step_00000008" / STATE).read_text())
-    state["metrics"]["train"]["last"] |= {"perplexity": float("inf"), "grad_norm": None}
-    state["patience"]["best"] = float("nan")
-    (tmp_path / STATE).write_text(json.dumps(state))
-    assert read_state(tmp_path)["metrics"]["train"]["last"]["perplexity"] == float("inf")
+    path = tmp_path / "step_00000008"
+    shutil.copytree(ended.directory / "checkpoints" / path.name, path)
+
+    def change(content: Content) -> None:
+        content["state"]["metrics"]["train"]["last"] |= {"perplexity": float("inf"), "grad_norm": None}
+        content["state"]["patience"]["best"] = float("nan")
+
+    edit(path, change)
+    assert read_state(path)["metrics"]["train"]["last"]["perplexity"] == float("inf")
 
 
 @pytest.mark.parametrize(("kind", "name"), [("link", "lock"), ("link", "train.log"), ("pipe", "config.yaml")])
@@ -532,5 +538,5 @@ def test_a_run_directory_that_leads_elsewhere_is_refused(kind: str, name: str, e
     ],
 )
 def test_chunks_make_up_a_tensor_or_not(parts: list[tuple[list[int], list[int]]], is_whole: bool) -> None:
-    chunks = [_Chunk("file", "F32", offsets, sizes) for offsets, sizes in parts]
+    chunks = [StoredChunk("file", "F32", offsets, sizes) for offsets, sizes in parts]
     assert (_fault("model/x", chunks) is None) == is_whole

@@ -1,7 +1,6 @@
 """Checkpoints written beside the steps: the same files by the same protocol, and the steps do not wait."""
 
 import errno
-import json
 import os
 import signal
 import threading
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from framework.checkpoint.manifest import read_state
 from framework.checkpoint.store import CheckpointStore
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE
@@ -89,10 +89,8 @@ def test_steps_go_on_while_a_checkpoint_is_written(
         assert actual.keys() == expected.keys()
         for key in expected:
             assert torch.equal(actual[key], expected[key]), f"{key} is not what it was after its own step"
-    for path in sorted(theirs.glob("*/state.json")):
-        plain, expected = (
-            json.loads(file.read_text()) for file in (ended.directory / "checkpoints" / path.relative_to(theirs), path)
-        )
+    for path in sorted(theirs.iterdir()):
+        plain, expected = (read_state(one) for one in (ended.directory / "checkpoints" / path.name, path))
         for state in (plain, expected):  # what a clock has measured
             del state["record_id"], state["rows"]["num_bytes"], state["rows"]["crc32"]  # of each record's own
             for name in ("wall_s", "train_s", "began"):

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from framework.build import components
 from framework.checkpoint.canonical import Held, state_tensors
+from framework.checkpoint.manifest import read_state
 from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.engine.data_parallel import DataParallelEngine
@@ -173,7 +174,7 @@ def test_two_ranks_are_ddp_to_the_last_bit(precision: str, tmp_path: Path) -> No
         before = scale_from(2.0**24, growth_interval=2000) if precision == "fp16" else None
         runs.append(finished(*line, f"parallel={strategy}", root=tmp_path / strategy, before=before))
         newest = max((runs[-1].directory / "checkpoints").iterdir())
-        scales.append(json.loads((newest / "state.json").read_text())["loss_scale"])
+        scales.append(read_state(newest)["loss_scale"])
     assert_same_bits(*runs)
     assert scales[0]["num_skipped"] == scales[1]["num_skipped"]
     assert (scales[0]["num_skipped"] > 0) == (precision == "fp16")

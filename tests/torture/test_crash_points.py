@@ -4,14 +4,14 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.checkpoint.filesystem import FileSystem
 
+from framework.checkpoint import hashed
 from framework.checkpoint.store import CheckpointStore
 from framework.runtime.environment import Environment
 from tests.harness import Ended, assert_same_bits, command, finished
@@ -69,27 +69,16 @@ class Points:
         return call
 
     def _around_the_writes(self) -> None:
-        create_stream, write_text = FileSystem.create_stream, Path.write_text
+        write, write_text = os.write, Path.write_text
         points = self
 
-        class Stream:
-            def __init__(self, stream: Any) -> None:
-                self._stream = stream
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self._stream, name)
-
-            def write(self, content: Any) -> None:
-                for part in (content[: len(content) // 2], content[len(content) // 2 :]):
-                    points.pass_by("before write")
-                    self._stream.write(part)
-                    self._stream.flush()
-                points.pass_by("after write")
-
-        @contextmanager
-        def streamed(self: FileSystem, *args: Any) -> Iterator[Any]:
-            with create_stream(self, *args) as stream:
-                yield Stream(stream)
+        def in_halves(descriptor: int, content: memoryview) -> int:
+            points.pass_by("before write")
+            write(descriptor, content[: len(content) // 2])
+            points.pass_by("half of write")
+            written = write(descriptor, content[len(content) // 2 :])
+            points.pass_by("after write")
+            return len(content) // 2 + written
 
         def written(self: Path, text: str) -> None:
             points.pass_by("before write_text")
@@ -98,7 +87,7 @@ class Points:
             write_text(self, text)
             points.pass_by("after write_text")
 
-        FileSystem.create_stream = streamed  # type: ignore[method-assign,assignment]
+        hashed.os = SimpleNamespace(**vars(os) | {"write": in_halves})  # type: ignore[assignment]
         Path.write_text = written  # type: ignore[method-assign,assignment]
 
 

@@ -1,6 +1,5 @@
 """Random histories of saves and crashes, on a file system that may lose power at any moment: a valid checkpoint is there."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,12 @@ from typing import Any
 import pytest
 
 from framework.checkpoint import manifest
+from framework.checkpoint.hashed import digest
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.runtime.files import flush_directory
+from tests.checkpoint.sealing import content_of
 from tests.harness import slow_but
 from tests.torture.power_cut import RecordedDisk
 
@@ -24,11 +25,11 @@ class Crash(BaseException):
 
 
 def write(store: CheckpointStore, beside: Path, tensors: Any) -> dict[str, Any]:
-    """Stand in for DCP, which would take most of the time: it makes a file and flushes that, not the directory."""
-    shard = beside / "shard-00001-model-00001-of-00001.safetensors"
+    """Stand in for the writer of tensors: it makes a file and flushes that, not the directory."""
+    shard = beside / "shard-00001.safetensors"
     shard.write_bytes(tensors["content"])
     flush_directory(shard)
-    return {shard.name: manifest.digest(shard)}
+    return {shard.name: digest(shard)}
 
 
 def valid_steps(directory: Path) -> list[int]:
@@ -86,5 +87,5 @@ def test_a_valid_checkpoint_exists_at_all_times(seed: int, tmp_path: Path, monke
     kept = valid_steps(directory)
     assert (kept[0] if kept else 0) >= committed[0]
     for path in manifest.candidates(directory):
-        assert json.loads((path / manifest.STATE).read_text()).keys() == {"monitor"}
+        assert content_of(path)["state"].keys() == {"monitor"}
     assert num_cuts[0] > 0

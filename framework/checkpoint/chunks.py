@@ -1,0 +1,68 @@
+"""The parts of tensors that ranks hold: where each lies in the whole, and which rank writes it."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from framework.distributed.world import World
+from framework.modules.tensors import local
+from framework.runtime.torch_internals import shard_offsets
+
+
+class Chunk(NamedTuple):
+    """A box in a tensor: all of it, or what a rank has of it."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Chunk":
+        """Return the place of this rank's part of a tensor (plain or DTensor)."""
+        if hasattr(tensor, "device_mesh"):
+            return cls(name, shard_offsets(tensor), tuple(local(tensor).shape))
+        return cls(name, (0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def chunks_of(tensors: Mapping[str, Tensor]) -> dict[Chunk, Tensor]:
+    """Return this rank's parts, sharing the tensors' memory; not the empty ones of tensors that are not."""
+    parts = {Chunk.of(name, tensor): local(tensor) for name, tensor in tensors.items()}
+    return {chunk: part for chunk, part in parts.items() if part.numel() or not tensors[chunk.name].numel()}
+
+
+@dataclass
+class WritePlan:
+    """Deals chunks out: each is written once, and those that several ranks hold as evenly as that allows."""
+
+    world: World
+    _held: set[Chunk] = field(default_factory=set, init=False)
+    _mine: set[Chunk] = field(default_factory=set, init=False)
+
+    def mine(self, tensors: Mapping[str, Tensor]) -> dict[Chunk, Tensor]:
+        """Return the chunks that this rank writes, sharing the tensors' memory. Collective.
+
+        The ranks tell each other what they hold only if that has changed since the last call.
+        """
+        held = chunks_of(tensors)
+        if any(self.world.agreement.gather(held.keys() != self._held)):
+            self._held = set(held)
+            tables = self.world.agreement.gather({chunk: part.numel() * part.element_size() for chunk, part in held.items()})
+            self._mine = deal(tables)[self.world.rank]
+        return {chunk: part for chunk, part in held.items() if chunk in self._mine}
+
+
+def deal(tables: list[dict[Chunk, int]]) -> list[set[Chunk]]:
+    """Return which chunks each rank writes, by the bytes of those that it holds."""
+    holders: dict[Chunk, list[int]] = defaultdict(list)
+    for rank, table in enumerate(tables):
+        for chunk in table:
+            holders[chunk].append(rank)
+    loads, dealt = [0] * len(tables), [set[Chunk]() for _ in tables]
+    for chunk in sorted(holders, key=lambda chunk: (-tables[holders[chunk][0]][chunk], chunk)):
+        writer = min(holders[chunk], key=lambda rank: (loads[rank], rank))
+        loads[writer] += tables[writer][chunk]
+        dealt[writer].add(chunk)
+    return dealt
