@@ -67,7 +67,12 @@ class LaunchSection(Section):
     ports: str | None
     timeout_s: AboveZero
     grace_s: AboveZero | None
+    keep_freed_memory: bool | None = None
     slurm: SlurmSection | None = None  # with launch=slurm
+
+    def keeps_memory_on(self, device_type: str) -> bool:
+        """Return whether the C library is to keep what is freed: by default where the steps are a CPU's."""
+        return device_type == "cpu" if self.keep_freed_memory is None else self.keep_freed_memory
 
     def rules(self) -> Iterator[Problem]:
         if not self.node_counts:

@@ -35,6 +35,7 @@ from framework.runtime import log
 from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.log import LOGGER
+from framework.runtime.memory import keep_freed_memory
 from framework.runtime.preemption import PREEMPTION, die_with_parent
 from framework.runtime.torch_internals import ElasticAgent
 
@@ -74,6 +75,8 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             board=board,
         )
         at_end.callback(world.stop)
+        if config.launch.keeps_memory_on(world.device.type):
+            keep_freed_memory()
         digests = world.agreement.gather(frozen.digest)
         if len(set(digests)) > 1:
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])

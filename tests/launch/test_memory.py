@@ -1,0 +1,51 @@
+"""On CPUs a step takes its memory from what the last one has freed: counted in pages that the kernel had to clear."""
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from framework.training.trainer import Trainer
+from tests.harness import Ended, assert_same_bits, finished
+
+RUN = [
+    "dataset=synthetic", "dataset.num_train=512", "dataset.num_val=8", "dataset.num_test=8", "dataset.image_size=8",
+    "model=mlp", "model.dim=512", "model.num_layers=3", "global_batch_size=512", "trainer.max_epochs=null", "trainer.max_steps=12",
+    "trainer.eval_every=null", "checkpoint.every=null",
+]  # fmt: skip
+
+
+def counting(file: Path) -> Callable[[], None]:
+    """Write down how many pages each step has faulted in."""
+
+    def plant() -> None:
+        train_step, counts = Trainer.train_step, list[int]()
+
+        def counted(self: Trainer, *args: object, **options: object) -> object:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            result = train_step(self, *args, **options)  # type: ignore[arg-type]
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+            file.write_text(json.dumps(counts))
+            return result
+
+        Trainer.train_step = counted  # type: ignore[method-assign,assignment]
+
+    return plant
+
+
+def faults(*line: str, root: Path) -> tuple[Ended, int]:
+    """Return a run, and the page faults of its last steps."""
+    ended = finished(*RUN, *line, root=root, before=counting(root.with_suffix(".json")))
+    return ended, sum(json.loads(root.with_suffix(".json").read_text())[-6:])
+
+
+def test_a_step_uses_the_memory_that_the_last_one_has_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, few = faults(root=tmp_path / "kept")
+    given_back, many = faults("launch.keep_freed_memory=false", root=tmp_path / "given_back")
+    assert 1000 < many and few < many / 5
+    assert_same_bits(kept, given_back)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")  # the user has settings of their own
+    _, own = faults(root=tmp_path / "own")
+    assert own > many / 5
