@@ -1,6 +1,5 @@
 """What the loop does and leaves: when it ends, what it keeps and measures, and switches that may not change it."""
 
-import json
 import re
 import shutil
 import struct
@@ -13,6 +12,7 @@ import torch
 import yaml
 
 from framework.build import components
+from framework.checkpoint.manifest import read_state
 from framework.runtime.torch_internals import has_compiler
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished
@@ -132,8 +132,7 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
     losses = [2.0, 1.9, 1.1, 1.7, 1.6, 1.5, 1.4, 1.3, 1.2]  # the best at step 6, between two checkpoints
     run = finished(*line, root=tmp_path / "runs", before=planted_losses(losses))
     assert kept(run) == [6, 16, 18]
-    state = json.loads((run.directory / "checkpoints" / "step_00000006" / "state.json").read_text())
-    assert state["monitor"] == 1.1
+    assert read_state(run.directory / "checkpoints" / "step_00000006")["monitor"] == 1.1
 
 
 def test_the_best_by_a_training_metric_are_kept(tmp_path: Path) -> None:

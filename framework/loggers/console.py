@@ -1,6 +1,7 @@
 """The console: a progress line on a terminal, plain lines elsewhere."""
 
 import logging
+import math
 import sys
 import time
 from datetime import timedelta
@@ -11,22 +12,29 @@ from framework.runs.metrics_file import is_curve
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 
+_LINE_EVERY_S, _UPDATE_EVERY_S = 2.0, 0.1
 _WIDTH_FOR_BAR = 110  # columns
 _SHOW_CURSOR = b"\r\n\x1b[?25h"  # the progress line hides the terminal's cursor
 
 
 class Console:
-    """Always on. Validation and test rows are separate lines in either form."""
+    """Always on. Validation and test rows are separate lines in either form; training rows are shown by the clock."""
 
     def open(self, run: RunInfo) -> None:
         self._total_steps = run.total_steps
         self._first_step = run.step
         self._start = time.monotonic()
         self._progress = _progress_line(run)
+        self._shown_at = -math.inf
 
     def log(self, row: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if row["split"] == "train" and row["step"] < self._total_steps:
+            if now - self._shown_at < (_LINE_EVERY_S if self._progress is None else _UPDATE_EVERY_S):
+                return  # small models take thousands of steps a second
+            self._shown_at = now
         step, numbers = row["step"], _numbers(row)
-        seconds = (time.monotonic() - self._start) / max(1, step - self._first_step) * (self._total_steps - step)
+        seconds = (now - self._start) / max(1, step - self._first_step) * (self._total_steps - step)
         eta = f"eta {timedelta(seconds=round(seconds))}"
         if row["split"] != "train":
             LOGGER.info("%s", f"step {step}/{self._total_steps}  {row['split']}  {numbers}")
