@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +55,9 @@ def cnn() -> tuple[Any, Any, Any]:
 def resnet() -> tuple[Any, Any, Any]:
     import torch
 
-    return import_module("torchvision.models").resnet18(num_classes=10), torch.randn(16, 3, 96, 96), torch.arange(16) % 10
+    from models.resnet import ResNet
+
+    return ResNet(num_classes=10, in_channels=3, norm="batch"), torch.randn(16, 3, 32, 32), torch.arange(16) % 10
 
 
 def train(build: Callable[[], tuple[Any, Any, Any]], *, keeps: bool, num_threads: int, send: Any) -> None:
