@@ -195,10 +195,14 @@ class Windows:
         return num_windows(len(self.tokens), seq_len=self.seq_len)
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        batch = self.windows(indices)
+        return batch[:, :-1], batch[:, 1:]
+
+    def windows(self, indices: np.ndarray) -> np.ndarray:
+        """Return whole windows, (B, seq_len + 1)."""
         # a view: only the windows asked for are read, also from a memory-mapped file
         windows = np.lib.stride_tricks.sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
-        batch = windows[indices]
-        return batch[:, :-1], batch[:, 1:]
+        return windows[indices]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,6 @@
 """Tokens: memory-mapped token ids, as a tokenizer wrote them into a flat binary file."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +87,9 @@ class Tokens(TokenSequences):
 
 @dataclass(frozen=True)
 class MappedWindows:
-    """`Windows` over a part of a file, mapped again for each batch.
+    """`Windows` over a part of a file, which each process maps once.
 
-    It holds the path, not a memmap: pickling a memmap (for a loader process) copies the data, and the pages that it has
-    touched count as this process's memory as long as it exists.
+    It holds the path, not a memmap: pickling a memmap (for a loader process) copies the data.
     """
 
     path: Path
@@ -103,8 +103,13 @@ class MappedWindows:
         return num_windows(self.stop - self.start, seq_len=self.seq_len)
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tokens = np.memmap(self.path, self.dtype, mode="r")[self.start : self.stop]
-        inputs, targets = Windows(tokens, self.seq_len).gather(indices)
-        if (largest := max(inputs.max(initial=0), targets.max(initial=0))) >= self.vocab_size:
+        windows = Windows(_mapped(self.path, self.dtype)[self.start : self.stop], self.seq_len).windows(indices)
+        batch = windows.astype(np.int64)  # inputs and targets share its memory, also on the way from a loader process
+        if (largest := batch.max(initial=0)) >= self.vocab_size:
             raise ValueError(f"{self.path} has token id {largest}: dataset.vocab_size={self.vocab_size} must be above it")
-        return inputs, targets
+        return batch[:, :-1], batch[:, 1:]
+
+
+@functools.lru_cache(maxsize=8)
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype, mode="r")

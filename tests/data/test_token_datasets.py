@@ -105,6 +105,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024)
     assert run_python(code) == f"{{}} {(2**30 * 9 // 10 - 1) // 128} True\nTrue\n"
 
 
+def test_a_batch_of_tokens_is_one_array_and_its_file_is_mapped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    source = Tokens(root=str(tmp_path / "tokens.bin"), vocab_size=1000, dtype="uint16", seq_len=7).load("train")
+    opened, memmap = list[object](), np.memmap
+    monkeypatch.setattr(np, "memmap", lambda *args, **kwargs: (opened.append(args), memmap(*args, **kwargs))[1])
+    batches = [source.gather(np.array([0, number])) for number in range(20)]
+    assert all(inputs.dtype == np.int64 and np.shares_memory(inputs, targets) for inputs, targets in batches)
+    assert len(opened) == 1
+
+
 def test_tokens_problems_name_the_file(tmp_path: Path):
     no_vocab_size, no_files = Tokens(root=str(tmp_path)).problems()
     assert no_vocab_size.startswith("dataset.vocab_size: is null")
