@@ -32,7 +32,7 @@ class _Manifest(Plain):
     step: Natural
     files: dict[Annotated[str, Field(pattern=r"^shard-\d+\.safetensors$")], _Entry]
     state: dict[str, Any]
-    xxh3_128: str  # of the text without this line
+    xxh3_128: str  # of all the others
 
 
 class _OldEntry(Plain):
@@ -74,14 +74,11 @@ def commit(directory: Path, *, target: Path, files: dict[str, Any], state: dict[
 
 def manifest_text(content: dict[str, Any]) -> str:
     """Return a manifest's text, to which format 2 adds a checksum of itself."""
+    if content["format"] == 1:
+        return json.dumps(content, indent=1, sort_keys=True) + "\n"
     content = {name: value for name, value in content.items() if name != "xxh3_128"}
-    if content["format"] != 1:
-        content["xxh3_128"] = xxh3_128_hexdigest(_text(content).encode())
-    return _text(content)
-
-
-def _text(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+    own = xxh3_128_hexdigest(json.dumps(content).encode())
+    return json.dumps(content | {"xxh3_128": own}, indent=1) + "\n"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
