@@ -52,6 +52,15 @@ def test_the_working_directory_may_be_the_runs(tmp_path: Path) -> None:
     assert (here / "model.safetensors").is_file() and (tmp_path / "here.old-1" / "model.safetensors").is_file()
 
 
+def test_a_summary_that_is_a_pipe_is_refused_and_hangs_nobody(tmp_path: Path) -> None:
+    run = finished(*RUN, root=tmp_path / "runs")
+    run_summary = run.directory / "summary.json"
+    run_summary.unlink()
+    os.mkfifo(run_summary)
+    refused = command(*RUN, root=tmp_path / "runs", timeout_s=60)
+    assert refused.code == 78 and "summary.json" in refused.output, refused.output
+
+
 def test_a_summary_with_values_of_another_kind_is_no_end(tmp_path: Path) -> None:
     line = [*RUN, "trainer.max_steps=4", "checkpoint.every=2"]
     whole = finished(*line, root=tmp_path / "runs")

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import psutil
 import pytest
 import torch
 
+import framework.preflight.dry_build
 from framework.build.training import Builder
 from framework.checkpoint.store import CheckpointStore
 from framework.engine.forward import Forward
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, note_steps, slow_but
+from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, note_steps, slow_but, wait_for
 from tests.test_resume import RUN, STRATEGIES
 
 LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
@@ -120,6 +122,26 @@ def test_one_process(moment: str, undisturbed: dict[str, Ended], tmp_path: Path)
 def test_while_a_checkpoint_is_written_beside_the_steps(moment: str, undisturbed: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], "checkpoint.async_save=true"]
     stops_and_continues(line, (moment, "rank 1", signal.SIGUSR1), whole=undisturbed["ddp 2"], root=tmp_path / "runs")
+
+
+def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+
+    def look_slowly() -> None:
+        def slow(config: object) -> list[object]:
+            began.touch()
+            time.sleep(60)
+            return []
+
+        framework.preflight.dry_build.dry_build = slow  # type: ignore[assignment]
+
+    process = begin(*RUN, root=tmp_path / "runs", before=look_slowly)
+    wait_for(began.exists, what="the look at the model")
+    since = time.monotonic()
+    process.terminate()
+    ended = end(process, root=tmp_path / "runs")
+    assert ended.code == 75 and "stopped before the start" in ended.output and time.monotonic() - since < 5, ended.output
+    assert not list(ended.root.glob("*/*"))
 
 
 def test_a_run_that_nohup_has_started_outlives_its_terminal(undisturbed: dict[str, Ended], tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def _with_copies(value: Any, name: str) -> Any:
     try:
         return local_copy(value)
     except StoreFailed as failure:
+        if not failure.is_wrong:
+            raise
         raise ValueError(f"dataset.{name}: {failure}") from failure
 
 

@@ -46,6 +46,7 @@ from framework.optim.update import (
 )
 from framework.parallel.sync_batchnorm import synchronise
 from framework.runs.directory import RunDirectory
+from framework.runtime import local_copy
 from framework.runtime.lock import Claim
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import cast, has_compiler
@@ -217,7 +218,7 @@ class Builder:
         order = splits.loader("train").order
         plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
         update = self.update(engine, trainable(engine.module, hidden=hidden), total_steps=plan.total_steps)
-        facts = order.facts | {"optimizer": first_target(config.optimizer["_target_"])}
+        facts = order.facts | local_copy.facts() | {"optimizer": first_target(config.optimizer["_target_"])}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
             world=world,
@@ -294,7 +295,6 @@ class Builder:
         )
 
     def _stopwatch(self) -> Speed:
-        config = self.config
+        config, profile = self.config, (self.config.trainer.profile, self.directory.profile)
         model = partial(components.shapes_of, config.model, seed=config.seed)
-        profile = config.trainer.profile, self.directory.profile
         return stopwatch(model, self.dataset.info, world=self.world, precision=config.precision.name, profile=profile)

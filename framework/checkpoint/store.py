@@ -117,7 +117,7 @@ class CheckpointStore:
         is all. `unfit`, collective, gets a path and a state.
         """
         found = self.world.agreement.from_rank_0(manifest.candidates(self.directory))
-        reasons: list[str] = []
+        reasons, is_damaged = list[str](), False
         for path in found[min(back, max(0, len(found) - 1)) :]:
             reason, state = self._fault(path), dict[str, Any]()
             if reason is None:
@@ -127,9 +127,11 @@ class CheckpointStore:
                 for passed_over in reasons if self.world.rank == 0 else []:
                     LOGGER.warning("checkpoint passed over: %s", passed_over)
                 return path, state
+            is_damaged |= not state
             reasons.append(f"{path}: {reason}")
         if reasons:
-            raise NoValidCheckpoint("\n".join([*reasons, "no valid checkpoint is left; run.resume=never starts over"]))
+            left = "no valid checkpoint is left" if is_damaged else "none fits: the run goes on with what it began with"
+            raise NoValidCheckpoint("\n".join([*reasons, f"{left}; run.resume=never starts over"]))
         return None
 
     def named(self, path: Path) -> tuple[Path, dict[str, Any]]:

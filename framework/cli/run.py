@@ -26,7 +26,7 @@ from framework.runs.directory import RunDirectory
 from framework.runs.fetched_run import with_fetched_resume
 from framework.runtime import log, slurm
 from framework.runtime.environment import Environment, SrunTask
-from framework.runtime.exits import Exit
+from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem, missing_extra
@@ -35,6 +35,14 @@ from framework.runtime.slurm import SlurmFailed
 
 def start(overrides: list[str]) -> int:
     """Run one command line to its end. Returns the exit code."""
+    try:
+        return _start(overrides)
+    except Interrupted as end:
+        LOGGER.error("%s", end)
+        return end.code
+
+
+def _start(overrides: list[str]) -> int:
     begin_program()
     try:
         is_step = _enter_step(overrides)

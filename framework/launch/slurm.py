@@ -129,7 +129,7 @@ def _sbatch(
     )
     executor.update_parameters(
         **dict.fromkeys(("time", "wckey")),  # not submitit's defaults
-        setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *map(_checked, asked.setup)],
+        setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *_checked(asked.setup)],
         stderr_to_stdout=True,
         array_parallelism=asked.array_parallelism or len(runs),
         additional_parameters={key.replace("-", "_"): value for key, value in options.items()},
@@ -160,10 +160,11 @@ def _sbatch(
     return [(str(job.job_id), str(job.paths.stdout)) for job in jobs]
 
 
-def _checked(line: str) -> str:
-    """Return a line of the job's setup so that the job ends where it fails, and says so."""
-    told = f'echo "{slurm.SETUP_FAILED} $code: "{shlex.quote(line)} >&2'
-    return f"{{ {line}\n}} || {{ code=$?; {told}; exit {Exit.CONFIGURATION}; }}"
+def _checked(lines: list[str]) -> list[str]:
+    """Return the job's setup so that the job fails where a line of it fails, or ends the script by itself, and says so."""
+    told = f'code=$?; echo "{slurm.SETUP_FAILED} $code: $setup_line" >&2; exit {Exit.CONFIGURATION}'
+    checked = [text for line in lines for text in (f"setup_line={shlex.quote(line)}", f"{{ {line}\n}} || exit")]
+    return [f"trap {shlex.quote(told)} EXIT", *checked, "trap - EXIT"] if lines else []
 
 
 def _snapshot(folder: Path) -> Path:

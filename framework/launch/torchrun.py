@@ -20,14 +20,6 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
 
     `line` is the process's command line, where it may not be that of all the others.
     """
-    try:
-        return _join(begin, environment=environment, line=line)
-    except Interrupted as end:
-        LOGGER.error("%s", end)
-        return end.code
-
-
-def _join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, line: list[str] | None) -> int:
     die_with_parent()
     if environment.uses_mpi and (problem := mpi.problem(environment)) is not None:
         # the ranks cannot agree on which of them prints; and if rank 0 has not printed, the problem is this node's alone
@@ -41,7 +33,7 @@ def _join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, li
     is_one = line is None or _have_one_line(line, environment=environment)
     begun = None
     if environment.rank == 0:  # the lock of a run stays with this process until it ends
-        begun = begin() if is_one else print_problems([_SEVERAL])
+        begun = _begun(begin) if is_one else print_problems([_SEVERAL])
     taken = _from_rank_0(begun.frozen if isinstance(begun, ClaimedRun) else begun, environment=environment)
     if isinstance(taken, FrozenConfig):
         from framework.launch.worker import work
@@ -59,6 +51,14 @@ def _join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, li
     if environment.uses_mpi:
         mpi.leave()
     return taken
+
+
+def _begun(begin: Callable[[], ClaimedRun | int]) -> ClaimedRun | int:
+    try:
+        return begin()
+    except Interrupted as end:  # the others are to end, too
+        LOGGER.error("%s", end)
+        return end.code
 
 
 _SEVERAL = Problem("srun", "its tasks have different commands, but are the processes of one run",

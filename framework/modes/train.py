@@ -31,6 +31,7 @@ from framework.runs.curves import draw_curves
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import iterate_rows, numbers_of, write_rows
 from framework.runs.provenance import CHANGED, WAYS, Provenance
+from framework.runtime import local_copy
 from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, headline
 from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
@@ -137,8 +138,9 @@ def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str
 def _unfit(trainer: Trainer, path: Path, state: dict[str, Any]) -> str | None:
     """Return why a checkpoint cannot be loaded into this run. Collective."""
     there, here = state["facts"], trainer.saver.facts
-    differing = [f"{name} is {there.get(name)} there and {here.get(name)} here"
-                 for name in here | there if name != "order" and there.get(name) != here.get(name)]  # fmt: skip
+    told = [name for name in here | there if name != "order" and (name != local_copy.FACT or name in there)]
+    differing = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in told
+                 if there.get(name) != here.get(name)]  # fmt: skip
     fault = "; ".join(differing) or misfit(path, trainer.held, world=trainer.world)
     return fault and f"does not fit this run: {fault}"
 

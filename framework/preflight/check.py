@@ -25,8 +25,9 @@ from framework.preflight.processes import backend_problems, open_files_problems,
 from framework.preflight.rules import RULES, folder_holds_samples
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import CHANGED, WAYS, Provenance
-from framework.runtime.exits import Interrupted
-from framework.runtime.objects import is_url
+from framework.runtime.exits import Exit, Interrupted
+from framework.runtime.log import LOGGER
+from framework.runtime.objects import StoreFailed, is_url
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 
@@ -109,6 +110,8 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
         built = components.dataset(dataset)
     except Interrupted as end:
         return None, [Problem("dataset", str(end), code=end.code)]
+    except StoreFailed as failure:
+        return None, [Problem("dataset", str(failure), "the same command, later", code=Exit.DISK)]
     except (Exception, SystemExit) as error:  # the constructor refuses the arguments
         return None, [Problem.of_error("dataset", error)]
     if missing := ", ".join(name for name in ("info", "problems", "load", "transform") if name not in dir(built)):
@@ -210,6 +213,8 @@ def place_problems(run: RunSection) -> list[Problem]:
 def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
     """Refuse to go on with other code than the run began with, unless the user accepts it, or starts over."""
     lines = changed_code(run, targets)
+    if (record := Provenance(Path(run.dir))).is_damaged:
+        LOGGER.warning("%s cannot be read: whether the code is what the run began with is not known", record.path)
     return [Problem("run.code", f"{CHANGED.format(run.dir)}: {'; '.join(lines)}", WAYS)] if lines else []
 
 

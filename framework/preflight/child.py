@@ -12,7 +12,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from framework.runtime.exits import Exit
+from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.preemption import PREEMPTION, die_with_parent
 from framework.runtime.problem import Problem
 from framework.runtime.torch_internals import import_dynamo
@@ -21,7 +21,7 @@ Found = list[dict[str, Any]]  # what JSON holds
 
 
 def in_child(work: Callable[[], Found], *, limit_s: float | None = None, is_silent: bool = False) -> tuple[Found, str]:
-    """Run `work` in a forked process; return its result, and how the process failed, if it did.
+    """Run `work` in a forked process; return its result, and how the process failed, if it did. Interrupted by a signal.
 
     `is_silent`: what it prints is lost.
     """
@@ -36,10 +36,14 @@ def in_child(work: Callable[[], Found], *, limit_s: float | None = None, is_sile
         while not ours.poll(0.05):
             if PREEMPTION.requested or (deadline is not None and time.monotonic() > deadline):
                 child.kill()
-        answer: dict[str, Any] = json.loads(ours.recv_bytes())
-        child.join()
-        return answer["found"], answer["fate"]
+                break
+        if ours.poll():
+            answer: dict[str, Any] = json.loads(ours.recv_bytes())
+            child.join()
+            return answer["found"], answer["fate"]
     child.join()
+    if PREEMPTION.requested:
+        raise Interrupted("stopped before the start; the same command begins")
     if deadline is not None and time.monotonic() > deadline:
         return [], f"it took more than {limit_s:g} s"
     return [], f"its process {end_of(child.exitcode or 0)}"

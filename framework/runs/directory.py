@@ -59,7 +59,7 @@ class RunDirectory:
     def read_summary(self) -> dict[str, Any]:
         """Return the summary, or an empty dict if there is none yet. Values of a wrong type are left out."""
         try:
-            summary = json.loads(self.summary.read_text())
+            summary = json.loads(self.summary.read_text()) if self.summary.is_file() else {}  # a pipe would never end
         except (OSError, ValueError, RecursionError):
             return {}
         if not isinstance(summary, dict):

@@ -35,7 +35,7 @@ def _fetch_run(url: str) -> Path:
     """
     parent, _, last = url.rstrip("/").rpartition("/")
     is_checkpoint = step_of(Path(last)) is not None
-    objects = Objects(parent.removesuffix("/checkpoints") if is_checkpoint else url)
+    objects = Objects(parent.removesuffix("/checkpoints") if is_checkpoint else url, heeds_signals=True)
     contents = contents_of(objects)
     wanted = [stored for stored in contents.checkpoints if stored.name == last or not is_checkpoint]
     if not wanted:

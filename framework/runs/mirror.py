@@ -87,7 +87,7 @@ class Mirror:
     """A run's mirror, seen from the run's directory, of which the caller has the lock. Methods may raise StoreFailed."""
 
     def __init__(self, url: str, directory: RunDirectory) -> None:
-        self.objects, self.directory = Objects(url), directory
+        self.objects, self.directory = Objects(url, heeds_signals=True), directory
         self.url = self.objects.url
         self._file = directory.path / "mirror.json"
 

@@ -54,6 +54,11 @@ class Provenance:
         starts = self.read()["starts"]
         return starts[-1] if starts else {}
 
+    @property
+    def is_damaged(self) -> bool:
+        """Return whether there is a record that cannot be read."""
+        return self.path.exists() and not self.read()["starts"]
+
     def other_version(self) -> str | None:
         """Return the framework's version at the latest start, if it was another."""
         before = self._latest().get("framework")

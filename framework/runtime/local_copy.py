@@ -22,7 +22,7 @@ def local_copy(url: str) -> str:
     """
     parent, _, last = url.rstrip("/").rpartition("/")
     is_pattern = "*" in last
-    there = Objects(parent if is_pattern else url)
+    there = Objects(parent if is_pattern else url, heeds_signals=True)
 
     def listed() -> dict[str, ObjectFacts]:
         return there.matching(last) if is_pattern else there.listing()
@@ -31,28 +31,46 @@ def local_copy(url: str) -> str:
         raise StoreFailed(f"{url} holds no object", is_wrong=True)
     is_object = found.keys() == {""}  # itself, and no folder
 
+    def is_whole(folder: Path) -> bool:
+        paths = {inside(folder, name or last): facts.size for name, facts in found.items()}
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
     def fetch(folder: Path) -> None:
         LOGGER.info("fetching %s: %d files, %.2f GiB", url, len(found), sum(facts.size for facts in found.values()) / 2**30)
         for name in found:
             path = inside(folder, name or last)
             path.parent.mkdir(parents=True, exist_ok=True)
             there.get(name, path)
-        if listed() != found or any(inside(folder, name or last).stat().st_size != found[name].size for name in found):
+        if listed() != found or not is_whole(folder):
             raise StoreFailed(f"{url} has changed while it was fetched; give the command again")
 
-    folder = fetched_once([url, found], fetch)
+    folder = fetched_once([url, found], fetch, is_whole=is_whole)
+    _VERSIONS[url] = folder.name
     return str(folder / last if is_pattern or is_object else folder)
 
 
-def fetched_once(key: list[str | dict[str, ObjectFacts]], fetch: Callable[[Path], None]) -> Path:
-    """Return a folder of the cache for this key (JSON), which `fetch` has filled: now, or some time before.
+_VERSIONS: dict[str, str] = {}  # of what this process has copies of, by its URL
+
+
+FACT = "data in the store"
+
+
+def facts() -> dict[str, str]:
+    """Return what tells the versions of all that this process has copies of, if there are any."""
+    return {FACT: "-".join(version for _, version in sorted(_VERSIONS.items()))} if _VERSIONS else {}
+
+
+def fetched_once(
+    key: list[str | dict[str, ObjectFacts]], fetch: Callable[[Path], None], *, is_whole: Callable[[Path], bool] = lambda _: True
+) -> Path:
+    """Return a folder of the cache for this key (JSON), which `fetch` has filled: now, or before, if it `is_whole` yet.
 
     Of several processes that ask at once, one fetches, and the others wait.
     """
     folder = _cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     make_directory(folder.parent)
     with _locked(folder.with_suffix(".lock")):
-        if not folder.is_dir():
+        if not folder.is_dir() or not is_whole(folder):
             with replacing_directory(folder) as beside:
                 fetch(beside)
     return folder

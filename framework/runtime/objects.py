@@ -2,15 +2,21 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import Empty, Queue
+from typing import Any, NamedTuple, TypeVar
 
 from framework.runtime.exits import Interrupted
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem, extra_with, install_command
 
+Answer = TypeVar("Answer")
+_PATIENCE_S = 60.0
+_STOPPED = "stopped before all was fetched; the same command goes on"
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated")  # by protocol
 
 
@@ -51,24 +57,28 @@ def url_problems(key: str, url: str) -> list[Problem]:
 
 
 class Objects:
-    """The objects below a URL, by their names: paths relative to it. Any method may raise StoreFailed.
+    """The objects below a URL, by their names: paths relative to it. Any method may raise StoreFailed: also where a store gives
+    no answer for a minute, and moves no byte.
 
-    Not to be used in a process that was forked later.
+    With `heeds_signals`, Interrupted if a signal comes meanwhile. Not to be used in a process that was forked later.
     """
 
-    def __init__(self, url: str) -> None:
-        from fsspec.asyn import AsyncFileSystem
-        from fsspec.core import url_to_fs
+    def __init__(self, url: str, *, heeds_signals: bool = False) -> None:
+        self.url, self._heeds_signals = url.rstrip("/"), heeds_signals
 
-        self.url = url.rstrip("/")
-        with self._reached("opened"):
-            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
-        self._has_folders = not isinstance(self._fs, AsyncFileSystem)  # a file system, with renames
+        def opened() -> tuple[Any, str, bool]:
+            from fsspec.asyn import AsyncFileSystem
+            from fsspec.core import url_to_fs
+
+            file_system, root = url_to_fs(self.url, use_listings_cache=False)
+            return file_system, root, not isinstance(file_system, AsyncFileSystem)  # a file system, with renames
+
+        self._fs, self._root, self._has_folders = self._asked("opened", opened)
 
     def listing(self, folder: str = "") -> dict[str, ObjectFacts]:
         """Return what is below a folder, by name."""
-        with self._reached(f"listed{folder and f': {folder}'}"):
-            return self._named(self._fs.find(self._path(folder), detail=True))
+        what = f"listed{folder and f': {folder}'}"
+        return self._named(self._asked(what, lambda: self._fs.find(self._path(folder), detail=True)))
 
     def _named(self, found: dict[str, dict[str, Any]]) -> dict[str, ObjectFacts]:
         files = {name: info for name, info in found.items() if info["type"] == "file" and not name.endswith("/")}
@@ -77,21 +87,21 @@ class Objects:
 
     def matching(self, pattern: str) -> dict[str, ObjectFacts]:
         """Return the objects in the URL's own folder whose names match a pattern, as in `*.tar`."""
-        with self._reached(f"listed: {pattern}"):
-            return self._named(self._fs.glob(self._path(pattern), detail=True))
+        return self._named(self._asked(f"listed: {pattern}", lambda: self._fs.glob(self._path(pattern), detail=True)))
 
     def read(self, name: str) -> bytes | None:
         """Return an object's content; None if there is no such object."""
-        with self._reached(f"read: {name}"):
-            try:
+
+        def read() -> bytes | None:
+            with suppress(FileNotFoundError):
                 return bytes(self._fs.cat_file(self._path(name)))
-            except FileNotFoundError:
-                return None
+            return None
+
+        return self._asked(f"read: {name}", read)
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, which may exist."""
-        with self._reached(f"written: {name}"), self._whole(name) as path:
-            self._fs.pipe_file(path, content)
+        self._asked(f"written: {name}", lambda: self._whole(name, lambda path: self._fs.pipe_file(path, content)))
 
     def create(self, name: str, content: bytes) -> bool:
         """Write an object that must not exist; of several processes that try at once, one succeeds. Return whether this one.
@@ -99,74 +109,92 @@ class Objects:
         The store decides (S3: If-None-Match). A store that does not know how writes over the object: try it out first.
         """
         path = self._path(name)
-        with self._reached(f"created: {name}"):
-            try:
-                if self._has_folders:
-                    self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-                    with self._fs.open(path, "xb") as file:
-                        file.write(content)
-                else:
-                    self._fs.pipe_file(path, content, mode="create")
-                return True
-            except OSError:  # not every store says that it exists; and a request that was sent twice meets its own object
-                there = self.read(name)
-                if there is None:
-                    raise
-                return there == content
+
+        def create() -> None:
+            if self._has_folders:
+                self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+                with self._fs.open(path, "xb") as file:
+                    file.write(content)
+            else:
+                self._fs.pipe_file(path, content, mode="create")
+
+        try:
+            self._asked(f"created: {name}", create)
+            return True
+        except StoreFailed as failure:  # not every store says that it exists; and a request sent twice meets its own object
+            there = self.read(name) if isinstance(failure.__cause__, OSError) else None
+            if there is None:
+                raise
+            return there == content
 
     def put(self, path: Path, name: str) -> None:
         """Copy a file into an object, which may exist."""
-        with self._reached(f"written: {name}"), self._whole(name) as target:
-            self._fs.put_file(str(path), target)
+
+        def put() -> None:
+            self._whole(name, lambda target: self._fs.put_file(str(path), target, callback=self._moving()))
+
+        self._asked(f"written: {name}", put)
 
     def get(self, name: str, path: Path) -> None:
-        """Copy an object into a new file. Interrupted if a signal comes meanwhile."""
-        with self._reached(f"read: {name}"):
-            _stop_if_asked()  # a file system does not ask while it copies
-            self._fs.get_file(self._path(name), str(path), callback=_callback())
+        """Copy an object into a new file."""
+        if self._heeds_signals and PREEMPTION.requested:
+            raise Interrupted(_STOPPED)
+        self._asked(f"read: {name}", lambda: self._fs.get_file(self._path(name), str(path), callback=self._moving()))
 
     def remove(self, name: str) -> None:
         """Remove an object, if it is there."""
-        with self._reached(f"removed: {name}"), suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(name))
+
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+
+        self._asked(f"removed: {name}", remove)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
-    @contextmanager
-    def _whole(self, name: str) -> Iterator[str]:
-        """Yield the path to write: on a file system a path beside it, which is renamed at the end."""
+    def _whole(self, name: str, write: Callable[[str], object]) -> None:
+        """Write an object; on a file system into a path beside it, which is renamed at the end."""
         path = self._path(name)
         if not self._has_folders:
-            yield path
+            write(path)
             return
         self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-        yield f"{path}.part"
+        write(f"{path}.part")
         self._fs.mv(f"{path}.part", path)
 
-    @contextmanager
-    def _reached(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (StoreFailed, Interrupted):
-            raise
-        except Exception as error:  # of botocore, aiohttp, google.auth, ...
+    def _moving(self) -> Any:
+        """Return what a transfer tells that bytes have moved."""
+        from fsspec.callbacks import Callback
+
+        return Callback(hooks={"moved": lambda *_, **__: setattr(self, "_moved_at", time.monotonic())})
+
+    def _asked(self, what: str, work: Callable[[], Answer]) -> Answer:
+        """Return what the store answers: asked in a thread, since a store that is silent would hold this one for ever."""
+        answers: Queue[tuple[Answer | None, Exception | None]] = Queue()
+
+        def ask() -> None:
+            try:
+                answers.put((work(), None))
+            except Exception as error:  # of botocore, aiohttp, google.auth, ...
+                answers.put((None, error))
+
+        self._moved_at = time.monotonic()
+        threading.Thread(target=ask, daemon=True).start()
+        while True:
+            with suppress(Empty):
+                answer, error = answers.get(timeout=0.1)
+                break
+            if self._heeds_signals and PREEMPTION.requested:
+                raise Interrupted(_STOPPED)
+            if time.monotonic() - self._moved_at > _PATIENCE_S:
+                raise StoreFailed(f"{self.url} cannot be {what}: no answer in {_PATIENCE_S:g} s")
+        if error is not None:
             said = " ".join(str(error).split())[:300] or type(error).__name__
             lacks_right = "Credentials" in type(error).__name__
             is_wrong = lacks_right or isinstance(error, (FileNotFoundError, PermissionError, ValueError, ImportError))
             raise StoreFailed(f"{self.url} cannot be {what}: {said}", is_wrong=is_wrong) from error
-
-
-def _callback() -> Any:
-    """Return what stops a transfer when a signal has come."""
-    from fsspec.callbacks import Callback
-
-    return Callback(hooks={"signal": lambda *_, **__: _stop_if_asked()})
-
-
-def _stop_if_asked() -> None:
-    if PREEMPTION.requested:
-        raise Interrupted("stopped before all was fetched; the same command goes on")
+        return answer  # type: ignore[return-value]
 
 
 def _version(info: dict[str, Any]) -> str:

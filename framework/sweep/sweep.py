@@ -43,13 +43,13 @@ def sweep(overrides: list[str], problems: list[Problem]) -> int:
     """Run a `-m` line to its end; `problems` are the problems of its flags. Returns the exit code."""
     log.start_console(rank=0)
     multirun, found = read(overrides)
-    jobs, problems = _checked(multirun, [*problems, *found])
-    if problems:
-        return print_problems(problems)
-    mode = MODES[jobs[0].config.mode]
-    if not mode.sweep:
-        return print_problems([Problem("mode", f"{mode.name} does nothing with a sweep", "without -m")])
     try:
+        jobs, problems = _checked(multirun, [*problems, *found])
+        if problems:
+            return print_problems(problems)
+        mode = MODES[jobs[0].config.mode]
+        if not mode.sweep:
+            return print_problems([Problem("mode", f"{mode.name} does nothing with a sweep", "without -m")])
         return locate(mode.sweep)(Sweep(overrides, multirun, jobs))
     except RunEnded as end:
         LOGGER.error("%s", end)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import framework.runtime.objects
 from framework.build import components
 from framework.runtime.local_copy import local_copy
 from framework.runtime.objects import Objects, StoreFailed
 from tests.harness import assert_same_bits, begin, command, end, finished, wait_for
 from tests.s3_server import S3Server
+from tests.test_resume import after_step, preempt
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -161,6 +164,64 @@ def test_a_signal_ends_a_fetch_with_75(store: Objects, tmp_path: Path) -> None:
     process.terminate()
     ended = end(process, root=tmp_path / "runs")
     assert ended.code == 75 and "stopped before all was fetched" in ended.output, ended.output
+
+
+def test_a_copy_that_was_cut_short_in_the_cache_is_fetched_again(store: Objects, tmp_path: Path) -> None:
+    line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
+    upload(store, tmp_path / "data")
+    first = finished(*line, root=tmp_path / "first")
+    (copy,) = (tmp_path / "cache").glob("*/b/c.py")
+    os.truncate(copy, 100)
+    again = finished(*line, root=tmp_path / "again")
+    assert "fetching" in again.output
+    assert_same_bits(again, first)
+
+
+def test_a_run_does_not_go_on_with_data_that_have_changed_in_the_store(store: Objects, tmp_path: Path) -> None:
+    line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}", "trainer.max_steps=6", "checkpoint.every=2"]
+    upload(store, tmp_path / "data")
+    stopped = command(*line, root=tmp_path / "runs", before=after_step(3, preempt))
+    assert stopped.code == 75, stopped.output
+    text = (tmp_path / "data" / "a.py").read_text()
+    (tmp_path / "data" / "a.py").write_text(text.swapcase())  # of the same size
+    upload(store, tmp_path / "data")
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 65 and "does not fit this run: data in the store is " in refused.output, refused.output
+    assert "none fits: the run goes on with what it began with" in refused.output
+    (tmp_path / "data" / "a.py").write_text(text)
+    upload(store, tmp_path / "data")  # as another version, which nobody can tell from another content
+    assert command(*line, root=tmp_path / "runs").code in (0, 65)
+
+
+def silent_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """A server that takes connections, and never answers."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    for name, value in S3Server(f"http://127.0.0.1:{listener.getsockname()[1]}").variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("STEADFAST_CACHE", str(folder / "cache"))
+    return listener
+
+
+def test_a_store_that_never_answers_is_trouble_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def impatient() -> None:
+        framework.runtime.objects._PATIENCE_S = 1.0
+
+    with silent_store(tmp_path, monkeypatch):
+        line = [*make_text(tmp_path / "data"), "dataset.root=s3://silent/data"]
+        refused = command(*line, root=tmp_path / "runs", before=impatient)
+        assert refused.code == 74 and "cannot be listed: no answer in 1 s" in refused.output, refused.output
+
+
+@pytest.mark.parametrize("asked", ["dataset.root", "run.mirror"])
+def test_a_signal_is_answered_while_a_store_is_silent(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with silent_store(tmp_path, monkeypatch) as listener:
+        waits = begin(*make_text(tmp_path / "data"), f"{asked}=s3://silent/there", "rehearse=false", root=tmp_path / "runs")
+        connection, _ = listener.accept()
+        began = time.monotonic()
+        waits.terminate()
+        ended = end(waits, root=tmp_path / "runs")
+        assert ended.code == 75 and time.monotonic() - began < 5, ended.output
+        connection.close()
 
 
 @pytest.mark.parametrize("wrong", ["no bucket", "no object", "no key", "no protocol", "no package"])
