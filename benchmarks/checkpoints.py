@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from framework.checkpoint.chunks import chunks_of  # noqa: E402
 from framework.checkpoint.saver import Saver  # noqa: E402
 from framework.checkpoint.store import CheckpointStore  # noqa: E402
 from framework.distributed.world import World  # noqa: E402
@@ -128,7 +127,7 @@ def sides_of(tensors: dict[str, Tensor], folder: Path) -> dict[str, Callable[[],
         "write() and fsync": functools.partial(write_bytes, tensors, folder / "bytes"),
         "torch.save and fsync": functools.partial(torch_save, tensors, folder / "torch.pt"),
         "torch's DCP": functools.partial(dcp.save, tensors),
-        "Steadfast": lambda: store.save(next(number), chunks_of(tensors), {"monitor": None}),
+        "Steadfast": lambda: store.save(next(number), tensors, {"monitor": None}),
         "Steadfast, verified": lambda: store._fault(next(store.directory.glob("step_*"))),
     }
 

@@ -39,10 +39,10 @@ class WritePlan:
 
     world: World
     _held: set[Chunk] = field(default_factory=set, init=False)
-    _mine: set[Chunk] = field(default_factory=set, init=False)
+    _mine: set[str] = field(default_factory=set, init=False)  # names: a rank has one chunk of a tensor
 
-    def mine(self, tensors: Mapping[str, Tensor]) -> dict[Chunk, Tensor]:
-        """Return the chunks that this rank writes, sharing the tensors' memory. Collective.
+    def mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of which this rank writes what it has. Collective.
 
         The ranks tell each other what they hold only if that has changed since the last call.
         """
@@ -50,8 +50,8 @@ class WritePlan:
         if any(self.world.agreement.gather(held.keys() != self._held)):
             self._held = set(held)
             tables = self.world.agreement.gather({chunk: part.numel() * part.element_size() for chunk, part in held.items()})
-            self._mine = deal(tables)[self.world.rank]
-        return {chunk: part for chunk, part in held.items() if chunk in self._mine}
+            self._mine = {chunk.name for chunk in deal(tables)[self.world.rank]}
+        return {name: tensor for name, tensor in tensors.items() if name in self._mine}
 
 
 def deal(tables: list[dict[Chunk, int]]) -> list[set[Chunk]]:

@@ -1,12 +1,11 @@
 """Copies of a state in the CPU's memory, from which it is written while training goes on."""
 
-from collections.abc import Hashable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-K = TypeVar("K", bound=Hashable)
+from framework.modules.tensors import local, with_part
 
 
 class HostCopies:
@@ -17,21 +16,21 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[Hashable, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
         self._made: list[torch.cuda.Event] = []
 
     @torch.no_grad()
-    def update(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-        """Begin to copy the tensors, and return the copies: they are there after `wait`."""
+    def update(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Begin to copy this rank's parts of tensors, and return them, cut like the tensors: they are there after `wait`."""
         kept, self._copies = self._copies, {}
-        for key, tensor in tensors.items():
-            copy = kept.get(key)
-            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._copies[key] = copy.copy_(tensor, non_blocking=True)
+        for name, tensor in tensors.items():
+            copy, part = kept.get(name), local(tensor)
+            if copy is None or (copy.shape, copy.dtype) != (part.shape, part.dtype):
+                copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            self._copies[name] = copy.copy_(part, non_blocking=True)
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         self._made = [torch.cuda.current_stream(device).record_event() for device in devices]
-        return {key: self._copies[key] for key in tensors}
+        return {name: with_part(tensor, self._copies[name]) for name, tensor in tensors.items()}
 
     def wait(self) -> None:
         """Wait until the copies are made. In any thread."""

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from framework.checkpoint.chunks import Chunk, WritePlan
+from framework.checkpoint.chunks import WritePlan
 from framework.checkpoint.copies import HostCopies
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
+from framework.modules.tensors import local
 from framework.runtime.exits import DiskFailed
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 
-WORTH_A_THREAD = 1 << 20  # bytes that a rank writes; benchmarks/checkpoints.py shows the stall of either way
+WORTH_A_THREAD = 1 << 20  # bytes of a rank's state; benchmarks/checkpoints.py shows the stall of either way
 
 
 class Committed(NamedTuple):
@@ -62,15 +63,14 @@ class Saver:
         self.settle()
         with self._tolerating():
             flush()
-            chunks = self._plan.mine(tensors)
-            if self._runs_in_background(chunks):
-                copies = self._copies.update(chunks)
+            if self._runs_in_background(tensors):
+                copies = self._copies.update(self._plan.mine(tensors))
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
                     self._writer = replace(self.store, world=self._world.with_own_agreement())
                 self._running = self._thread.submit(self._write, step, copies, copy.deepcopy(state))
             else:
-                self._note(self._write(step, chunks, state))
+                self._note(self._write(step, tensors, state))
 
     @property
     def has_failed(self) -> bool:
@@ -133,14 +133,14 @@ class Saver:
         self.counts["committed"] += 1
         self.last = committed
 
-    def _runs_in_background(self, chunks: dict[Chunk, Tensor]) -> bool:
+    def _runs_in_background(self, tensors: dict[str, Tensor]) -> bool:
         if self._is_async is None:
-            size = sum(part.numel() * part.element_size() for part in chunks.values())
+            size = sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors.values()))
             self._is_async = self._world.agreement.allows_threads and max(self._world.agreement.gather(size)) >= WORTH_A_THREAD
         return self._is_async
 
-    def _write(self, step: int, chunks: dict[Chunk, Tensor], state: dict[str, Any]) -> Committed:
+    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Committed:
         start = time.monotonic()
         self._copies.wait()
-        self._writer.save(step, chunks, state)
+        self._writer.save(step, tensors, state)
         return Committed(step, time.monotonic() - start)

@@ -3,14 +3,14 @@
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from framework.checkpoint import manifest
-from framework.checkpoint.chunks import Chunk
+from framework.checkpoint.chunks import WritePlan, chunks_of
 from framework.checkpoint.shard_file import write_shard
 from framework.checkpoint.state import STATE
 from framework.checkpoint.tensors import check_tensors
@@ -33,11 +33,15 @@ class CheckpointStore:
     keep_best: int
     mode: str
     claim: Claim = Claim(Path())  # to the run's directory
+    _plan: WritePlan = field(init=False)
 
-    def save(self, step: int, chunks: dict[Chunk, Tensor], state: dict[str, Any]) -> None:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_plan", WritePlan(self.world))
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write and commit the checkpoint of `step`. DiskFailed on every rank if any of them could not write.
 
-        `chunks` are those that this rank writes. `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that
+        Of what several ranks have, one writes it. `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that
         "best" compares, or None.
         """
         target = self.directory / manifest.directory_name(step)
@@ -45,7 +49,7 @@ class CheckpointStore:
         together = functools.partial(self.world.agreement.together, what=f"checkpoint of step {step} not written")
         try:
             together(lambda: self._clear(staging), rank_0_only=True)
-            files = together(lambda: self._write(staging, chunks))
+            files = together(lambda: self._write(staging, tensors))
             together(lambda: self._commit(staging, target, files, state), rank_0_only=True)
         except DiskFailed:
             with suppress(OSError):
@@ -59,9 +63,9 @@ class CheckpointStore:
         manifest.remove_unfinished(self.directory)
         staging.mkdir()
 
-    def _write(self, staging: Path, chunks: dict[Chunk, Tensor]) -> dict[str, Any]:
-        name = f"shard-{self.world.rank + 1:05d}.safetensors"
-        return {name: write_shard(staging / name, chunks)} if chunks else {}
+    def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        mine, name = self._plan.mine(tensors), f"shard-{self.world.rank + 1:05d}.safetensors"
+        return {name: write_shard(staging / name, chunks_of(mine))} if mine else {}
 
     def _commit(self, staging: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
         self.claim.require()

@@ -72,6 +72,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def with_part(shard: Tensor, part: Tensor) -> Tensor:
+    """Return a tensor that is cut like `shard`, of which this rank has `part`; `part` itself if that is no shard."""
+    if not hasattr(shard, "device_mesh"):
+        return part
+    kind: Any = type(shard)
+    placed: Any = shard
+    return kind.from_local(  # type: ignore[no-any-return]
+        part, placed.device_mesh, placed.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )
+
+
 def part_of(whole: Tensor, *, like: Tensor) -> Tensor:
     """Return `whole`, which every rank has, cut like `like`; unchanged if `like` is not a shard. Nothing is sent."""
     if not hasattr(like, "device_mesh"):

@@ -154,6 +154,8 @@ def test_a_save_flushes_five_times(world: World, tmp_path: Path, monkeypatch: py
     saver.save(1, TENSORS, {"monitor": None}, flush=recorder.flush)
     monkeypatch.setattr(os, "fsync", noted)
     saver.save(2, TENSORS, {"monitor": None}, flush=recorder.flush)
+    monkeypatch.undo()
+    recorder.close()
     names = ["metrics.jsonl", "shard-00001.safetensors", ".manifest.json", ".tmp_", "checkpoints"]
     assert len(flushed) == 5 and all(one.startswith(name) for one, name in zip(flushed, names)), flushed
 
