@@ -159,9 +159,12 @@ def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("launch.slurm.setup=['exit 0']", "COMPLETED"),
-        ("launch.slurm.setup=['set -u','echo $NOT_THERE']", "FAILED: ... NOT_THERE: unbound variable"),
-        ("launch.slurm.python=[/no/such/python]", "FAILED: ... /no/such/python ... No such file or directory"),
+        ("launch.slurm.setup=['exit 0']", "launch.slurm.setup failed with 0: exit 0"),
+        ("launch.slurm.setup=['set -u','echo $NOT_THERE']", "launch.slurm.setup failed with 1: echo $NOT_THERE"),
+        (
+            "launch.slurm.python=[/no/such/python]",
+            "the job ended before the run began: FAILED: ... /no/such/python ... No such file or directory",
+        ),
     ],
 )
 def test_a_job_that_ends_before_the_run_begins_is_told_with_its_last_words(option: str, why: str, submitted: Sweep) -> None:  # noqa: F811
@@ -169,10 +172,9 @@ def test_a_job_that_ends_before_the_run_begins_is_told_with_its_last_words(optio
     command(*line, root=submitted.root)
     submitted.wait_for_end()
     (row,) = status(root=submitted.root).values()
-    told = f"the job ended before the run began: {why}"
-    assert (row["state"], row["why"]) == ("failed", Says(told))
+    assert (row["state"], row["why"]) == ("failed", Says(why))
     followed = command("mode=follow", *line, root=submitted.root)
-    assert followed.code == 1 and followed.output == Says(f"failed, at step 0: ... {told}"), followed.output
+    assert followed.code == 1 and followed.output == Says(f"failed, at step 0: ... {why}"), followed.output
 
 
 @pytest.mark.slow
