@@ -249,7 +249,7 @@ def test_a_process_that_waits_for_rank_0_answers_a_signal(is_served: bool, tmp_p
     waits.terminate()
     told, _ = waits.communicate(timeout=30)
     assert waits.returncode == 75 and told.count("\n") == 1, told
-    assert time.monotonic() - began < 5  # it may still be importing
+    assert time.monotonic() - began < 25  # it may still be importing; by itself it would wait for ten minutes
     del served
 
 
