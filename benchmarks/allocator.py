@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-NUM_ROUNDS, NUM_STEPS, WARM_UP = 7, 10, 3
+NUM_ROUNDS, NUM_STEPS, WARM_UP = 5, 6, 2
 
 
 class Measured(NamedTuple):
