@@ -1,4 +1,4 @@
-"""What the loggers of a finished run lack, because their processes were killed: it is given to them again."""
+"""What a finished run lacks by now: rows that its loggers have not got, and a record that is not as the run left it."""
 
 import math
 from collections.abc import Mapping
@@ -9,8 +9,33 @@ from framework.config.schema import Node, RunSection
 from framework.loggers.background import Background, SinkFailed
 from framework.loggers.sink import RunInfo
 from framework.runs.directory import RunDirectory
+from framework.runs.metrics_file import Mark, MetricsFile
 from framework.runtime.lock import Lock, RunLocked
 from framework.runtime.log import LOGGER
+
+
+def mend_rows(run: RunSection) -> None:
+    """Bring a finished run's metrics.jsonl back to what the run had written: without rows that came later, or twice.
+
+    Warns of rows that are lost.
+    """
+    directory = RunDirectory(Path(run.dir))
+    summary = directory.read_summary()
+    if "rows" not in summary:
+        return  # of an earlier version
+    mark = Mark(**summary["rows"])
+    size = directory.metrics.stat().st_size if directory.metrics.is_file() else -1
+    if size == mark.num_bytes and mark.fits(directory.metrics):
+        return
+    lock = Lock(directory.path)
+    try:
+        lock.take()
+        MetricsFile(directory.metrics, step=summary.get("step", 0), mark=mark).close()
+        LOGGER.warning("%s was not as the run had left it: rows that are there are kept, once", directory.metrics)
+    except (RunLocked, OSError) as error:
+        LOGGER.warning("%s", error)
+    finally:
+        lock.release()
 
 
 def catch_up(run: RunSection, loggers: Mapping[str, Node], *, name: str, config: dict[str, Any]) -> None:

@@ -157,5 +157,6 @@ _IS_OF_KIND: dict[str, Callable[[Any], bool]] = {  # the values of a summary tha
     "restarts": lambda count: isinstance(count, int),
     "continued_at": _are_steps,
     "step": lambda step: isinstance(step, int),
+    "rows": lambda rows: isinstance(rows, dict) and [*map(type, rows.values())] == [int, int, int],
     "unlogged": lambda names: isinstance(names, list),
 }

@@ -113,6 +113,7 @@ class Recorder:
         metrics, self._metrics = self._metrics, None
         if metrics is not None:
             metrics.close()
+            values |= {"rows": metrics.mark._asdict()}
         own = [*self._lost, *(name for name, sink in self._sinks.items() if isinstance(sink, Background))]
         self.directory.record_end(**values, **({"unlogged": own} if own else {}))  # until each has said that it has all
         if metrics is not None:

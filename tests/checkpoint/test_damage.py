@@ -211,3 +211,21 @@ def test_rows_that_were_lost_are_missed_and_doubled_ones_mended(harm: str, unfin
         lost = before - len([line for line in kept if '"split": "test"' not in line])
         assert f"{path} has lost {lost} of the {before} rows before step 13" in again.output
     assert (again.directory / "model.safetensors").read_bytes() == (ended.directory / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("harm", ["cut", "doubled", "lost"])
+def test_the_rows_of_a_finished_run_are_brought_back_or_said_to_be_lost(harm: str, ended: Ended, tmp_path: Path) -> None:
+    run = Ended(0, "", tmp_path / "runs")
+    shutil.copytree(ended.root, run.root)
+    path = run.directory / "metrics.jsonl"
+    before = path.read_bytes()
+    path.write_bytes({"cut": before[:-40], "doubled": before * 2, "lost": before[: len(before) // 2]}[harm])
+    told = finished(*RUN, *RANKS, root=run.root).output
+    assert "finished already" in told and "was not as the run had left it" in told
+    if harm == "doubled":
+        assert path.read_bytes() == before
+    else:
+        assert before.startswith(path.read_bytes()) and path.read_bytes().endswith(b"}\n")
+    assert ("has lost" in told) == (harm == "lost")
+    again = finished(*RUN, *RANKS, root=run.root).output
+    assert ("was not as" in again) == (harm != "doubled")
