@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from framework.runtime.environment import variables
 from framework.runtime.files import lock_file, make_directory, replacing_directory
@@ -45,11 +46,24 @@ def local_copy(url: str) -> str:
             raise StoreFailed(f"{url} has changed while it was fetched; give the command again")
 
     folder = fetched_once([url, found], fetch, is_whole=is_whole)
-    _VERSIONS[url] = folder.name
-    return str(folder / last if is_pattern or is_object else folder)
+    copy = str(folder / last if is_pattern or is_object else folder)
+    _COPIES[url] = _Copy(copy, folder.name)
+    return copy
 
 
-_VERSIONS: dict[str, str] = {}  # of what this process has copies of, by its URL
+class _Copy(NamedTuple):
+    path: str
+    version: str
+
+
+_COPIES: dict[str, _Copy] = {}  # that this process has, by their URLs
+
+
+def with_urls(text: str) -> str:
+    """Return a text that names files of copies, so that it names what the user knows."""
+    for url, copy in _COPIES.items():
+        text = text.replace(copy.path, url)
+    return text
 
 
 FACT = "data in the store"
@@ -57,7 +71,7 @@ FACT = "data in the store"
 
 def facts() -> dict[str, str]:
     """Return what tells the versions of all that this process has copies of, if there are any."""
-    return {FACT: "-".join(version for _, version in sorted(_VERSIONS.items()))} if _VERSIONS else {}
+    return {FACT: "-".join(copy.version for _, copy in sorted(_COPIES.items()))} if _COPIES else {}
 
 
 def fetched_once(

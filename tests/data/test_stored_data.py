@@ -166,6 +166,14 @@ def test_a_signal_ends_a_fetch_with_75(store: Objects, tmp_path: Path) -> None:
     assert ended.code == 75 and "stopped before all was fetched" in ended.output, ended.output
 
 
+def test_what_is_missing_in_a_store_is_named_as_the_user_knows_it(store: Objects, tmp_path: Path) -> None:
+    line = make_tokens(tmp_path / "data")
+    (tmp_path / "data" / "val.bin").unlink()
+    upload(store, tmp_path / "data")
+    refused = command(*line, f"dataset.root={store.url}", root=tmp_path / "runs")
+    assert refused.code == 78 and f"{store.url}/val.bin" in refused.output, refused.output
+
+
 def test_a_copy_that_was_cut_short_in_the_cache_is_fetched_again(store: Objects, tmp_path: Path) -> None:
     line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
     upload(store, tmp_path / "data")
