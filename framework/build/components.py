@@ -5,13 +5,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from framework.build.stored_data import with_copies
 from framework.config.folders import option_node, options
 from framework.config.init_from import init_contents
 from framework.config.schema import INIT, OF_DATA, Node
 from framework.config.targets import arguments_of, component, instantiated, locate
 from framework.data.source import Dataset
-from framework.runtime.local_copy import local_copy
-from framework.runtime.objects import StoreFailed, is_url, url_problems
 from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
@@ -39,28 +38,7 @@ def dataset(node: Node) -> Dataset:
 
     What is in an object store is fetched first, so that a dataset knows of paths alone.
     """
-    return component({name: _with_copies(value, name) for name, value in node.items() if name not in OF_DATA})()
-
-
-_PATHS = ("root", "files", "tokenizer")  # the arguments of datasets that name files
-
-
-def _with_copies(value: Any, name: str) -> Any:
-    """Return an argument of a dataset, local copies for the URLs in it. ValueError if there is nothing, or no right to it."""
-    if isinstance(value, dict):
-        return {inner: _with_copies(item, inner) for inner, item in value.items()}
-    if isinstance(value, list):
-        return [_with_copies(item, name) for item in value]
-    if name not in _PATHS or not is_url(value):
-        return value
-    if problems := url_problems(f"dataset.{name}", value):
-        raise ValueError(str(problems[0]))
-    try:
-        return local_copy(value)
-    except StoreFailed as failure:
-        if not failure.is_wrong:
-            raise
-        raise ValueError(f"dataset.{name}: {failure}") from failure
+    return component({name: with_copies(value, name) for name, value in node.items() if name not in OF_DATA})()
 
 
 def batch_transform(node: Node) -> Callable[[Any, Any], tuple[Any, Any]] | None:

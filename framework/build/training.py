@@ -11,6 +11,7 @@ from torch import nn
 
 from framework.build import components
 from framework.build.measure import stopwatch
+from framework.build.stored_data import store_facts
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
 from framework.checkpoint.store import CheckpointStore
@@ -46,7 +47,6 @@ from framework.optim.update import (
 )
 from framework.parallel.sync_batchnorm import synchronise
 from framework.runs.directory import RunDirectory
-from framework.runtime import local_copy
 from framework.runtime.lock import Claim
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import cast, has_compiler
@@ -218,7 +218,7 @@ class Builder:
         order = splits.loader("train").order
         plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
         update = self.update(engine, trainable(engine.module, hidden=hidden), total_steps=plan.total_steps)
-        facts = order.facts | local_copy.facts() | {"optimizer": first_target(config.optimizer["_target_"])}
+        facts = order.facts | store_facts(config.dataset) | {"optimizer": first_target(config.optimizer["_target_"])}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
             world=world,

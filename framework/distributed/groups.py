@@ -97,17 +97,22 @@ def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
 
 
 def awaited(store: dist.Store, key: str, *, timeout: timedelta) -> bytes:
-    """Return the value of a key, when it is there. Interrupted if a signal comes meanwhile; in C++ nothing would hear it."""
-    began = time.monotonic()
-    while not store.check([key]) and (waited := time.monotonic() - began) < timeout.total_seconds():
-        _stop_if_asked()
-        time.sleep(min(0.5, 0.01 + waited / 20))  # a thousand processes may ask
+    """Return the value of a key, when it is there. Interrupted if a signal comes meanwhile, which C++ would not hear, or if
+    the time is over.
+    """
+    _poll(lambda: store.check([key]), timeout=timeout)
     return bytes(store.get(key))
 
 
-def _stop_if_asked() -> None:
-    if PREEMPTION.requested:
-        raise Interrupted("stopped before all processes had begun; the same command begins")
+def _poll(is_there: Callable[[], bool], *, timeout: timedelta) -> None:
+    began = time.monotonic()
+    while not is_there():
+        waited = time.monotonic() - began
+        if PREEMPTION.requested:
+            raise Interrupted("stopped before all processes had begun; the same command begins")
+        if waited > timeout.total_seconds():
+            raise Interrupted(f"not all processes of the run have begun in {waited:.0f} s; the same command tries again")
+        time.sleep(min(0.5, 0.01 + waited / 20))  # a thousand processes may ask
 
 
 @functools.cache  # rank 0 serves it, so it lives as long as the process: other ranks may still be asking
@@ -120,18 +125,13 @@ def _tcp_store(environment: Environment) -> dist.Store:
         # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
         listener = socket.create_server((host, port)).detach() if serves else None
     if not serves:
-        _await_listener(host, port, timeout=timeout)
+        _poll(lambda: _listens(host, port), timeout=timeout)
     return dist.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
 
 
-def _await_listener(host: str, port: int, *, timeout: timedelta) -> None:
-    """Wait until the address takes connections, or the time is over. Interrupted if a signal comes meanwhile."""
-    until = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < until:
-        _stop_if_asked()
-        try:
-            socket.create_connection((host, port), timeout=1.0).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            break
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from framework.build.stored_data import OF_STORE
 from framework.build.training import Builder
 from framework.checkpoint.canonical import full_weights, misfit, restore
 from framework.checkpoint.kept import extra_state
@@ -31,7 +32,6 @@ from framework.runs.curves import draw_curves
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import iterate_rows, numbers_of, write_rows
 from framework.runs.provenance import CHANGED, WAYS, Provenance
-from framework.runtime import local_copy
 from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, headline
 from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
@@ -138,7 +138,7 @@ def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str
 def _unfit(trainer: Trainer, path: Path, state: dict[str, Any]) -> str | None:
     """Return why a checkpoint cannot be loaded into this run. Collective."""
     there, here = state["facts"], trainer.saver.facts
-    told = [name for name in here | there if name != "order" and (name != local_copy.FACT or name in there)]
+    told = [name for name in here | there if name != "order" and (name != OF_STORE or name in there)]
     differing = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in told
                  if there.get(name) != here.get(name)]  # fmt: skip
     fault = "; ".join(differing) or misfit(path, trainer.held, world=trainer.world)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.build import components
+from framework.build.stored_data import with_urls
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config.compose import Composed
 from framework.config.draft import Draft
@@ -26,7 +27,6 @@ from framework.preflight.rules import RULES, folder_holds_samples
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.exits import Exit, Interrupted
-from framework.runtime.local_copy import with_urls
 from framework.runtime.log import LOGGER
 from framework.runtime.objects import StoreFailed, is_url
 from framework.runtime.problem import Problem, missing_extra, shown
@@ -117,7 +117,7 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
         return None, [Problem.of_error("dataset", error)]
     if missing := ", ".join(name for name in ("info", "problems", "load", "transform") if name not in dir(built)):
         return None, [Problem("dataset", f"{dataset['_target_']} has no {missing}", "a dataset as in framework/data/source.py")]
-    return built, [Problem.of_line(with_urls(line)) for line in built.problems()]
+    return built, [Problem.of_line(with_urls(line, dataset)) for line in built.problems()]
 
 
 def _check_data(draft: Draft, *, known: list[str], needs_splits: bool) -> list[Problem]:

@@ -199,7 +199,10 @@ def _line_problems(asked: SlurmSection) -> list[Problem]:
     """Refuse lines that are no shell by themselves, which would spoil the job's script, and options that srun has not."""
     found = []
     try:
-        slurm.ask("srun", *asked.srun, "--version")  # it reads options in their order
+        if asked.srun:
+            slurm.ask("srun", *asked.srun, "--version")  # it reads options in their order
+    except SlurmSilent:
+        raise
     except SlurmFailed as error:
         found.append(Problem("launch.slurm.srun", f"srun refuses it: {error}", "srun's options, each with its value"))
     for line in asked.setup:

@@ -151,12 +151,13 @@ def _are_steps(steps: Any) -> bool:
     return isinstance(steps, list) and all(isinstance(step, int) for step in steps)
 
 
+_OF_MARK = dict.fromkeys(("num_rows", "num_bytes", "crc32"), int)
 _IS_OF_KIND: dict[str, Callable[[Any], bool]] = {  # the values of a summary that are used again
     "status": lambda status: isinstance(status, str),
     "metrics": _is_metrics,
     "restarts": lambda count: isinstance(count, int),
     "continued_at": _are_steps,
     "step": lambda step: isinstance(step, int),
-    "rows": lambda rows: isinstance(rows, dict) and [*map(type, rows.values())] == [int, int, int],
+    "rows": lambda rows: isinstance(rows, dict) and {name: type(number) for name, number in rows.items()} == _OF_MARK,
     "unlogged": lambda names: isinstance(names, list),
 }

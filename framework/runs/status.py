@@ -84,11 +84,11 @@ def _last_words(directory: RunDirectory, end: str) -> Standing:
     """Return how a run stands whose job has left no word in its directory: by its output, and Slurm's word for its `end`."""
     summary, lines = directory.read_summary(), directory.last_lines_of_job()
     has_begun = summary.get("status") != "queued"
-    if told := next((line for line in reversed(lines) if line.startswith(slurm.SETUP_FAILED)), ""):
-        return Standing("failed", told)
     # Slurm keeps no record of a job of an array that was cancelled while it waited
     if end.startswith("CANCELLED") or not (end or has_begun or lines):
         return Standing("cancelled", end or "it left the queue before it began")
+    if told := next((line for line in reversed(lines) if line.startswith(slurm.SETUP_FAILED)), ""):
+        return Standing("failed", told)
     own = [line for line in lines if not re.fullmatch(_SRUN_ENDS, line)] or lines
     words = str(summary.get("error") or "") or ": ".join([*filter(None, [end]), *own[-1:]])
     if not has_begun and (not end or end.split()[0] in _FAULTS):

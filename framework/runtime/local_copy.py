@@ -15,9 +15,16 @@ from framework.runtime.log import LOGGER
 from framework.runtime.objects import ObjectFacts, Objects, StoreFailed, inside
 
 
+class Copy(NamedTuple):
+    """A copy of what a URL names."""
+
+    path: str
+    version: str  # changes with the content in the store
+
+
 @cache  # one process, and those forked from it, see one version, whatever happens in the store
-def local_copy(url: str) -> str:
-    """Return the path of a copy of what a URL names: an object, a folder of objects, or a pattern of names (`*.tar`) in one.
+def local_copy(url: str) -> Copy:
+    """Return a copy of what a URL names: an object, a folder of objects, or a pattern of names (`*.tar`) in one.
 
     StoreFailed if there is nothing, or it cannot be fetched. Interrupted if a signal comes meanwhile.
     """
@@ -46,32 +53,7 @@ def local_copy(url: str) -> str:
             raise StoreFailed(f"{url} has changed while it was fetched; give the command again")
 
     folder = fetched_once([url, found], fetch, is_whole=is_whole)
-    copy = str(folder / last if is_pattern or is_object else folder)
-    _COPIES[url] = _Copy(copy, folder.name)
-    return copy
-
-
-class _Copy(NamedTuple):
-    path: str
-    version: str
-
-
-_COPIES: dict[str, _Copy] = {}  # that this process has, by their URLs
-
-
-def with_urls(text: str) -> str:
-    """Return a text that names files of copies, so that it names what the user knows."""
-    for url, copy in _COPIES.items():
-        text = text.replace(copy.path, url)
-    return text
-
-
-FACT = "data in the store"
-
-
-def facts() -> dict[str, str]:
-    """Return what tells the versions of all that this process has copies of, if there are any."""
-    return {FACT: "-".join(copy.version for _, copy in sorted(_COPIES.items()))} if _COPIES else {}
+    return Copy(str(folder / last if is_pattern or is_object else folder), version=folder.name)
 
 
 def fetched_once(

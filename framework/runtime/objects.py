@@ -16,6 +16,7 @@ from framework.runtime.problem import Problem, extra_with, install_command
 
 Answer = TypeVar("Answer")
 _PATIENCE_S = 60.0
+_SLOWEST = 250_000  # bytes a second
 _STOPPED = "stopped before all was fetched; the same command goes on"
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated")  # by protocol
 
@@ -130,16 +131,20 @@ class Objects:
     def put(self, path: Path, name: str) -> None:
         """Copy a file into an object, which may exist."""
 
-        def put() -> None:
-            self._whole(name, lambda target: self._fs.put_file(str(path), target, callback=self._moving()))
+        progress = _Progress(path.stat().st_size)  # a store may take all of it as one request, and say nothing meanwhile
 
-        self._asked(f"written: {name}", put)
+        def put() -> None:
+            self._whole(name, lambda target: self._fs.put_file(str(path), target, callback=progress.callback()))
+
+        self._asked(f"written: {name}", put, progress)
 
     def get(self, name: str, path: Path) -> None:
         """Copy an object into a new file."""
         if self._heeds_signals and PREEMPTION.requested:
             raise Interrupted(_STOPPED)
-        self._asked(f"read: {name}", lambda: self._fs.get_file(self._path(name), str(path), callback=self._moving()))
+        progress = _Progress()
+        get = lambda: self._fs.get_file(self._path(name), str(path), callback=progress.callback())  # noqa: E731
+        self._asked(f"read: {name}", get, progress)
 
     def remove(self, name: str) -> None:
         """Remove an object, if it is there."""
@@ -163,13 +168,7 @@ class Objects:
         write(f"{path}.part")
         self._fs.mv(f"{path}.part", path)
 
-    def _moving(self) -> Any:
-        """Return what a transfer tells that bytes have moved."""
-        from fsspec.callbacks import Callback
-
-        return Callback(hooks={"moved": lambda *_, **__: setattr(self, "_moved_at", time.monotonic())})
-
-    def _asked(self, what: str, work: Callable[[], Answer]) -> Answer:
+    def _asked(self, what: str, work: Callable[[], Answer], progress: "_Progress | None" = None) -> Answer:
         """Return what the store answers: asked in a thread, since a store that is silent would hold this one for ever."""
         answers: Queue[tuple[Answer | None, Exception | None]] = Queue()
 
@@ -179,7 +178,7 @@ class Objects:
             except Exception as error:  # of botocore, aiohttp, google.auth, ...
                 answers.put((None, error))
 
-        self._moved_at = time.monotonic()
+        progress = progress or _Progress()
         threading.Thread(target=ask, daemon=True).start()
         while True:
             with suppress(Empty):
@@ -187,14 +186,32 @@ class Objects:
                 break
             if self._heeds_signals and PREEMPTION.requested:
                 raise Interrupted(_STOPPED)
-            if time.monotonic() - self._moved_at > _PATIENCE_S:
-                raise StoreFailed(f"{self.url} cannot be {what}: no answer in {_PATIENCE_S:g} s")
+            if progress.is_silent:
+                raise StoreFailed(f"{self.url} cannot be {what}: no answer in {progress.patience_s:.0f} s")
         if error is not None:
             said = " ".join(str(error).split())[:300] or type(error).__name__
             lacks_right = "Credentials" in type(error).__name__
             is_wrong = lacks_right or isinstance(error, (FileNotFoundError, PermissionError, ValueError, ImportError))
             raise StoreFailed(f"{self.url} cannot be {what}: {said}", is_wrong=is_wrong) from error
         return answer  # type: ignore[return-value]
+
+
+class _Progress:
+    """When the store has last moved a byte, and how long it may be silent."""
+
+    def __init__(self, num_bytes: int = 0) -> None:
+        self.patience_s = _PATIENCE_S + num_bytes / _SLOWEST
+        self._moved_at = time.monotonic()
+
+    def callback(self) -> Any:
+        """Return what a transfer tells that bytes have moved."""
+        from fsspec.callbacks import Callback
+
+        return Callback(hooks={"moved": lambda *_, **__: setattr(self, "_moved_at", time.monotonic())})
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self._moved_at > self.patience_s
 
 
 def _version(info: dict[str, Any]) -> str:

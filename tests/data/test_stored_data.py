@@ -93,18 +93,18 @@ def test_one_object_and_a_pattern_are_data_too(store: Objects, tmp_path: Path) -
     store.write("all.bin", np.arange(4000, dtype=np.uint16).tobytes())
     for name in ("x-0.tar", "x-1.tar", "y.tar", "deeper/x-2.tar"):
         store.write(name, name.encode())
-    assert np.array_equal(np.fromfile(local_copy(f"{store.url}/all.bin"), np.uint16), np.arange(4000))
-    pattern = Path(local_copy(f"{store.url}/x-*.tar"))
+    assert np.array_equal(np.fromfile(local_copy(f"{store.url}/all.bin").path, np.uint16), np.arange(4000))
+    pattern = Path(local_copy(f"{store.url}/x-*.tar").path)
     assert pattern.name == "x-*.tar" and sorted(path.name for path in pattern.parent.iterdir()) == ["x-0.tar", "x-1.tar"]
 
 
 def test_what_changes_in_the_store_is_fetched_again_by_the_next_command(store: Objects) -> None:
     store.write("a.txt", b"one")
-    first = Path(local_copy(store.url), "a.txt")
+    first = Path(local_copy(store.url).path, "a.txt")
     store.write("a.txt", b"two")  # of the same size
-    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"one", "a process sees one version"
+    assert Path(local_copy(store.url).path, "a.txt").read_bytes() == b"one", "a process sees one version"
     local_copy.cache_clear()  # as in another process
-    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"two" and first.read_bytes() == b"one"
+    assert Path(local_copy(store.url).path, "a.txt").read_bytes() == b"two" and first.read_bytes() == b"one"
 
 
 def test_what_changes_while_it_is_fetched_is_no_copy(store: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_what_changes_while_it_is_fetched_is_no_copy(store: Objects, monkeypatch
         change.setattr(Objects, "get", get)
         with pytest.raises(StoreFailed, match="has changed while it was fetched"):
             local_copy(store.url)
-    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"two"
+    assert Path(local_copy(store.url).path, "a.txt").read_bytes() == b"two"
 
 
 def kill_at_the_second_file() -> None:
@@ -197,8 +197,22 @@ def test_a_run_does_not_go_on_with_data_that_have_changed_in_the_store(store: Ob
     assert refused.code == 65 and "does not fit this run: data in the store is " in refused.output, refused.output
     assert "none fits: the run goes on with what it began with" in refused.output
     (tmp_path / "data" / "a.py").write_text(text)
-    upload(store, tmp_path / "data")  # as another version, which nobody can tell from another content
-    assert command(*line, root=tmp_path / "runs").code in (0, 65)
+    upload(store, tmp_path / "data")
+    assert finished(*line, root=tmp_path / "runs").summary["restarts"] == 1  # a start that was refused is none
+
+
+def test_what_counts_is_the_data_of_the_run_and_no_others_that_the_process_has_copies_of(
+    store: Objects, tmp_path: Path
+) -> None:
+    line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}/data"]
+    upload(store, tmp_path)
+
+    def stop_beside_others() -> None:
+        local_copy(f"{store.url}/data/b")  # as in a sweep over datasets
+        after_step(2, preempt)()
+
+    assert command(*line, root=tmp_path / "runs", before=stop_beside_others).code == 75
+    finished(*line, root=tmp_path / "runs")
 
 
 def silent_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:

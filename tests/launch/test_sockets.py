@@ -6,10 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from framework.distributed.groups import awaited
+from framework.runtime.exits import Interrupted
 from tests.harness import command
 from tests.launch.test_mpi import ALLOWED, MPIRUN, needs_mpi
 from tests.test_loggers import RUN
@@ -104,3 +108,8 @@ def test_gloo_under_mpirun_listens_on_loopback_only(folder: Path, tmp_path: Path
     process = subprocess.Popen(line, env=os.environ | ALLOWED | {"TMPDIR": str(tmp_path)})
     assert process.wait(timeout=120) == 0
     assert_loopback(folder, processes=2, besides=process.pid)
+
+
+def test_a_wait_for_the_others_ends() -> None:
+    with pytest.raises(Interrupted, match="not all processes of the run have begun in 0 s; the same command tries again"):
+        awaited(dist.HashStore(), "decision", timeout=timedelta(seconds=0.2))

@@ -1,0 +1,53 @@
+"""The arguments of a dataset that are URLs: local copies take their places, and their versions are facts of a run."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from framework.config.schema import Node
+from framework.runtime.local_copy import local_copy
+from framework.runtime.objects import StoreFailed, is_url, url_problems
+
+_PATHS = ("root", "files", "tokenizer")  # the arguments of datasets that name files
+
+
+def with_copies(value: Any, name: str) -> Any:
+    """Return an argument of a dataset, local copies for the URLs in it. ValueError if there is nothing, or no right to it."""
+    if isinstance(value, dict):
+        return {inner: with_copies(item, inner) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [with_copies(item, name) for item in value]
+    if name not in _PATHS or not is_url(value):
+        return value
+    if problems := url_problems(f"dataset.{name}", value):
+        raise ValueError(str(problems[0]))
+    try:
+        return local_copy(value).path
+    except StoreFailed as failure:
+        if not failure.is_wrong:
+            raise
+        raise ValueError(f"dataset.{name}: {failure}") from failure
+
+
+def _urls(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the URLs of which a dataset gets copies."""
+    if isinstance(value, (dict, list)):
+        for inner, item in value.items() if isinstance(value, dict) else ((name, item) for item in value):
+            yield from _urls(item, inner)
+    elif name in _PATHS and is_url(value):
+        yield value
+
+
+OF_STORE = "data in the store"
+
+
+def store_facts(node: Node) -> dict[str, str]:
+    """Return what tells the versions of a dataset's data in stores, if it has any there; the copies are there already."""
+    versions = [local_copy(url).version for url in _urls(node)]
+    return {OF_STORE: "-".join(versions)} if versions else {}
+
+
+def with_urls(text: str, node: Node) -> str:
+    """Return a text that names files of a dataset's copies, so that it names what the user knows."""
+    for url in _urls(node):
+        text = text.replace(local_copy(url).path, url)
+    return text
