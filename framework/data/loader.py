@@ -20,8 +20,9 @@ from framework.data.source import Dataset, Source, Split
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.randomness import key, keys, seed_generators
+from framework.runtime.files import open_files
 from framework.runtime.preemption import SIGNALS, die_with_parent
-from framework.runtime.torch_internals import kill_loader, shut_down_loader
+from framework.runtime.torch_internals import kill_loader, report_what_cannot_be_sent, shut_down_loader
 
 _FORK_S = 5.0  # a new process that has done nothing for so long hangs
 
@@ -129,8 +130,9 @@ class Loader:
 
     def _fork(self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore) -> Iterator[Step]:
         def begin(_: int) -> None:
-            die_with_parent()  # torch's watchdog looks every five seconds, and a queue may break before
             begun.release()
+            die_with_parent()  # torch's watchdog looks every five seconds, and a queue may break before
+            report_what_cannot_be_sent()
 
         loader = DataLoader(
             _AtPosition(fetch),
@@ -141,6 +143,7 @@ class Loader:
             worker_init_fn=begin,
             multiprocessing_context="fork",
         )
+        open_files()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal to the whole process group must not kill them
         try:
             return iter(loader)

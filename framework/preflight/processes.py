@@ -126,7 +126,7 @@ def open_files_problems(launch: LaunchSection, dataset: Node) -> list[Problem]:
     """Refuse more processes than this process's limit of open files lets them have connections and loader workers."""
     num_workers = dataset.get("num_workers")
     on_each = _FILES + _FILES_OF_EACH * (launch.most_processes + (num_workers if isinstance(num_workers, int) else 0))
-    allowed = open_files(at_least=on_each) if launch.kind == "local" else on_each  # a job has limits of its own
+    allowed = open_files() if launch.kind == "local" else on_each  # a job has limits of its own
     if allowed >= on_each:
         return []
     what = f"{launch.num_processes}, but this process may open {allowed} files only, where {on_each} may be needed"

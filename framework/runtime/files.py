@@ -125,11 +125,17 @@ def flush_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_files(*, at_least: int) -> int:
-    """Return how many files this process, and each that it starts, may open; raised to `at_least` where that is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft != unlimited and soft < at_least:
-        soft = at_least if hard == unlimited else min(at_least, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return at_least if soft == unlimited else soft
+def open_files() -> int:
+    """Let this process, and each that it starts, open as many files as it may (up to 65,536); return how many that is.
+
+    The usual 1,024 are for programs that call select(). Each tensor on its way from a loader worker is an open file.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (_MANY_FILES if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    most = max(soft, min(hard, _MANY_FILES))
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    return most
+
+
+_MANY_FILES = 1 << 16

@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -174,6 +176,19 @@ def rpc_options(*, init_method: str, timeout_s: float, num_threads: int) -> Any:
 
 
 # --- loader processes
+
+
+def report_what_cannot_be_sent() -> None:
+    """In a loader process: raise in the reader why a batch cannot be sent, for which it would wait without an end.
+
+    The queue's thread alone sees that: an object that cannot be pickled, or too many open files.
+    """
+
+    def put_error(queue: "Queue[Any]", error: BaseException, item: tuple[int, Any]) -> None:
+        fault = (type(error), error, error.__traceback__)
+        queue.put((item[0], ExceptionWrapper(fault, where="sending a batch from a loader process")))
+
+    Queue._on_queue_feeder_error = put_error
 
 
 def shut_down_loader(steps: Iterator[Any]) -> None:

@@ -2,13 +2,17 @@
 
 import multiprocessing
 import os
+import resource
 import signal
+import threading
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from framework.data.digits import Digits
 from framework.data.loader import Loader
@@ -148,6 +152,37 @@ def test_a_loader_process_that_stands_still_after_its_fork_is_replaced(monkeypat
     steps = loader(num_workers=2).train(0)
     assert_same_steps(list(islice(steps, 3)), list(islice(loader().train(0), 3)))
     assert num_forks == 4 and len(multiprocessing.active_children()) == 2
+
+
+@pytest.mark.parametrize("fault", ["a lock in a sample", "too many open files"])
+def test_a_batch_that_cannot_be_sent_is_an_error_and_no_hang(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = loader(num_workers=1)
+    plain = made.dataset.transform
+
+    def transform(inputs: Tensor, targets: Tensor, *, keys: np.ndarray | None) -> tuple[Any, Any]:
+        if fault == "a lock in a sample":
+            return plain(inputs, {"labels": targets, "lock": threading.Lock()}, keys=keys)
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
+        return plain(inputs, targets, keys=keys)
+
+    monkeypatch.setattr(made.dataset, "transform", transform)
+    with pytest.raises(
+        (TypeError, OSError), match="sending a batch from a loader process[^!]*(cannot pickle|Too many open files)"
+    ):
+        next(made.train(0))
+    made.close()
+
+
+def test_a_process_takes_the_open_files_that_it_may_have() -> None:
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, allowed[1]))
+        next(loader(num_workers=1).train(0))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(allowed[1] % (1 << 64), 65536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
