@@ -188,7 +188,7 @@ def report_what_cannot_be_sent() -> None:
         fault = (type(error), error, error.__traceback__)
         queue.put((item[0], ExceptionWrapper(fault, where="sending a batch from a loader process")))
 
-    Queue._on_queue_feeder_error = put_error
+    Queue._on_queue_feeder_error = put_error  # type: ignore[attr-defined]
 
 
 def shut_down_loader(steps: Iterator[Any]) -> None:
