@@ -4,7 +4,7 @@ import signal
 import sys
 from importlib.util import find_spec
 
-from framework.runtime.hashes import fix_hashes
+from framework.runtime.program import fix_hashes
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a run watches for it, Ctrl-C simply ends this

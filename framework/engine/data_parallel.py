@@ -67,7 +67,6 @@ class DataParallelEngine(Engine):
         self._broadcast = broadcast
         self._make_optimizer = make_optimizer
         self._warm_up, self._finish = warm_up, finish
-        self._start_gradients: dict[float, Tensor] = {}
         held = [module] if self.task is None else [module, self.task]
         self.buffers = Buffers(*held, broadcast=broadcast if meet_in_steps else None)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -95,7 +94,7 @@ class DataParallelEngine(Engine):
             self._set_sync(position == last)
             self._forward.seed_draws(step=index, micro_batch=micro_batch.number, turn=step.turn)
             loss, more = self._forward(self._model, micro_batch, measure=measure)
-            loss.backward(self._start_gradient(0.0 if micro_batch.is_padding else scale, like=loss))
+            (loss * (0.0 if micro_batch.is_padding else scale)).backward()
             self.buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
             add(sums, self._counted(more, micro_batch))
         return sums
@@ -105,8 +104,7 @@ class DataParallelEngine(Engine):
         for results in self._own_steps().run(step, index=index):
             num_left -= len(results)
             self._set_sync(num_left == 0)
-            scales = [self._start_gradient(0.0 if r.micro_batch.is_padding else scale, like=r.loss) for r in results]
-            torch.autograd.backward([result.loss for result in results], scales)
+            torch.autograd.backward([r.loss * (0.0 if r.micro_batch.is_padding else scale) for r in results])
             for result in results:
                 add(sums, self._counted(result.sums, result.micro_batch))
         return sums
@@ -146,12 +144,6 @@ class DataParallelEngine(Engine):
 
     def use_average(self, average: Average | None) -> None:
         self._average = average
-
-    def _start_gradient(self, scale: float, *, like: Tensor) -> Tensor:
-        """Return the gradient that starts a backward pass: the scale itself, cheaper than scaling the loss."""
-        if scale not in self._start_gradients:
-            self._start_gradients[scale] = torch.full((), scale, dtype=like.dtype, device=like.device)
-        return self._start_gradients[scale]
 
     def _counted(self, sums: Sums, micro_batch: MicroBatch) -> Sums:
         return sums if self._counts(micro_batch) else {name: torch.zeros_like(value) for name, value in sums.items()}

@@ -48,6 +48,7 @@ def train(build: Builder) -> Exit:
     places = world.agreement.gather((socket.gethostname(), device_name(world.device)))
     if world.rank == 0:
         Provenance(directory.path).add_workers(hosts=[host for host, _ in places], devices=[device for _, device in places])
+    gc.freeze()  # what has been imported stays: no collection need look at it
     trainer = build.trainer()
     try:
         _continue(trainer, build)
@@ -86,6 +87,7 @@ def train(build: Builder) -> Exit:
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
         del trainer
         gc.collect()
+        gc.unfreeze()
 
 
 def _what_is_left(directory: RunDirectory) -> str:

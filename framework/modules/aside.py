@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from framework.modules.tensors import local
+from framework.runtime.torch_internals import OF_OPTIMIZERS
 
 _MOST = 20_000  # objects that are looked at
 _LONG = 1000  # items of a list, or of a dictionary, that are looked at one by one
 _LARGEST = 1 << 26  # bytes of an object that are looked at
 _GLANCE = 1 << 20  # the same, at a glance; of a larger tensor, so many bytes here and there
 _OF_MODULES = set(vars(nn.Module()))
-_OF_OPTIMIZERS = set(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))])))
 
 GENERATOR = "generator"  # how the digest of one begins
 Memory = dict[str, str]  # digests by paths such as `layers.0.count`
@@ -48,7 +48,7 @@ def kept_aside(root: object, *, own: Iterable[str] = (), at_a_glance: bool = Fal
             walk.attributes(tensor, name, left_out=set())
             walk.hooks(tensor, name)
     else:
-        walk.attributes(root, "", left_out=_OF_OPTIMIZERS if isinstance(root, torch.optim.Optimizer) else set())
+        walk.attributes(root, "", left_out=OF_OPTIMIZERS if isinstance(root, torch.optim.Optimizer) else set())
     return walk.found
 
 

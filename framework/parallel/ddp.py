@@ -22,7 +22,7 @@ from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import copy_all, import_dynamo, set_gradient_sync, without_buffer_sync
 
-import_dynamo()  # here, so that workers inherit it from their warm parent
+import_dynamo()  # DDP would, in each of the workers: so they inherit it from their warm parent
 
 
 _BUCKET = 25 * 2**20  # bytes, as DDP's

@@ -15,7 +15,6 @@ from typing import Any
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.preemption import PREEMPTION, die_with_parent
 from framework.runtime.problem import Problem
-from framework.runtime.torch_internals import import_dynamo
 
 Found = list[dict[str, Any]]  # what JSON holds
 
@@ -25,7 +24,6 @@ def in_child(work: Callable[[], Found], *, limit_s: float | None = None, is_sile
 
     `is_silent`: what it prints is lost.
     """
-    import_dynamo()  # here, once: an optimizer would, in each of the processes
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(work, theirs, is_silent))

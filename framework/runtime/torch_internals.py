@@ -3,15 +3,19 @@
 `tests/test_torch_internals.py` has a canary for each name, which fails with a release that removes the name.
 """
 
+import functools
+import importlib
 import inspect
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -100,9 +104,43 @@ def is_view(tensor: Tensor) -> bool:
 # --- compiling
 
 
-def import_dynamo() -> None:
-    """Import the module that DDP's constructor would import, so that forked workers inherit it."""
-    import torch._dynamo  # noqa: F401
+class _Later(ModuleType):
+    """In the place of `torch._dynamo` until it is used: every optimizer imports it, which takes as long as importing torch.
+
+    What optimizers use of it matters only to code that is being compiled: it is here. Anything else imports the module.
+    """
+
+    def graph_break(self) -> None:
+        """Do nothing: nothing is being compiled."""
+
+    def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
+        """Return a function that does the same, and is left out of what is compiled later."""
+        if not isinstance(function, FunctionType):
+            return import_dynamo().disable(function, recursive, **options)
+        disabled = functools.cache(lambda: import_dynamo().disable(function, recursive, **options))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if sys.modules[_DYNAMO] is self else disabled())(*args, **kwargs)
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_dynamo(), name)
+
+
+def import_dynamo() -> ModuleType:
+    """Import `torch._dynamo` now, if it has not been: so that forked workers inherit it from their warm parent, for example."""
+    if isinstance(sys.modules.get(_DYNAMO), _Later):
+        del sys.modules[_DYNAMO], vars(torch)["_dynamo"]
+    return importlib.import_module(_DYNAMO)
+
+
+_DYNAMO = "torch._dynamo"
+if _DYNAMO not in sys.modules:
+    sys.modules[_DYNAMO] = torch._dynamo = _Later(_DYNAMO)  # type: ignore[assignment]
+
+OF_OPTIMIZERS = set(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))])))  # what any optimizer keeps in attributes
 
 
 def has_compiler() -> bool:
