@@ -41,6 +41,11 @@ def _is_whole_process() -> bool:
     """Return whether this process runs this program alone: no other one has called it within the process."""
     program, *given = sys.argv
     before = len(sys.orig_argv) - len(given)
-    options = sys.orig_argv[1:before]
-    is_main = program in options or ("-m" in options and program.endswith("__main__.py"))
-    return is_main and sys.orig_argv[before:] == given
+    *options, last = sys.orig_argv[:before]
+    if options[-1:] == ["-m"] and program.endswith("__main__.py"):
+        options.pop()
+    elif last != program:
+        return False
+    pairs = zip(options, options[1:])  # what follows the interpreter must be options of its own, or their values
+    are_its_own = all(after.startswith("-") or option in ("-X", "-W") for option, after in pairs)
+    return are_its_own and "-m" not in options and sys.orig_argv[before:] == given

@@ -110,6 +110,10 @@ class _Later(ModuleType):
     What optimizers use of it matters only to code that is being compiled: it is here. Anything else imports the module.
     """
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.when_imported: list[Callable[[ModuleType], None]] = []
+
     def graph_break(self) -> None:
         """Do nothing: nothing is being compiled."""
 
@@ -117,23 +121,33 @@ class _Later(ModuleType):
         """Return a function that does the same, and is left out of what is compiled later."""
         if not isinstance(function, FunctionType):
             return import_dynamo().disable(function, recursive, **options)
-        disabled = functools.cache(lambda: import_dynamo().disable(function, recursive, **options))
+        current = [function]
+
+        def begin(dynamo: ModuleType) -> None:
+            current[0] = dynamo.disable(function, recursive, **options)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (function if sys.modules[_DYNAMO] is self else disabled())(*args, **kwargs)
+            return current[0](*args, **kwargs)
 
+        self.when_imported.append(begin)
         return call
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # asked of every module by whoever looks for one
+            raise AttributeError(name)
         return getattr(import_dynamo(), name)
 
 
 def import_dynamo() -> ModuleType:
     """Import `torch._dynamo` now, if it has not been: so that forked workers inherit it from their warm parent, for example."""
-    if isinstance(sys.modules.get(_DYNAMO), _Later):
-        del sys.modules[_DYNAMO], vars(torch)["_dynamo"]
-    return importlib.import_module(_DYNAMO)
+    if not isinstance(later := sys.modules.get(_DYNAMO), _Later):
+        return importlib.import_module(_DYNAMO)
+    del sys.modules[_DYNAMO], vars(torch)["_dynamo"]
+    dynamo = importlib.import_module(_DYNAMO)
+    for begin in later.when_imported:
+        begin(dynamo)
+    return dynamo
 
 
 _DYNAMO = "torch._dynamo"
