@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from framework.distributed.agreement import Agreement
+from framework.distributed.buckets import broadcast_all
 from framework.distributed.groups import Groups, attempt_store
 from framework.distributed.hang import diagnose
 from framework.distributed.hang.board import Board
@@ -118,8 +119,8 @@ class World:
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite every rank's tensors by rank 0's. Collective."""
-        for tensor in tensors if self.world_size > 1 else ():
-            dist.broadcast(tensor, src=0)
+        if self.world_size > 1:
+            broadcast_all({0: tensors})
 
     # --- what the other ranks on this node see, even if this rank no longer answers
 

@@ -49,7 +49,9 @@ class Buffers:
 
     def values(self) -> list[Tensor]:
         """Return copies."""
-        return [tensor.clone() for tensor in self.tensors]
+        copies = [torch.empty_like(tensor) for tensor in self.tensors]
+        copy_all(copies, self.tensors)
+        return copies
 
     def set(self, values: Sequence[Tensor], *, onto: Sequence[Tensor] | None = None) -> None:
         """Give the buffers these values, in the tensors that they are or in others that they were."""

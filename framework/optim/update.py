@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.modules.tensors import by_mesh, local, part_of
 from framework.optim.optimizers import Trainable
@@ -67,6 +67,13 @@ def gradient_of(parameter: Any) -> Tensor | None:
     if gradient is not None and getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     return gradient
+
+
+def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient; a parameter that has none gets zeros."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 class AveragedWeights:

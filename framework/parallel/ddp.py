@@ -12,20 +12,20 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
+from framework.distributed.buckets import sum_all
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
 from framework.optim.optimizers import MakeOptimizer
+from framework.optim.update import gradient_or_zeros
 from framework.parallel.compression import Name, register
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
-from framework.runtime.torch_internals import copy_all, import_dynamo, set_gradient_sync, without_buffer_sync
+from framework.runtime.torch_internals import import_dynamo, set_gradient_sync, without_buffer_sync
 
 import_dynamo()  # DDP would, in each of the workers: so they inherit it from their warm parent
 
-
-_BUCKET = 25 * 2**20  # bytes, as DDP's
 
 REMEDIES = ({"find_unused_parameters": True},)  # options with which a model may run that does not without
 
@@ -154,21 +154,10 @@ def summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum the gradients over all ranks, in buckets; one that only some ranks have is zero on the others. Collective."""
+    """Sum the gradients over all ranks; one that only some ranks have is zero on the others. Collective."""
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    buckets: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
-    num_bytes = 0
-    for parameter in (p for p, is_used in zip(parameters, used.tolist()) if is_used):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        num_bytes += parameter.grad.nbytes
-        buckets.setdefault((parameter.dtype, parameter.device, num_bytes // _BUCKET), []).append(parameter.grad)
-    for bucket in buckets.values():
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(flat)
-        parts = flat.split([gradient.numel() for gradient in bucket])
-        copy_all(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket)])
+    sum_all(gradient_or_zeros(p) for p, is_used in zip(parameters, used.tolist()) if is_used)
 
 
 class _Zero(nn.Module):

@@ -1,6 +1,6 @@
 """Post-local SGD: every process trains alone, and all average their models now and then. NOT equal to one process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Annotated
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from annotated_types import Ge
 from torch import Tensor, nn
 
+from framework.distributed.buckets import sum_all
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
@@ -118,7 +119,7 @@ class LocalSGD(EngineAround):
 
     def _agree_on_average(self, step: int) -> None:
         if self._weights_average is not None and (step + 1) % self._sync_every == 0:
-            self._average(iter(self._weights_average.tensors.values()))
+            self._average(self._weights_average.tensors.values())
 
     def can_pause(self, step: int) -> bool:
         return step % self._sync_every == 0 or step <= self._sync_first
@@ -133,13 +134,13 @@ class LocalSGD(EngineAround):
     def _average_all(self) -> None:
         assert self._optimizer is not None
         if self._weights_average is not None and not self.can_pause(self._index + 1):  # else it follows the update
-            self._average(iter(self._weights_average.tensors.values()))
+            self._average(self._weights_average.tensors.values())
         self._average(p.data for p in self.module.parameters() if p.requires_grad)
         states = (self._optimizer.state[p] for p in self.module.parameters() if p in self._optimizer.state)
         self._average(value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
 
-    def _average(self, tensors: Iterator[Tensor]) -> None:
-        sent = [(tensor, dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
-        for tensor, work in sent:
-            work.wait()
+    def _average(self, tensors: Iterable[Tensor]) -> None:
+        averaged = list(tensors)
+        sum_all(averaged)
+        for tensor in averaged:
             tensor.div_(self.dp_size)

@@ -1,10 +1,10 @@
 """ZeRO-1: DistributedDataParallel whose optimizer state is spread over the processes."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
+from framework.distributed.buckets import broadcast_all
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
@@ -52,9 +52,10 @@ def owned(world: World) -> MakeOptimizer:
         optimizer = build(mine or stand_in(world.device))  # there may be more ranks than parameters
 
         def share(*_: object) -> None:
-            sent = [dist.broadcast(t.parameter.data, src=o, async_op=True) for t, o in zip(trained, owners)]
-            for work in sent:
-                work.wait()
+            broadcast_all({
+                rank: [item.parameter.data for item, owner in zip(trained, owners) if owner == rank]
+                for rank in range(world.world_size)
+            })  # fmt: skip
 
         optimizer.register_step_post_hook(share)
         return optimizer

@@ -60,9 +60,14 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Overwrite many tensors in one call."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+    """Overwrite many tensors, in one call for each pair of types and devices: of a mixture torch would copy one by one."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources):
+        ours, theirs = kinds.setdefault((target.dtype, target.device, source.dtype, source.device), ([], []))
+        ours.append(target)
+        theirs.append(source)
+    for ours, theirs in kinds.values():
+        torch._foreach_copy_(ours, theirs)
 
 
 def move_all_towards(targets: Sequence[Tensor], sources: Sequence[Tensor], *, share: float) -> None:

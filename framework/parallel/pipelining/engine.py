@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from framework.distributed.buckets import broadcast_all, sum_all
 from framework.distributed.world import World
 from framework.engine.buffers import Buffers
 from framework.engine.forward import Forward
@@ -18,6 +19,7 @@ from framework.engine.seam import Engine, MicroBatch, Step
 from framework.engine.sums import Sums, add
 from framework.modules.tensors import Tree, by_mesh, local, whole
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
+from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, make_schedule, waiting_share
@@ -110,11 +112,9 @@ class PipelineEngine(Engine):
             buffers.end_step()
         for parameter, group in self._shared:
             if parameter.requires_grad:
-                dist.all_reduce(local(_gradient(parameter)), group=group)
+                dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
         if self._data is not None and not self._is_sharded:
-            sent = [dist.all_reduce(_gradient(p), group=self._data, async_op=True) for p in self._parameters]
-            for work in sent:
-                work.wait()
+            sum_all((gradient_or_zeros(p) for p in self._parameters), group=self._data)
         return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
 
     def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool) -> None:
@@ -220,8 +220,7 @@ class PipelineEngine(Engine):
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors by those of the process of the first pipeline that has the same stages."""
         assert self._data is not None
-        for tensor in tensors:
-            dist.broadcast(tensor, src=dist.get_global_rank(self._data, 0), group=self._data)
+        broadcast_all({dist.get_global_rank(self._data, 0): tensors}, group=self._data)
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return build(trained or stand_in(self._world.device))  # a stage may have frozen weights only
@@ -237,9 +236,3 @@ def _passes(step: Step) -> list[Sequence[MicroBatch]]:
         return [step.micro_batches]
     *others, last = sorted(step.micro_batches, key=lambda micro_batch: (not micro_batch.is_padding, micro_batch.number))
     return [others, [last]]
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
