@@ -1,6 +1,7 @@
 """The time of an optimizer step under each strategy on the same work, against one process.
 
-    python benchmarks/strategies.py [processes]
+    python benchmarks/strategies.py [processes]          every strategy against one process
+    python benchmarks/strategies.py [processes] bare     beside what one writes by hand with torch (comparison/bare_strategies.py)
 
 Every side trains the same GPT on the same batches on this machine, in turn, with the cores shared out among its processes;
 the figure is the median over the later rows of `metrics.jsonl`. On one machine there is no network to wait for, and no second
@@ -8,6 +9,7 @@ machine to gain from: what is seen is what a strategy costs.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +22,9 @@ WORK = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "d
         "dataset.num_val=1", "dataset.num_test=1", "model=gpt", "model.dim=128", "model.num_layers=4",
         f"global_batch_size={BATCH}", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=40",
         "trainer.log_every=5", "trainer.eval_every=null", "checkpoint.every=null"]  # fmt: skip
+
+NUM_ROUNDS = 7
+BARE = {"single": "single", "ddp": "ddp", "fsdp": "fsdp", "tensor": "tensor", "pipeline": "pipeline, 1f1b"}
 
 
 def strategies(count: int) -> dict[str, list[str]]:
@@ -61,8 +66,31 @@ def step_ms(overrides: list[str], *, count: int) -> float:
     return 1000 * BATCH / statistics.median(rates[len(rates) // 2 :])
 
 
+def bare_step_ms(name: str, *, count: int) -> float:
+    """Return the same of torch's own script, started by torchrun with as many threads a process as ours."""
+    script = str(ROOT / "benchmarks" / "comparison" / "bare_strategies.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // (1 if name == "single" else count)))
+    line = [sys.executable, script, name] if name == "single" else [*torchrun, script, name]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": threads})
+    return float(done.stdout)
+
+
+def beside_bare(count: int) -> None:
+    print(
+        f"{count} processes, {NUM_ROUNDS} rounds\n{'strategy':12} {'torch ms':>9} {'ours ms':>9}  ours / torch, median [quartiles]"
+    )
+    for name, key in BARE.items():
+        pairs = [(bare_step_ms(name, count=count), step_ms(strategies(count)[key], count=count)) for _ in range(NUM_ROUNDS)]
+        low, middle, high = statistics.quantiles([ours / bare for bare, ours in pairs], n=4)
+        bare, ours = (statistics.median(side) for side in zip(*pairs))
+        print(f"{name:12} {bare:9.1f} {ours:9.1f}  {middle:.2f} [{low:.2f}..{high:.2f}]", flush=True)
+
+
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    count = next((int(word) for word in sys.argv[1:] if word.isdigit()), 2)
+    if "bare" in sys.argv:
+        return beside_bare(count)
     print(f"{count} processes\n{'strategy':24} {'ms a step':>10} {'against single':>15}")
     single = 0.0
     for name, overrides in strategies(count).items():

@@ -5,6 +5,7 @@ Source: Radford et al. 2019 (GPT-2) for the blocks and their initialisation; Su 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,14 +161,37 @@ class MLP(nn.Module):
 def rotate(x_BNTE: Tensor) -> Tensor:
     """Turn each pair (i, i + E/2) of a head by an angle proportional to the token's position.
 
-    The product of a turned query and a turned key then depends on the distance of the two tokens only. The angles are
-    computed in float64 on each call: a buffer would be rounded by `.to(dtype)`, and never recover.
+    The product of a turned query and a turned key then depends on the distance of the two tokens only.
     """
     num_tokens, head_dim = x_BNTE.shape[-2:]
-    positions = torch.arange(num_tokens, dtype=torch.float64, device=x_BNTE.device)
-    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=x_BNTE.device)
-    angles = torch.outer(positions, ROTARY_BASE ** (-2 * pairs / head_dim))  # (T, E/2)
     dtype = torch.promote_types(x_BNTE.dtype, torch.float32)  # a 16-bit cosine would blur far positions
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = kept_rotary_table(num_tokens, head_dim, dtype, x_BNTE.device)
     first, second = x_BNTE.to(dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BNTE.dtype)
+
+
+def kept_rotary_table(*kind: Any) -> tuple[Tensor, Tensor]:
+    """Return `rotary_table`, the same for every layer and step: kept, but for a tracer's stand-ins and what is compiled."""
+    if torch.compiler.is_compiling():
+        return rotary_table(*kind)
+    if (table := _ROTARY_TABLES.get(kind)) is None:
+        table = rotary_table(*kind)
+        if type(table[0]) is Tensor and not table[0].is_inference():
+            if len(_ROTARY_TABLES) == 16:  # lengths: samples of many are given many
+                _ROTARY_TABLES.clear()
+            _ROTARY_TABLES[kind] = table
+    return table
+
+
+def rotary_table(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of the angles, each (T, E/2), computed in float64.
+
+    They are no buffers: `.to(dtype)` would round these, and they would never recover.
+    """
+    positions = torch.arange(num_tokens, dtype=torch.float64, device=device)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
+    angles = torch.outer(positions, ROTARY_BASE ** (-2 * pairs / head_dim))
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+_ROTARY_TABLES: dict[Any, tuple[Tensor, Tensor]] = {}

@@ -104,6 +104,14 @@ def whole_like(like: Tensor, tensor: Tensor) -> Tensor:
     return DTensor.from_local(tensor.to(like.device), like.device_mesh, run_check=False)
 
 
+def gradient_of(parameter: Any) -> Tensor | None:
+    """Return the gradient, cut like its parameter: tensor parallelism leaves some as sums that are not yet taken."""
+    gradient = parameter.grad
+    if gradient is not None and getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the tensor that this is a shard of, or the tensor itself. Collective for a shard."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -3,14 +3,14 @@
 import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 
 from framework.modules.parts import nearest_name
-from framework.modules.tensors import by_mesh, part_of, whole
+from framework.modules.tensors import by_mesh, gradient_of, local, part_of, whole
 from framework.runtime.torch_internals import NORMS
 
 
@@ -147,9 +147,9 @@ def sgd(
     """Stochastic gradient descent with momentum."""
     if nesterov and momentum == 0:
         raise ValueError("nesterov=true: needs momentum above 0")
-    # not fused: fused SGD fails on FSDP2's shards
     by_decay = _by_decay(trained, groups, weight_decay)
-    return torch.optim.SGD(by_decay, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+    kind = FusedSGD if _can_fuse(trained) else torch.optim.SGD
+    return kind(by_decay, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
 
 
 def muon(
@@ -180,6 +180,25 @@ def _pair(betas: list[float]) -> tuple[float, float]:
     if len(betas) != 2:
         raise ValueError(f"betas={betas} must be two numbers, as in [0.9, 0.999]")
     return betas[0], betas[1]
+
+
+class FusedSGD(torch.optim.SGD):
+    """torch's SGD in one pass over the memory. torch's own fused step takes no shards; here it takes this rank's parts."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the Engine has run backward
+        for group in self.param_groups:
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["momentum"]:
+                for parameter in moved:
+                    self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            torch.optim.sgd.sgd(
+                [local(parameter) for parameter in moved],
+                [local(cast(Tensor, gradient_of(parameter))) for parameter in moved],
+                [local(self.state[p]["momentum_buffer"]) if group["momentum"] else None for p in moved],
+                fused=True,
+                **{name: group[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")},
+            )
 
 
 class Muon(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.modules.tensors import by_mesh, local, part_of
+from framework.modules.tensors import by_mesh, gradient_of, local, part_of
 from framework.optim.optimizers import Trainable
 from framework.optim.precision import LossScale
 from framework.optim.turns import InTurns, Turn
@@ -59,14 +59,6 @@ class Noise:
                 generator = torch.Generator(gradient.device).manual_seed(key(self.seed, "gradient noise", step, item.name))
                 noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device)
                 local(gradient).add_(local(part_of(noise, like=gradient)), alpha=std)
-
-
-def gradient_of(parameter: Any) -> Tensor | None:
-    """Return the gradient, cut like its parameter: tensor parallelism leaves some as sums that are not yet taken."""
-    gradient = parameter.grad
-    if gradient is not None and getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
-        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
-    return gradient
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:

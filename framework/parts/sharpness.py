@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from framework.optim.update import gradient_of
+from framework.modules.tensors import gradient_of
 from framework.training.parts import Loop
 
 

@@ -17,8 +17,8 @@ from framework.engine.buffers import Buffers
 from framework.engine.seam import Engine, Step
 from framework.engine.sums import Sums, means, weight_of
 from framework.modules.structure import in_eval_mode
-from framework.modules.tensors import Tree, map_tensors, whole
-from framework.optim.update import Update, gradient_of
+from framework.modules.tensors import Tree, gradient_of, map_tensors, whole
+from framework.optim.update import Update
 from framework.randomness import generator_states, key, seed_generators, set_generator_states
 from framework.runs.metrics_file import NOT_CURVES
 from framework.runtime.exits import Unfit
