@@ -89,8 +89,10 @@ def beside_bare(count: int) -> None:
 
 def main() -> None:
     count = next((int(word) for word in sys.argv[1:] if word.isdigit()), 2)
-    if "bare" in sys.argv:
-        return beside_bare(count)
+    beside_bare(count) if "bare" in sys.argv else all_strategies(count)
+
+
+def all_strategies(count: int) -> None:
     print(f"{count} processes\n{'strategy':24} {'ms a step':>10} {'against single':>15}")
     single = 0.0
     for name, overrides in strategies(count).items():

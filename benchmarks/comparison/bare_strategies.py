@@ -95,7 +95,8 @@ def pipeline(model: Any, *, rank: int, size: int) -> tuple[nn.Module, Callable[[
         losses: list[Tensor] = []
         inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
         given = (inputs,) if rank == 0 else ()
-        schedule.step(*given, **({"target": targets, "losses": losses} if rank == size - 1 else {}))
+        named: dict[str, Any] = {"target": targets, "losses": losses} if rank == size - 1 else {}
+        schedule.step(*given, **named)
         return torch.stack(losses).sum().detach() if losses else torch.zeros(())
 
     return stage, take

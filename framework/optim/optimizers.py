@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple, cast
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
+from torch.optim.sgd import sgd as move_by_sgd
 
 from framework.modules.parts import nearest_name
 from framework.modules.tensors import by_mesh, gradient_of, local, part_of, whole
@@ -192,7 +193,7 @@ class FusedSGD(torch.optim.SGD):
             if group["momentum"]:
                 for parameter in moved:
                     self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-            torch.optim.sgd.sgd(
+            move_by_sgd(
                 [local(parameter) for parameter in moved],
                 [local(cast(Tensor, gradient_of(parameter))) for parameter in moved],
                 [local(self.state[p]["momentum_buffer"]) if group["momentum"] else None for p in moved],
