@@ -68,6 +68,27 @@ def plant(moment: str, victim: str, signum: int) -> None:
     once_at(*MOMENTS[moment], strike)
 
 
+def test_between_rows_a_signal_is_heard_within_a_second(tmp_path: Path) -> None:
+    """Rows every hundred steps, which take at least 20 ms: the ranks ask each other by the clock."""
+    line = [*RUN, "trainer.max_epochs=null", "trainer.max_steps=9000", "trainer.log_every=100", "trainer.eval_every=null",
+            "checkpoint.every=null", "parallel=ddp", "launch.nproc_per_node=2"]  # fmt: skip
+
+    def plant() -> None:
+        original = Trainer.train_step
+
+        def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.02)
+            if self.progress.step == 110 and Environment.read().rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(self, *args, **kwargs)
+
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+
+    ended = end(begin(*line, root=tmp_path / "runs", before=plant), root=tmp_path / "runs")
+    assert ended.code == 75, ended.output
+    assert 110 < ended.summary["step"] < 110 + 25 + 3
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     root = tmp_path_factory.mktemp("undisturbed")

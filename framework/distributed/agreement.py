@@ -20,6 +20,8 @@ class Agreement:
     """
 
     group: dist.ProcessGroup | None
+    every: int = field(default=1, init=False)  # calls of `any_flags`; the same on all ranks
+    _calls: int = field(default=0, init=False)  # since the ranks were asked
     _flags: tuple[dist.Work, Tensor] | None = field(default=None, init=False)
 
     @property
@@ -76,17 +78,25 @@ class Agreement:
         if self.group is not None:
             dist.barrier(group=self.group)
 
-    def any_flags(self, *flags: bool) -> list[bool]:
+    def any_flags(self, *flags: bool, now: bool = True) -> list[bool]:
         """Return for each flag whether any rank had raised it at the PREVIOUS call: the same on all ranks. Collective.
 
+        Without `now`, only every so many calls (`every`) ask the others, and what the calls between are given is not told.
         The reduction of one call runs during the step that follows it, so agreeing costs no waiting.
         """
         if self.group is None:
             return list(flags)
         before = self.finish() or [False] * len(flags)
-        mine = torch.tensor(flags, dtype=torch.int64)
-        self._flags = dist.all_reduce(mine, group=self.group, async_op=True), mine
+        self._calls += 1
+        if now or self._calls >= self.every:
+            self._calls = 0
+            mine = torch.tensor(flags, dtype=torch.int64)
+            self._flags = dist.all_reduce(mine, group=self.group, async_op=True), mine
         return before
+
+    def take_pace(self, *, call_s: float) -> None:
+        """Let `any_flags` ask twice a second where a call comes every `call_s` seconds: the same number on all ranks."""
+        self.every = max(1, min(1000, int(0.5 / max(call_s, 1e-6))))
 
     def finish(self) -> list[bool]:
         """Wait for the flags of the latest call of `any_flags`, and return which are raised; none if it has not been called."""

@@ -133,3 +133,8 @@ def switch_off_dropout(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, DROPOUTS):
             layer.p = 0.0
+
+
+def names_of_trained(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that want a gradient."""
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

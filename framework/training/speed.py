@@ -55,15 +55,22 @@ class Speed:
         self.enter(self._phase)
         self._at_row = step, samples_seen, self._seconds.copy()
 
+    def step_s(self, *, step: int) -> float:
+        """Return the seconds of a step since the last row, as this rank has measured them; 0 if there was none."""
+        self.enter(self._phase)
+        last_step, _, before = self._at_row
+        spent = self._since_then(before)
+        return sum(spent[phase] for phase in (*PARTS, "loop")) / max(step - last_step, 1)
+
     def row(self, *, step: int, samples_seen: int) -> dict[str, float]:
         """Return this part of a training row: of the steps since the last row, as this rank has measured them."""
         last_step, last_samples, before = self._at_row
+        step_s, num_steps = self.step_s(step=step), step - last_step
         self.begin(step=step, samples_seen=samples_seen)
         spent = self._since_then(before)
-        total_s = sum(spent[phase] for phase in (*PARTS, "loop"))
-        num_steps, rate = step - last_step, (samples_seen - last_samples) / max(total_s, 1e-9)
+        rate = (samples_seen - last_samples) / max(step_s * num_steps, 1e-9)
         parts = self._of_device() if self._events is not None else {phase: spent[phase] / num_steps for phase in PARTS}
-        row = {"samples_per_s": rate, "step_s": total_s / num_steps, **{f"{phase}_s": parts[phase] for phase in PARTS}}
+        row = {"samples_per_s": rate, "step_s": step_s, **{f"{phase}_s": parts[phase] for phase in PARTS}}
         if self.tokens_per_sample is not None:
             row["tokens_per_s"] = rate * self.tokens_per_sample
         if self.flops_per_sample is not None and self.peak_flops is not None:

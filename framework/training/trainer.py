@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.checkpoint.canonical import state_tensors
 from framework.checkpoint.held import Held
@@ -19,6 +19,7 @@ from framework.data.source import Split
 from framework.distributed.world import World
 from framework.engine.seam import Engine, Step
 from framework.engine.sums import Sums, means, over_turns, weight_of
+from framework.modules.structure import names_of_trained
 from framework.optim.turns import Turn
 from framework.optim.update import Update
 from framework.runs.metrics_file import Row, numbers_of
@@ -66,6 +67,7 @@ class Trainer:
         if self.recovery.needs_checkpoint:
             self.commit()
         step, steps = self.begin()
+        is_asked = False
         while True:
             try:
                 self.take(step)
@@ -82,7 +84,9 @@ class Trainer:
                 self.evaluate("val")
             can_pause = self.engine.can_pause(self.progress.step)
             is_best = can_pause and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
-            is_asked, save_failed = self.world.agreement.any_flags(PREEMPTION.requested, self.saver.has_failed)
+            flags, has_row = (PREEMPTION.requested, self.saver.has_failed), self.is_due(self.plan.settings.log_every)
+            asked_now, save_failed = self.world.agreement.any_flags(*flags, now=has_row)
+            is_asked |= asked_now  # remembered: this step may be one after which a run cannot pause
             preempted = is_asked and can_pause
             if save_failed:
                 self.saver.settle()
@@ -200,10 +204,11 @@ class Trainer:
 
     def means(self, sums: Sums, *, num_samples: int) -> dict[str, float]:
         """Return means over all ranks' samples. Diverged if any loss since the last call, on any rank, was not finite."""
-        memory = torch.zeros(self.world.world_size, device=self.world.device)
-        memory[self.world.rank] = peak_memory_gib(self.world.devices)
-        found = totals(sums | {"watch": self.loss_watch, "memory": memory}, world=self.world)
-        self.memory_gib = found.pop("memory").tolist()
+        own = torch.zeros(self.world.world_size + 1, device=self.world.device)
+        own[self.world.rank], own[-1] = peak_memory_gib(self.world.devices), self.speed.step_s(step=self.progress.step)
+        found = totals(sums | {"watch": self.loss_watch, "own": own}, world=self.world)
+        *self.memory_gib, step_s = found.pop("own").tolist()
+        self.world.agreement.take_pace(call_s=step_s / self.world.world_size)
         if not torch.isfinite(found.pop("watch")):
             raise Diverged(f"the loss is not finite by step {self.progress.step} (it was still finite at the last "
                            "checkpoint or row)")  # fmt: skip
@@ -293,7 +298,3 @@ class Trainer:
         order = self.splits.loader("train").order
         order.take_up(state["facts"])
         self.saver.facts |= order.facts
-
-
-def names_of_trained(module: nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -10,6 +10,7 @@ import torch
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.runtime.exits import DiskFailed
+from framework.runtime.torch_internals import num_operations
 from tests.ranks import on_ranks
 
 
@@ -50,6 +51,31 @@ def test_a_flag_of_any_rank_is_seen_by_all_at_the_next_call(tmp_path: Path) -> N
 
     expected = [[False, False], [False, False], [True, False], [False, True]]  # each call returns the flags of the call before
     assert on_ranks(2, act, scratch=tmp_path) == [expected] * 2
+
+
+def test_between_rows_the_others_are_asked_by_the_clock(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        agreement = world.agreement
+        agreement.take_pace(call_s=0.2)
+        told = [agreement.any_flags(world.rank == 1, now=False) for _ in range(5)]
+        told += [
+            agreement.any_flags(True, now=True),
+            agreement.any_flags(False, now=False),
+            agreement.any_flags(False, now=False),
+        ]
+        agreement.finish()
+        return told, num_operations(world.agreement.group)
+
+    told = [[False], [False], [True], [False], [True], [False], [True], [False]]  # asked by calls 2, 4, 6 (a row's) and 8
+    assert on_ranks(2, act, scratch=tmp_path) == [(told, 4)] * 2
+
+
+def test_the_others_are_asked_at_least_every_thousand_calls(alone: World) -> None:
+    paces = {}
+    for call_s in (0.0, 1e-4, 0.02, 0.49, 30.0):
+        alone.agreement.take_pace(call_s=call_s)
+        paces[call_s] = alone.agreement.every
+    assert paces == {0.0: 1000, 1e-4: 1000, 0.02: 25, 0.49: 1, 30.0: 1}
 
 
 @pytest.mark.parametrize("rank_0_only", [False, True])

@@ -78,7 +78,7 @@ def test_a_step_sends_messages_by_size_not_by_parameter(strategy: str, tmp_path:
     def count() -> None:
         counts, at_step = Counter[str](), dict[int, int]()
         count_messages(counts)
-        Agreement.any_flags = lambda _, *flags: list(flags)  # type: ignore[method-assign]
+        Agreement.any_flags = lambda _, *flags, now=True: list(flags)  # type: ignore[method-assign]
         original = Trainer.train_step
 
         def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
