@@ -22,10 +22,7 @@ from framework.optim.update import gradient_or_zeros
 from framework.parallel.compression import Name, register
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
-from framework.runtime.torch_internals import import_dynamo, set_gradient_sync, without_buffer_sync
-
-import_dynamo()  # DDP would, in each of the workers: so they inherit it from their warm parent
-
+from framework.runtime.torch_internals import set_gradient_sync, without_buffer_sync
 
 REMEDIES = ({"find_unused_parameters": True},)  # options with which a model may run that does not without
 

@@ -16,7 +16,9 @@ from framework.engine.seam import Engine
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import BATCH_NORMS, is_view
+from framework.runtime.torch_internals import BATCH_NORMS, import_dynamo, is_view
+
+import_dynamo()  # the first operation on shards would, in each of the workers: so they inherit it from their warm parent
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
 

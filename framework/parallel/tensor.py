@@ -19,6 +19,9 @@ from framework.engine.seam import Engine
 from framework.modules.parts import blocks_of, own_answer
 from framework.modules.structure import has_dropout
 from framework.modules.trace import traced
+from framework.runtime.torch_internals import import_dynamo
+
+import_dynamo()  # as in fsdp.py
 
 
 def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool) -> Engine:

@@ -109,14 +109,27 @@ def is_view(tensor: Tensor) -> bool:
 # --- compiling
 
 
+class _LaterPart:
+    """A part of `torch._dynamo` until then, with what torch uses of it."""
+
+    def __init__(self, part: str, **used: Callable[[], Any]) -> None:
+        self.part = part
+        vars(self).update(used)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(import_dynamo(), self.part), name)
+
+
 class _Later(ModuleType):
     """In the place of `torch._dynamo` until it is used: every optimizer imports it, which takes as long as importing torch.
 
-    What optimizers use of it matters only to code that is being compiled: it is here. Anything else imports the module.
+    What optimizers, DDP and process groups use of it matters only to what is compiled: it is here. All else imports it.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.utils = _LaterPart("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default: nobody has set another
+        self.trace_rules = _LaterPart("trace_rules", clear_lru_cache=lambda: None)
         self.when_imported: list[Callable[[ModuleType], None]] = []
 
     def graph_break(self) -> None:
@@ -145,7 +158,7 @@ class _Later(ModuleType):
 
 
 def import_dynamo() -> ModuleType:
-    """Import `torch._dynamo` now, if it has not been: so that forked workers inherit it from their warm parent, for example."""
+    """Import `torch._dynamo` now, if it has not been."""
     if not isinstance(later := sys.modules.get(_DYNAMO), _Later):
         return importlib.import_module(_DYNAMO)
     del sys.modules[_DYNAMO], vars(torch)["_dynamo"]
