@@ -191,7 +191,7 @@ def test_best_follows_the_monitored_metric(tmp_path: Path) -> None:
 def test_rows_have_the_keys_of_the_contract(base: Ended) -> None:
     every = {"step", "split", "loss", "accuracy", "top5"}
     train = every | {"lr", "grad_norm", "epoch", "samples_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s",
-                     "checkpoint_s", "memory_gib", "goodput"}  # fmt: skip
+                     "checkpoint_s", "data_share", "memory_gib", "goodput"}  # fmt: skip
     for row in base.rows:
         assert row.keys() == (train if row["split"] == "train" else every)
 

@@ -138,7 +138,7 @@ def test_a_row_splits_the_time_of_its_steps(clock: Clock) -> None:
     row = speed.row(step=6, samples_seen=56)
     assert row == {
         "step_s": 4.0, "data_s": 1.0, "forward_backward_s": 2.0, "optimizer_s": 0.5, "checkpoint_s": 0.25,
-        "samples_per_s": 2.0, "tokens_per_s": 14.0, "mfu": 0.5,
+        "samples_per_s": 2.0, "tokens_per_s": 14.0, "mfu": 0.5, "data_share": 0.25,
     }  # fmt: skip
     spend(speed, clock, **STEP)
     assert speed.row(step=7, samples_seen=66)["step_s"] == 3.75  # of what came since

@@ -16,7 +16,7 @@ Row = dict[str, Any]  # numbers by name; the rows of a file may have lists of nu
 
 # Values that a clock or the machine has measured: they differ each time, and between ways to execute a run.
 MACHINE = (
-    "samples_per_s", "tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "checkpoint_s",
+    "samples_per_s", "tokens_per_s", "step_s", "data_s", "data_share", "forward_backward_s", "optimizer_s", "checkpoint_s",
     "mfu", "memory_gib", "goodput",
 )  # fmt: skip
 NOT_CURVES = ("step", "split", "epoch", "lr", "grad_norm", *MACHINE)

@@ -71,6 +71,7 @@ class Speed:
         rate = (samples_seen - last_samples) / max(step_s * num_steps, 1e-9)
         parts = self._of_device() if self._events is not None else {phase: spent[phase] / num_steps for phase in PARTS}
         row = {"samples_per_s": rate, "step_s": step_s, **{f"{phase}_s": parts[phase] for phase in PARTS}}
+        row["data_share"] = parts["data"] / max(step_s, 1e-9)
         if self.tokens_per_sample is not None:
             row["tokens_per_s"] = rate * self.tokens_per_sample
         if self.flops_per_sample is not None and self.peak_flops is not None:
