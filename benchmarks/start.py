@@ -33,7 +33,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 images, labels = torch.rand(1258, 1, 8, 8), torch.randint(10, (1258,))
 F.cross_entropy(model(images[:64]), labels[:64]).backward()
 optimizer.step()
-print(imported, time.time())
+if os.environ.get("RANK", "0") == "0":
+    print(imported, time.time())
 """
 
 FRAMEWORK_FIRST_STEP = """

@@ -4,13 +4,16 @@ import dataclasses
 import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.checkpoint.manifest import read_state
 from framework.config.folders import options
@@ -119,6 +122,29 @@ def test_vectors_are_not_decayed(make: Callable[..., torch.optim.Optimizer]) -> 
     by_decay = names_by_decay(make(trained(module), weight_decay=0.3), module)
     assert by_decay[0.3] == ["0.weight", "3.weight", "5.weight", "6.weight"]
     assert by_decay[0.0] == ["0.bias", "1.weight", "1.bias", "3.bias", "4.weight", "4.bias", "5.bias", "6.bias"]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_takes_torchs_steps_in_one_pass(nesterov: bool) -> None:
+    ours, theirs, counts = model(), model(), Counter[str]()
+    theirs.load_state_dict(ours.state_dict())
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[func.overloadpacket.__name__] += 1
+            return func(*args, **kwargs or {})
+
+    optimizer = sgd(trained(ours), lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.0)
+    other = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
+    for _ in range(4):
+        for one, two in zip(ours.parameters(), theirs.parameters()):
+            one.grad = two.grad = torch.randn(one.shape)
+        with Count():
+            optimizer.step()
+        other.step()
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+    assert counts["_fused_sgd_"] == 4 and not counts["add_"]
 
 
 def test_without_decay_there_is_one_group() -> None:

@@ -61,8 +61,14 @@ def deal(tables: list[dict[Chunk, int]]) -> list[set[Chunk]]:
         for chunk in table:
             holders[chunk].append(rank)
     loads, dealt = [0] * len(tables), [set[Chunk]() for _ in tables]
-    for chunk in sorted(holders, key=lambda chunk: (-tables[holders[chunk][0]][chunk], chunk)):
-        writer = min(holders[chunk], key=lambda rank: (loads[rank], rank))
+
+    def give(chunk: Chunk, writer: int) -> None:
         loads[writer] += tables[writer][chunk]
         dealt[writer].add(chunk)
+
+    shared = {chunk: ranks for chunk, ranks in holders.items() if len(ranks) > 1}
+    for chunk in holders.keys() - shared.keys():
+        give(chunk, holders[chunk][0])
+    for chunk in sorted(shared, key=lambda chunk: (-tables[shared[chunk][0]][chunk], chunk)):
+        give(chunk, min(shared[chunk], key=lambda rank: (loads[rank], rank)))
     return dealt

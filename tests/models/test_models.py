@@ -11,7 +11,9 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import models.gpt
 from framework.runtime.torchvision_fix import make_torchvision_importable
 from models.cnn import CNN
 from models.gpt import GPT, rotate
@@ -200,6 +202,25 @@ def test_rotary_positions_are_accurate_in_the_dtype_of_use() -> None:
         rotated = rotate(ones.to(dtype))[0, 0]
         assert rotated.dtype == dtype
         torch.testing.assert_close(rotated.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_the_angles_are_computed_once_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, original = [], models.gpt.rotary_table
+    monkeypatch.setattr(models.gpt, "_ROTARY_TABLES", {})
+    monkeypatch.setattr(models.gpt, "rotary_table", lambda *kind: made.append(kind) or original(*kind))
+    gpt = GPT(vocab_size=5, seq_len=8, dim=8, num_layers=3, num_heads=2)
+    with torch.inference_mode():
+        gpt(torch.zeros(2, 8, dtype=torch.long))
+    assert len(made) == 6, "tensors of inference mode are no use in training"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rotate(torch.zeros(1, 1, 8, 4))
+    assert not models.gpt._ROTARY_TABLES
+    for length in (8, 5, 8, 5):
+        gpt(torch.zeros(2, length, dtype=torch.long)).sum().backward()
+    assert [kind[0] for kind in made[7:]] == [8, 5]
+    for length in range(1, 40):
+        rotate(torch.zeros(1, 1, length, 4))
+    assert len(models.gpt._ROTARY_TABLES) <= 16
 
 
 def test_gpt_residual_projections_begin_smaller_with_depth() -> None:

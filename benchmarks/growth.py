@@ -1,0 +1,179 @@
+"""How a run's costs grow: with the processes, the samples, the parameters, the rows and the runs.
+
+    python benchmarks/growth.py [PICTURE.png]
+
+Processes: 1 to 8 of them on this machine's cores; up to 1,024 ranks in one process, with torch's fake process group, for what each
+rank computes by itself. Parameters: up to 10^9 on the "meta" device, where only the bookkeeping counts. Each figure is a median.
+"""
+
+import contextlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks import order, records
+from framework.checkpoint.chunks import Chunk, chunks_of, deal
+from framework.cli.run import checked_line, start
+from framework.data.order import parts
+from framework.modules.summary import summary
+from framework.optim.optimizers import hidden_matrices, param_groups, trainable
+from framework.runs.metrics_file import MetricsFile, sampled_rows
+from models.gpt import GPT
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_ROUNDS = 3
+Figures = dict[str, float]  # by what is measured
+
+
+def seconds(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(NUM_ROUNDS):
+        begun = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
+def of_command(count: int) -> Figures:
+    """Measure a command of so many processes: the default model under ddp, 16 samples in each process."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = [f"run.dir={folder}/run", "trainer.max_epochs=null", "trainer.max_steps=60", f"global_batch_size={16 * count}",
+                "checkpoint.every=20", "trainer.eval_every=null", "rehearse=false"]  # fmt: skip
+        line += ["parallel=ddp", f"launch.nproc_per_node={count}"] if count > 1 else []
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, str(ROOT / "train.py"), *line], capture_output=True, check=True)
+        whole_s = time.perf_counter() - begun
+        rows = [json.loads(text) for text in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["split"] == "train"][2:]
+    step_s = statistics.median(row["step_s"] for row in rows)
+    return {
+        "a step, ms": 1e3 * step_s,
+        "the same by processes a core, ms": 1e3 * step_s / max(1, count / len(os.sched_getaffinity(0))),
+        "start and end, s": whole_s - 60 * step_s,
+        "memory of a process, MiB": 1024 * max(row["memory_gib"] for row in rows),
+        "a save keeps the steps waiting, ms": statistics.median(1e4 * r["checkpoint_s"] for r in rows if r["step"] % 20 == 0),
+    }
+
+
+def of_processes(count: int) -> Figures:
+    rounds = [of_command(count) for _ in range(NUM_ROUNDS)]
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def of_ranks(count: int) -> Figures:
+    """Measure what one rank of many computes by itself: its meshes, its part of a batch, the plan of a save, the preflight."""
+    nodes = [f"launch.nnodes={count // 8}", "launch.nproc_per_node=8"]
+    names = [f"layers.{index}.weight" for index in range(300)]
+    whole = [{Chunk(name, (0, 0), (1024, 1024)): 1 << 22 for name in names}] * count
+    cut = [{Chunk(name, (rank, 0), (1, 1024)): 1 << 12 for name in names} for rank in range(count)]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    found = {
+        "mesh of one axis, ms": seconds(lambda: init_device_mesh("cpu", (count,), mesh_dim_names=("replicate",))),
+        "mesh of two axes, ms": seconds(
+            lambda: init_device_mesh("cpu", (count // 8, 8), mesh_dim_names=("replicate", "shard"))
+        ),
+        "its part of a batch, ms": seconds(lambda: parts(16 * count, micro_batch_size=4, dp_rank=count - 1, dp_size=count)),
+        "plan of a save, 300 tensors that all have, ms": seconds(lambda: deal(whole)),
+        "plan of a save, 300 tensors that are cut, ms": seconds(lambda: deal(cut)),
+        "check of the command line, ms": seconds(lambda: checked_line(["parallel=ddp", *nodes, f"global_batch_size={count}"])),
+    }
+    dist.destroy_process_group()
+    return {name: 1e3 * figure for name, figure in found.items()}
+
+
+def of_samples(count: int) -> Figures:
+    first = partial(order.first_batch, count)
+    return {"first batch, ms": order.median_ms(first), "memory, MiB": order.peak_mib(first)}
+
+
+def of_parameters(dim: int, num_layers: int) -> tuple[int, Figures]:
+    """Measure, on "meta", what parameters cost beside their numbers: names, rules, and the plan of a save."""
+    with torch.device("meta"):
+        model = GPT(vocab_size=8000, seq_len=128, dim=dim, num_layers=num_layers, num_heads=4)
+    held = dict(model.named_parameters())
+    found = {
+        "parameter groups, ms": seconds(lambda: param_groups(trainable(model, hidden=hidden_matrices(model)), [])),
+        "plan of a save on 8 ranks, ms": seconds(lambda: deal([{c: t.numel() for c, t in chunks_of(held).items()}] * 8)),
+        "summary, ms": seconds(lambda: summary(model, example=None)),
+    }
+    return sum(parameter.numel() for parameter in held.values()), {name: 1e3 * figure for name, figure in found.items()}
+
+
+def of_rows(count: int) -> Figures:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "metrics.jsonl")
+        mark = records.make(path, count)
+        resume_s = seconds(lambda: MetricsFile(path, step=count, mark=mark))
+        return {"a resume, ms": 1e3 * resume_s, "rows for the curves, ms": 1e3 * seconds(lambda: sampled_rows(path, most=5000))}
+
+
+def of_runs(count: int) -> Figures:
+    with tempfile.TemporaryDirectory() as folder:
+        first = Path(folder, "default", "run_0")
+        short = ["trainer.max_epochs=null", "trainer.max_steps=20", "rehearse=false"]
+        line = [sys.executable, str(ROOT / "train.py"), f"run.dir={first}", *short]
+        subprocess.run(line, capture_output=True, check=True)
+        for index in range(1, count):
+            copy = first.with_name(f"run_{index}")
+            copy.mkdir()
+            for name in ("config.yaml", "metrics.jsonl", "provenance.json", "summary.json"):
+                (copy / name).write_bytes((first / name).read_bytes())
+        with contextlib.redirect_stdout(io.StringIO()):
+            return {"mode=status, s": seconds(lambda: start(["mode=status", f"run.root={folder}"]))}
+
+
+def along(sizes: Iterable[int], measure: Callable[[int], Figures]) -> list[tuple[int, Figures]]:
+    return [(size, measure(size)) for size in sizes]
+
+
+GROWTH: dict[str, Callable[[], list[tuple[int, Figures]]]] = {
+    "processes": lambda: along((1, 2, 4, 8), of_processes),
+    "ranks": lambda: along((8, 64, 512, 1024), of_ranks),
+    "samples": lambda: along((10**power for power in range(3, 10)), of_samples),
+    "parameters": lambda: [of_parameters(*sizes) for sizes in ((64, 2), (128, 4), (512, 4), (1024, 8), (2048, 20))],
+    "rows": lambda: along((10**3, 10**4, 10**5, 10**6), of_rows),
+    "runs": lambda: along((1, 10, 100, 1000), of_runs),
+}
+
+
+def draw(found: dict[str, list[tuple[int, Figures]]], picture: Path) -> None:
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    for number, (kind, measured) in enumerate(found.items(), 1):
+        axes = figure.add_subplot(2, 3, number)
+        for name in measured[0][1]:
+            axes.plot([size for size, _ in measured], [figures[name] for _, figures in measured], marker="o", label=name)
+        axes.set(xlabel=kind, xscale="log", yscale="log")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, frameon=False)
+    figure.savefig(picture, dpi=100)
+
+
+def main() -> None:
+    found = {}
+    for kind, measure in GROWTH.items():
+        found[kind] = measured = measure()
+        print(f"\n| {kind} | " + " | ".join(f"{size:,}" for size, _ in measured) + " |\n| --- |" + " --- |" * len(measured))
+        for name in measured[0][1]:
+            print(f"| {name} | " + " | ".join(f"{figures[name]:.3g}" for _, figures in measured) + " |", flush=True)
+    if len(sys.argv) > 1:
+        draw(found, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
