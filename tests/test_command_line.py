@@ -229,10 +229,12 @@ def test_from_another_directory_a_run_lives_there(tmp_path: Path) -> None:
 
 LEAVING = """
 import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from framework.runtime.program import leave
 sys.stdout.write("written, ")
 threading.Thread(target=lambda: (time.sleep(0.2), sys.stdout.write("a thread's end, "))).start()
 atexit.register(sys.stdout.write, "at exit")
+ThreadPoolExecutor().submit(time.sleep, 0).result()  # whose thread waits for more
 class Late:
     def __del__(self): print("taken down")
 late = Late()

@@ -140,8 +140,11 @@ def test_a_row_splits_the_time_of_its_steps(clock: Clock) -> None:
         "step_s": 4.0, "data_s": 1.0, "forward_backward_s": 2.0, "optimizer_s": 0.5, "checkpoint_s": 0.25,
         "samples_per_s": 2.0, "tokens_per_s": 14.0, "mfu": 0.5, "data_share": 0.25,
     }  # fmt: skip
+    spend(speed, clock, loop=0.5)
+    assert speed.step_s(step=6) == 0.0, "no step since the row"
     spend(speed, clock, **STEP)
-    assert speed.row(step=7, samples_seen=66)["step_s"] == 3.75  # of what came since
+    assert speed.step_s(step=7) == 4.25
+    assert speed.row(step=7, samples_seen=66)["step_s"] == 4.25  # of what came since
 
 
 def test_a_tick_tells_the_time_and_the_part_of_it_in_steps(clock: Clock) -> None:

@@ -1,6 +1,6 @@
 """Many tensors in few messages: a collective for each 25 MB, not for each tensor."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -54,11 +54,12 @@ def _send(messages: Iterable[tuple[list[Tensor], Callable[[Tensor], dist.Work | 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the tensors in groups of one type, on one device, that are not larger than a message; or one that is."""
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    num_bytes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
     for tensor in tensors:
         kind = tensor.dtype, tensor.device
-        bucket = filling.setdefault(kind, [])
-        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > _BUCKET:
+        if filling.get(kind) and num_bytes[kind] + tensor.nbytes > _BUCKET:
             yield filling.pop(kind)
-            bucket = filling.setdefault(kind, [])
-        bucket.append(tensor)
+            num_bytes[kind] = 0
+        filling.setdefault(kind, []).append(tensor)
+        num_bytes[kind] += tensor.nbytes
     yield from filling.values()

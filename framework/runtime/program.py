@@ -11,12 +11,15 @@ from framework.runtime.environment import variables
 
 
 def fix_hashes() -> None:
-    """Begin this process again with one hash seed for all, unless PYTHONHASHSEED is given or it is not this program alone.
+    """Begin this process again with one hash seed for all, unless PYTHONHASHSEED is given, or the program has been called by
+    another one within this process.
 
     So the order of a set, and whatever the user's code computes by hash(), is the same on every rank and after a restart:
     by itself Python's hash of text differs from process to process.
     """
-    if "PYTHONHASHSEED" in variables() or not sys.executable or not _is_whole_process():
+    options = _words_before_arguments()
+    is_main = sys.argv[0] in options or ("-m" in options and sys.argv[0].endswith("__main__.py"))
+    if "PYTHONHASHSEED" in variables() or not sys.executable or not is_main:
         return
     variables()["PYTHONHASHSEED"] = "0"
     with suppress(OSError):
@@ -27,9 +30,7 @@ def leave(code: int) -> NoReturn:
     """End this process as sys.exit would, but for taking down the interpreter: it would free torch's objects one by one."""
     if not _is_whole_process():  # a profiler, for example, reports when this program has ended
         sys.exit(code)
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: waits for threads, ends pools of them
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or it is closed
@@ -38,14 +39,17 @@ def leave(code: int) -> NoReturn:
 
 
 def _is_whole_process() -> bool:
-    """Return whether this process runs this program alone: no other one has called it within the process."""
-    program, *given = sys.argv
-    before = len(sys.orig_argv) - len(given)
-    *options, last = sys.orig_argv[:before]
-    if options[-1:] == ["-m"] and program.endswith("__main__.py"):
+    """Return whether this process runs this program alone, and not a profiler, for example, that runs it."""
+    *options, last = _words_before_arguments() or [""]
+    if options[-1:] == ["-m"] and sys.argv[0].endswith("__main__.py"):
         options.pop()
-    elif last != program:
+    elif last != sys.argv[0]:
         return False
-    pairs = zip(options, options[1:])  # what follows the interpreter must be options of its own, or their values
-    are_its_own = all(after.startswith("-") or option in ("-X", "-W") for option, after in pairs)
-    return are_its_own and "-m" not in options and sys.orig_argv[before:] == given
+    pairs = zip(["", *options], options)  # all must be options of the interpreter, or their values
+    return "-m" not in options and all(word.startswith("-") or before in ("-X", "-W") for before, word in pairs)
+
+
+def _words_before_arguments() -> list[str]:
+    """Return what the interpreter was given before this program's own arguments; nothing if those are others."""
+    before = len(sys.orig_argv) - len(sys.argv) + 1
+    return sys.orig_argv[1:before] if sys.orig_argv[before:] == sys.argv[1:] else []

@@ -60,7 +60,7 @@ class Speed:
         self.enter(self._phase)
         last_step, _, before = self._at_row
         spent = self._since_then(before)
-        return sum(spent[phase] for phase in (*PARTS, "loop")) / max(step - last_step, 1)
+        return sum(spent[phase] for phase in (*PARTS, "loop")) / (step - last_step) if step > last_step else 0.0
 
     def row(self, *, step: int, samples_seen: int) -> dict[str, float]:
         """Return this part of a training row: of the steps since the last row, as this rank has measured them."""
