@@ -20,7 +20,7 @@ from framework.runtime.exits import Exit
 from framework.runtime.log import speak
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-from framework.runtime.program import leave
+from framework.runtime.program import end_process
 
 _PACKAGED = Path(__file__).with_name("project")  # in an installation
 TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
@@ -101,4 +101,4 @@ def entry() -> NoReturn:
     """Run this process's command line, and exit."""
     code = speak(main, sys.argv[1:])
     PREEMPTION.ignore()  # all is done: a signal must not make this a failure while the interpreter is taken down
-    leave(code)
+    end_process(code)

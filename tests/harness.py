@@ -27,7 +27,7 @@ from framework.cli.run import checked_line, start
 from framework.config.compose import compose_line
 from framework.config.schema import RunConfig
 from framework.runs.metrics_file import MACHINE
-from framework.runtime.torch_internals import import_dynamo
+from framework.runtime.torch_compiler import import_dynamo
 from train import main
 
 import_dynamo()

@@ -230,7 +230,7 @@ def test_from_another_directory_a_run_lives_there(tmp_path: Path) -> None:
 LEAVING = """
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from framework.runtime.program import leave
+from framework.runtime.program import end_process
 sys.stdout.write("written, ")
 threading.Thread(target=lambda: (time.sleep(0.2), sys.stdout.write("a thread's end, "))).start()
 atexit.register(sys.stdout.write, "at exit")
@@ -238,7 +238,7 @@ ThreadPoolExecutor().submit(time.sleep, 0).result()  # whose thread waits for mo
 class Late:
     def __del__(self): print("taken down")
 late = Late()
-leave(3)
+end_process(3)
 """
 
 

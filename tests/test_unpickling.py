@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from framework.runtime.torch_internals import compile_into, has_compiler
+from framework.runtime.torch_compiler import compile_into, has_compiler
 from tests.harness import command, finished
 from tests.test_layout import FRAMEWORK, MODELS, ROOT, name
 from tests.test_loggers import RUN

@@ -47,9 +47,9 @@ from framework.optim.update import (
 )
 from framework.parallel.sync_batchnorm import synchronise
 from framework.runs.directory import RunDirectory
+from framework.runtime import torch_compiler, torch_internals
 from framework.runtime.lock import Claim
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import cast, has_compiler
 from framework.training.guard import Guard
 from framework.training.metrics import Metrics
 from framework.training.parts import Blame, Loop, LoopParts
@@ -84,7 +84,7 @@ class Builder:
         """Build the task. What its modules draw is drawn from the run's seed, as a model's weights are."""
         task = components.task(self.config.task, seed=self.config.seed)
         for module in modules_of(task).values():
-            cast(module, self.precision.parameters).to(self.world.device)
+            torch_internals.cast(module, self.precision.parameters).to(self.world.device)
         return task
 
     @cached_property
@@ -105,7 +105,7 @@ class Builder:
 
     def model(self) -> nn.Module:
         """Return the model with its weights drawn from the seed, in the precision's type."""
-        return cast(components.model(self.config.model, seed=self.config.seed), self.precision.parameters)
+        return torch_internals.cast(components.model(self.config.model, seed=self.config.seed), self.precision.parameters)
 
     def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
         """Return the model's modules in a table (framework/modules/summary.py); `example`: if the data tell no shapes."""
@@ -123,7 +123,7 @@ class Builder:
             LOGGER.info("the model's blocks: %s", description(blocks_of(module), module))
         if config.trainer.activation_checkpointing:
             structure.recompute_activations(module)
-        if config.trainer.compile and has_compiler():
+        if config.trainer.compile and torch_compiler.has_compiler():
             structure.compile_blocks(module, folder=self.directory.compiled)
         elif config.trainer.compile and self.world.rank == 0:
             LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "

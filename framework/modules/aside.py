@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.modules.tensors import local
-from framework.runtime.torch_internals import OF_OPTIMIZERS
+from framework.runtime.torch_compiler import OF_OPTIMIZERS
 
 _MOST = 20_000  # objects that are looked at
 _LONG = 1000  # items of a list, or of a dictionary, that are looked at one by one

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from framework.modules.parts import blocks_of, nearest_name
-from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS, compile_into, copy_all
+from framework.runtime.torch_compiler import compile_into
+from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS, copy_all
 
 
 def batch_dependent_layers(model: nn.Module) -> list[str]:

@@ -16,7 +16,8 @@ from framework.engine.seam import Engine
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import BATCH_NORMS, import_dynamo, is_view
+from framework.runtime.torch_compiler import import_dynamo
+from framework.runtime.torch_internals import BATCH_NORMS, is_view
 
 import_dynamo()  # the first operation on shards would, in each of the workers: so they inherit it from their warm parent
 

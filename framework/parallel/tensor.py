@@ -19,7 +19,7 @@ from framework.engine.seam import Engine
 from framework.modules.parts import blocks_of, own_answer
 from framework.modules.structure import has_dropout
 from framework.modules.trace import traced
-from framework.runtime.torch_internals import import_dynamo
+from framework.runtime.torch_compiler import import_dynamo
 
 import_dynamo()  # as in fsdp.py
 

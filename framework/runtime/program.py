@@ -26,7 +26,7 @@ def fix_hashes() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def leave(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End this process as sys.exit would, but for taking down the interpreter: it would free torch's objects one by one."""
     if not _is_whole_process():  # a profiler, for example, reports when this program has ended
         sys.exit(code)
