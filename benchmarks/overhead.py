@@ -165,7 +165,11 @@ def bare_ddp_s(overrides: list[str], *, count: int, num_steps: int) -> float:
             f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nOVERRIDES, STEPS = {overrides}, {num_steps}\n{BARE_DDP}"
         )
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", str(script)]
-        return float(subprocess.run(torchrun, capture_output=True, text=True, check=True).stdout)
+        for _ in range(3):  # torchrun's store sometimes goes before a process has left it
+            done = subprocess.run(torchrun, capture_output=True, text=True)
+            if done.stdout:
+                return float(done.stdout)
+    raise RuntimeError(done.stderr)
 
 
 def framework_ddp_s(overrides: list[str], *, count: int, num_steps: int) -> float:
