@@ -86,7 +86,7 @@ def test_between_rows_a_signal_is_heard_within_a_second(tmp_path: Path) -> None:
 
     ended = end(begin(*line, root=tmp_path / "runs", before=plant), root=tmp_path / "runs")
     assert ended.code == 75, ended.output
-    assert 110 < ended.summary["step"] < 110 + 25 + 3
+    assert 110 < ended.summary["step"] < 110 + 5 + 3
 
 
 @pytest.fixture(scope="module")

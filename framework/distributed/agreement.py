@@ -95,12 +95,12 @@ class Agreement:
         return before
 
     def take_pace(self, *, call_s: float) -> None:
-        """Let `any_flags` ask twice a second where a call comes every `call_s` seconds: the same number on all ranks.
+        """Let `any_flags` ask ten times a second where a call comes every `call_s` seconds: the same number on all ranks.
 
         Zero: it is not known, and nothing changes.
         """
         if call_s:
-            self.every = max(1, min(1000, int(0.5 / call_s)))
+            self.every = max(1, min(1000, int(0.1 / call_s)))
 
     def finish(self) -> list[bool]:
         """Wait for the flags of the latest call of `any_flags`, and return which are raised; none if it has not been called."""
