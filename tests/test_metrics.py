@@ -156,7 +156,12 @@ def test_a_tick_tells_the_time_and_the_part_of_it_in_steps(clock: Clock) -> None
 
 def test_without_tokens_or_a_known_peak_there_is_no_such_number() -> None:
     speed = Speed(torch.device("cpu"), flops_per_sample=30.0)
-    assert speed.row(step=1, samples_seen=1).keys() == {"samples_per_s", "step_s", "data_share", *(f"{part}_s" for part in PARTS)}
+    assert speed.row(step=1, samples_seen=1).keys() == {
+        "samples_per_s",
+        "step_s",
+        "data_share",
+        *(f"{part}_s" for part in PARTS),
+    }
 
 
 def slow(part: str, *, seconds: float) -> Callable[[], None]:
