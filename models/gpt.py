@@ -165,15 +165,15 @@ def rotate(x_BNTE: Tensor) -> Tensor:
     """
     num_tokens, head_dim = x_BNTE.shape[-2:]
     dtype = torch.promote_types(x_BNTE.dtype, torch.float32)  # a 16-bit cosine would blur far positions
-    cos, sin = kept_rotary_table(num_tokens, head_dim, dtype, x_BNTE.device)
+    is_plain = type(x_BNTE) is Tensor and not torch.compiler.is_compiling()  # no tracer's stand-in
+    table = kept_rotary_table if is_plain else rotary_table
+    cos, sin = table(num_tokens, head_dim, dtype, x_BNTE.device)
     first, second = x_BNTE.to(dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BNTE.dtype)
 
 
 def kept_rotary_table(*kind: Any) -> tuple[Tensor, Tensor]:
-    """Return `rotary_table`, the same for every layer and step: kept, but for a tracer's stand-ins and what is compiled."""
-    if torch.compiler.is_compiling():
-        return rotary_table(*kind)
+    """Return `rotary_table`, which is the same for every layer and step, and is computed once."""
     if (table := _ROTARY_TABLES.get(kind)) is None:
         table = rotary_table(*kind)
         if type(table[0]) is Tensor and not table[0].is_inference():

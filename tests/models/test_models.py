@@ -218,6 +218,8 @@ def test_the_angles_are_computed_once_for_all_layers_and_steps(monkeypatch: pyte
     for length in (8, 5, 8, 5):
         gpt(torch.zeros(2, length, dtype=torch.long)).sum().backward()
     assert [kind[0] for kind in made[7:]] == [8, 5]
+    with FakeTensorMode() as fake:  # as export does, after a run
+        rotate(fake.from_tensor(torch.zeros(1, 1, 8, 4)))
     for length in range(1, 40):
         rotate(torch.zeros(1, 1, length, 4))
     assert len(models.gpt._ROTARY_TABLES) <= 16
