@@ -1,0 +1,111 @@
+"""Tensors on a device that this machine has not: their memory is the CPU's, what mixes devices fails as it does on CUDA."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+TYPES = {"emu", "cuda"}  # of devices that are emulated
+INSTEAD: list[Callable[..., Any]] = []  # take an operation and its arguments, and may answer for it
+AFTER: list[Callable[[list["Emulated"], list["Emulated"]], None]] = []  # see the tensors that it took, and gave
+_MAY_CROSS = {"aten::copy_", "aten::_to_copy"}
+
+
+class Emulated(Tensor):
+    """A tensor on an emulated device."""
+
+    stored: Tensor
+
+    @staticmethod
+    def __new__(cls, stored: Tensor, device: torch.device) -> "Emulated":
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls,
+            stored.shape,
+            strides=stored.stride(),
+            storage_offset=stored.storage_offset(),
+            dtype=stored.dtype,
+            device=device,
+        )
+        wrapper.stored = stored
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(operation, *args, **(kwargs or {}))
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.device]:  # by which Module.to() keeps tied weights tied
+        return ["stored"], self.device
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], device: torch.device, size: Any, stride: Any) -> "Emulated":
+        return Emulated(inner["stored"], device)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Emulated({self.stored}, {self.device})"
+
+
+def compute(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation on the CPU for the emulated device that its arguments are on, if they are all on one."""
+    for answer in INSTEAD:
+        if (result := answer(operation, *args, **kwargs)) is not NotImplemented:
+            return result
+    lists = [argument for argument in args if isinstance(argument, (list, tuple)) and argument]
+    is_foreach = operation.name().startswith("aten::_foreach_") and len(lists) > 1
+    rows = list(zip(*lists)) if is_foreach else [(args, kwargs)]  # tensors that must be on one device
+    devices = [_device_of(row, operation) for row in rows]
+    emulated = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Emulated)]
+    results = operation(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs))
+    known = {id(leaf.stored): leaf for leaf in emulated}
+    if is_foreach and results is not None:
+        wrapped: Any = [_wrapped(result, device, known) for result, device in zip(results, devices)]
+    else:
+        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else devices[0]
+        wrapped = tree_map(lambda result: _wrapped(result, device, known), results)
+    for note in AFTER:
+        note(emulated, [leaf for leaf in tree_leaves(wrapped) if isinstance(leaf, Emulated)])
+    return wrapped
+
+
+def _device_of(row: Any, operation: Any) -> torch.device | None:
+    """Return the emulated device of these arguments, if there is one. RuntimeError if they are on several."""
+    tensors = [leaf for leaf in tree_leaves(row) if isinstance(leaf, Tensor)]
+    if operation.name() in _MAY_CROSS:
+        return tensors[0].device
+    devices = {tensor.device for tensor in tensors if tensor.ndim > 0 or isinstance(tensor, Emulated)}
+    if len(devices) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {sorted(map(str, devices))} "
+                           f"in {operation.name()}")  # fmt: skip
+    return next(iter(devices), None)
+
+
+def on_cpu(value: Any) -> Any:
+    """Return the tensor behind an emulated one, and the CPU for an emulated device; anything else as it is."""
+    if isinstance(value, Emulated):
+        return value.stored
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type in TYPES else value
+
+
+def _wrapped(result: Any, device: torch.device | None, known: dict[int, Emulated]) -> Any:
+    """Return a result as a tensor of the device; the argument itself that an operation in place has changed."""
+    if id(result) in known:
+        return known[id(result)]
+    is_emulated = isinstance(result, Tensor) and device is not None and device.type in TYPES
+    return Emulated(result, device) if is_emulated else result
+
+
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def emulate(key: str) -> None:
+    """Let this dispatch key's operations be computed here."""
+    fallback, arange = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    fallback.fallback(lambda operation, *args, **kwargs: compute(operation, *args, **kwargs), key)
+    for variant in ("arange", "arange.start", "arange.start_step"):
+        arange.impl(variant, _arange, key)  # its general kernel makes a tensor grow, which a wrapper cannot
+    _LIBRARIES.extend([fallback, arange])
+
+
+def _arange(*bounds: float, device: Any = None, **options: Any) -> Tensor:
+    return Emulated(torch.arange(*bounds, dtype=options.get("dtype")), torch.device(device))
