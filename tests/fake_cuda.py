@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_DEVICES = 8
+_OURS = (f"{ROOT}/framework", f"{ROOT}/models")
 
 # --- in the test's process
 
@@ -162,10 +162,12 @@ def waited(what: str) -> None:
 
 
 def _line() -> str:
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename.startswith((f"{ROOT}/framework", f"{ROOT}/models")):
-            return f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
-    return "?"
+    frame = sys._getframe(1)
+    while not frame.f_code.co_filename.startswith(_OURS):
+        if frame.f_back is None:
+            return "?"
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.removeprefix(f'{ROOT}/')}:{frame.f_lineno}"
 
 
 class Trace:
@@ -256,7 +258,9 @@ def plant() -> None:
     emulated_tensors.INSTEAD.append(_answer)
     emulated_tensors.AFTER.append(_use)
     emulated_tensors.Emulated.record_stream = lambda tensor, stream: _trace(tensor).recorded.add(stream)  # type: ignore[method-assign]
-    properties = SimpleNamespace(total_memory=80 * 2**30, name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132)
+    properties = SimpleNamespace(
+        total_memory=80 * 2**30, name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132
+    )
     names: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

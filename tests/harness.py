@@ -26,6 +26,7 @@ import framework.runs.provenance
 from framework.cli.run import checked_line, start
 from framework.config.compose import compose_line
 from framework.config.schema import RunConfig
+from framework.data import loader
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.torch_compiler import import_dynamo
 from train import main
@@ -70,6 +71,19 @@ def checked(*overrides: str) -> RunConfig:
     found = checked_line(list(overrides))
     assert found.config is not None, found.problems
     return found.config
+
+
+def together(*acts: Callable[[], None]) -> Callable[[], None]:
+    def plant() -> None:
+        for act in acts:
+            act()
+
+    return plant
+
+
+def with_loader_processes() -> None:
+    """Have images in memory fetched by loader processes too, as those that an author's own transform changes."""
+    loader.is_vectorised = lambda method: False
 
 
 def files_below(root: Path, pattern: str) -> list[Path]:

@@ -19,7 +19,7 @@ from framework.config.folders import CONF, options
 from framework.distributed.world import World
 from framework.modes import train as run
 from framework.modules.tensors import whole
-from tests.harness import Ended, assert_close, command, finished, slow_but
+from tests.harness import Ended, assert_close, command, finished, slow_but, together
 from tests.test_conformance import NOT_EQUAL, layouts
 from tests.test_resume import after_step, preempt
 
@@ -75,14 +75,6 @@ def note_state(path: Path) -> Callable[[], None]:
 
         CheckpointStore.save = save  # type: ignore[method-assign,assignment]
         run.restore = restore_and_write
-
-    return plant
-
-
-def together(*acts: Callable[[], None]) -> Callable[[], None]:
-    def plant() -> None:
-        for act in acts:
-            act()
 
     return plant
 

@@ -70,6 +70,8 @@ class Saver:
                     self._writer = replace(self.store, world=self._world.with_own_agreement())
                 self._running = self._thread.submit(self._write, step, copies, copy.deepcopy(state))
             else:
+                if any(tensor.is_cuda for tensor in tensors.values()):  # all at once, not one after the other
+                    tensors = self._copies.update(self._plan.mine(tensors))
                 self._note(self._write(step, tensors, state))
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from framework.data.to_device import moved
 from framework.randomness import random_integers
 
 
@@ -33,7 +34,7 @@ def augment(images: Tensor, keys: np.ndarray, *, padding: int, flip: bool) -> Te
     Source: He et al. 2016, section 4.2 (crop from the padded image, horizontal flip).
     """
     draws = [random_integers(keys, high=high, draw=draw) for draw, high in enumerate((2 * padding + 1,) * 2 + (2,))]
-    top, left, mirrored = (torch.from_numpy(draw).to(images.device) for draw in draws)
+    top, left, mirrored = moved(torch.from_numpy(np.stack(draws)), images.device)
     if flip:
         images = torch.where(mirrored.bool().view(-1, 1, 1, 1), images.flip(3), images)
     height, width = images.shape[2:]

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
-from framework.data.source import Dataset, Source, Split
+from framework.data.source import Dataset, Source, Split, is_vectorised
+from framework.data.to_device import ToDevice
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.randomness import key, keys, seed_generators
@@ -43,7 +44,10 @@ class Loader:
     batch_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of a micro-batch's inputs and targets, in training
 
     def __post_init__(self) -> None:
-        self.num_workers = int(getattr(self.dataset, "num_workers", 0))
+        transforms_anywhere = is_vectorised(self.dataset.transform) and self.batch_transform is None
+        self._in_memory = transforms_anywhere and is_vectorised(self.source.gather)
+        self._later = transforms_anywhere and self.device.type == "cuda"  # is a batch transformed where the model is?
+        self.num_workers = 0 if self._in_memory else int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", True))
         self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
 
@@ -102,17 +106,26 @@ class Loader:
         for sample, draw in zip(samples, draws) if one_by_one is not None else ():
             seed_generators(key(self.order.seed, "sample", epoch if is_training else "evaluation", int(draw)))
             fetched.append(one_by_one(int(sample)))
-        seed_generators(key(self.order.seed, at[0], start, part.number))
+        if not self._in_memory:
+            seed_generators(key(self.order.seed, at[0], start, part.number))
         gathered: Any = self.source.gather(samples) if one_by_one is None else self.source.collate(fetched)  # type: ignore[attr-defined]
         augment_keys = keys(self.order.seed, "augment", epoch, draws) if is_training and self.is_augmented else None
-        inputs, targets = self.dataset.transform(*map(as_tensors, gathered), keys=augment_keys)
+        inputs, targets = map(as_tensors, gathered)
+        stored = MicroBatch(part.number, inputs, targets, len(samples), part.start, keys=augment_keys)
+        return stored if self._later else self._transformed(stored, is_training=is_training)
+
+    def _transformed(self, stored: MicroBatch, *, is_training: bool) -> MicroBatch:
+        inputs, targets = self.dataset.transform(stored.inputs, stored.targets, keys=stored.keys)
         if is_training and self.batch_transform is not None:
             inputs, targets = self.batch_transform(inputs, targets)
-        whole = MicroBatch(part.number, inputs, targets, num_samples=len(samples), start=part.start)
+        whole = stored._replace(inputs=inputs, targets=targets, keys=None)
         return whole.mapped(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
 
     def _run(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
         steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions())
+        if self.device.type == "cuda":
+            finish = partial(self._transformed, is_training=False) if self._later else lambda micro_batch: micro_batch
+            return map(ToDevice(self.device, finish=finish), steps)
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
 
     def _start_processes(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
@@ -141,6 +154,7 @@ class Loader:
             num_workers=self.num_workers,
             collate_fn=lambda step: step,
             worker_init_fn=begin,
+            pin_memory=self.device.type == "cuda",  # in a thread of the reader
             multiprocessing_context="fork",
         )
         open_files()
@@ -151,8 +165,7 @@ class Loader:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _to_device(self, step: Step) -> Step:
-        moved = [m.mapped(lambda t: t.to(self.device, non_blocking=True)) for m in step.micro_batches]
-        return step._replace(micro_batches=moved)
+        return step._replace(micro_batches=[m.mapped(lambda t: t.to(self.device)) for m in step.micro_batches])
 
 
 def as_tensors(stored: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 
@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def vectorised(method: _Method) -> _Method:
+    """Mark a `gather` or `transform` that takes a whole batch in a few operations on memory, and draws from its keys alone.
+
+    A loader process would only make such a gather dearer, so none is started for it; such a transform works on tensors of any
+    device, so a GPU does it, and the stored bytes are what goes there. A subclass that overrides it is not marked.
+    """
+    method.is_vectorised = True  # type: ignore[attr-defined]
+    return method
+
+
+def is_vectorised(method: Callable[..., Any]) -> bool:
+    return getattr(method, "is_vectorised", False)
 
 
 class Source(Protocol):
@@ -37,16 +52,14 @@ class Selected:
     """Some samples of a source, by their numbers: a source itself."""
 
     def __init__(self, source: Source, numbers: np.ndarray) -> None:
-        self._source, self._numbers = source, numbers
+        self._numbers = numbers
+        self.gather = wraps(source.gather)(lambda indices: source.gather(numbers[indices]))
         if hasattr(source, "sample"):
             self.sample = lambda index: source.sample(int(numbers[index]))
             self.collate = source.collate  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self._numbers)
-
-    def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
-        return self._source.gather(self._numbers[indices])
 
 
 class Dataset(Protocol):
@@ -103,6 +116,7 @@ class Images:
     def __post_init__(self) -> None:
         require_at_least(0, self, "num_workers")
 
+    @vectorised
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         from framework.data.images import augment, normalise
 
@@ -136,6 +150,7 @@ class TokenSequences:
         require_at_least(1, self, "seq_len")
         require_at_least(0, self, "num_workers")
 
+    @vectorised
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         return inputs.long(), targets.long()
 
@@ -171,6 +186,7 @@ class Arrays:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    @vectorised
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.inputs[indices], self.targets[indices]
 
@@ -194,6 +210,7 @@ class Windows:
     def __len__(self) -> int:
         return num_windows(len(self.tokens), seq_len=self.seq_len)
 
+    @vectorised
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         batch = self.windows(indices)
         return batch[:, :-1], batch[:, 1:]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from framework.data.source import Arrays, Images, Source, Split, Windows, require_at_least
+from framework.data.source import Arrays, Images, Source, Split, Windows, require_at_least, vectorised
 from framework.randomness import permutation, random_bits, random_integers, random_uniform
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Synthetic(Images):
             return self._tokens(samples)
         return self._vectors(samples) if self.kind == "vectors" else self._images(samples)
 
+    @vectorised
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         if self.kind == "tokens":
             return inputs.long(), targets.long()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class MicroBatch(NamedTuple):
     num_samples: int
     start: int  # the place of its first sample in the global batch
     is_padding: bool = False  # has weight zero: every rank then enters the same collectives
+    keys: np.ndarray | None = None  # of its samples' augmentation, until that is done
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """Return the micro-batch with `function` applied to each of its tensors."""

@@ -1,5 +1,6 @@
 """Precisions by name: the types of the parameters and of the forward pass, and the loss scale of fp16."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,11 @@ class LossScale:
     @property
     def is_dynamic(self) -> bool:
         return self.growth_interval > 0
+
+    def require_finite(self, grad_norm: float, *, step: int) -> None:
+        """Raise Diverged if the global norm of a step is not finite; but a scale that adapts skips such a step."""
+        if not self.is_dynamic and not math.isfinite(grad_norm):
+            raise Diverged(f"the gradient of step {step} is not finite (norm {grad_norm})")
 
     def accepts(self, grad_norm: Tensor | None) -> bool:
         """Return whether to take the step, and adapt. `grad_norm` is global, so that all ranks agree.

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from framework.distributed.world import World
 from framework.engine.seam import Engine, Step
@@ -24,7 +25,15 @@ def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
 
 
 def totals(sums: Sums, *, world: World) -> Sums:
-    """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message."""
-    flat = world.agreement.sum(torch.cat([value.double().reshape(-1) for value in sums.values()]).cpu())
-    parts = flat.split([value.numel() for value in sums.values()])
+    """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message.
+
+    A device is waited for once.
+    """
+    mine: dict[str, Tensor] = {}
+    for device in {value.device for value in sums.values()}:
+        there = {name: value for name, value in sums.items() if value.device == device}
+        flat = torch.cat([value.double().reshape(-1) for value in there.values()]).cpu()
+        mine |= zip(there, flat.split([value.numel() for value in there.values()]))
+    total = world.agreement.sum(torch.cat([mine[name] for name in sums]))
+    parts = total.split([value.numel() for value in sums.values()])
     return {name: part.reshape(value.shape) for (name, value), part in zip(sums.items(), parts)}

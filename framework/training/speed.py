@@ -4,7 +4,6 @@ import resource
 import time
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -79,16 +78,17 @@ class Speed:
         return row
 
     def _of_device(self) -> dict[Phase, float]:
-        """Return the seconds of a step that the device spent in each phase: in `data`, it waits."""
+        """Return the seconds of a step that the device spent in each phase: in `data`, it waits.
+
+        What it has not done yet is left to the next row.
+        """
         assert self._events is not None
         spent = dict.fromkeys(self._seconds, 0.0)
         num_steps = 0
-        for (phase, start), (_, end) in pairwise(self._events):
-            spent[phase] += start.elapsed_time(end) / 1000
+        while len(self._events) > 1 and self._events[1][1].query():
+            phase, start = self._events.popleft()
+            spent[phase] += start.elapsed_time(self._events[0][1]) / 1000
             num_steps += phase == "optimizer"
-        last = self._events[-1]
-        self._events.clear()
-        self._events.append(last)
         return {phase: spent[phase] / max(num_steps, 1) for phase in PARTS}
 
     def tick(self) -> tuple[float, float]:

@@ -59,6 +59,7 @@ class Trainer:
         self.trained = names_of_trained(self.engine.module)
         self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: once a loss is not finite, it stays so
         self.memory_gib: list[float] = []  # the peak of each rank
+        self.grad_norm = 0.0  # when it was read last
 
     def fit(self) -> bool:
         """Train. Returns True when the run is finished, False when it was preempted, after a committed checkpoint."""
@@ -168,23 +169,17 @@ class Trainer:
         grad_norm = self.engine.clip_grad_norm(max_norm) if needs_norm else None
         if is_watching and self.world.agreement.sum((~torch.isfinite(sums["loss"])).double().cpu()):
             raise Diverged(f"the loss of step {progress.step + 1} is not finite")
-        if (measure or is_watching) and grad_norm is not None:
-            self.require_finite(grad_norm, step=progress.step + 1)
+        if is_watching and grad_norm is not None:
+            scale.require_finite(grad_norm.item(), step=progress.step + 1)
         self.update.take(progress.step, grad_norm=grad_norm, is_last=is_last)
         if turn is not None and measure:
             own = {"loss": f"{turn.name}_loss", weight_of("loss"): weight_of(f"{turn.name}_loss")}
             sums |= {name: sums[of] for of, name in own.items() if of in sums}
         return sums, grad_norm
 
-    def require_finite(self, grad_norm: Tensor, *, step: int) -> None:
-        """Raise Diverged on every rank if the global norm is not finite; but fp16 skips such a step and continues."""
-        if not self.update.loss_scale.is_dynamic and not torch.isfinite(grad_norm):
-            raise Diverged(f"the gradient of step {step} is not finite (norm {grad_norm.item()})")
-
     def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
-        assert grad_norm is not None
         self.world.at("logging", step=self.progress.step)
-        means = self.means(sums, num_samples=step.num_samples)
+        means = self.means(sums, num_samples=step.num_samples, norm=grad_norm)
         if turns := [turn for turn in self.update.due(self.progress.step - 1) if turn is not None]:
             means["loss"] = math.fsum(means[f"{turn.name}_loss"] for turn in turns)
         self.tick()
@@ -194,7 +189,7 @@ class Trainer:
             **means,
             **self.tracker.derive(means),
             "lr": self.update.lr(self.progress.step - 1),
-            "grad_norm": grad_norm.item(),  # not finite if fp16 has skipped the step
+            "grad_norm": self.grad_norm,  # not finite if fp16 has skipped the step
             "epoch": step.epoch,
             **self.speed.row(step=self.progress.step, samples_seen=self.progress.samples_seen),
             "memory_gib": max(self.memory_gib),
@@ -202,16 +197,22 @@ class Trainer:
             **self.parts.columns(),
         })  # fmt: skip
 
-    def means(self, sums: Sums, *, num_samples: int) -> dict[str, float]:
-        """Return means over all ranks' samples. Diverged if any loss since the last call, on any rank, was not finite."""
-        own = torch.zeros(self.world.world_size + 1, device=self.world.device)
-        own[self.world.rank], own[-1] = peak_memory_gib(self.world.devices), self.speed.step_s(step=self.progress.step)
-        found = totals(sums | {"watch": self.loss_watch, "own": own}, world=self.world)
+    def means(self, sums: Sums, *, num_samples: int, norm: Tensor | None = None) -> dict[str, float]:
+        """Return means over all ranks' samples; note the gradient's norm, which all ranks have, and each rank's memory.
+
+        Diverged if the norm, or any loss since the last call, on any rank, is not finite.
+        """
+        size, step, watch = self.world.world_size, self.progress.step, self.loss_watch
+        own = torch.zeros(size + 1, dtype=torch.float64)
+        own[self.world.rank], own[-1] = peak_memory_gib(self.world.devices), self.speed.step_s(step=step)
+        once = torch.zeros_like(watch) if norm is None or self.world.rank else norm
+        found = totals(sums | {"watch": watch, "norm": once, "own": own}, world=self.world)
         *self.memory_gib, step_s = found.pop("own").tolist()
-        self.world.agreement.take_pace(call_s=step_s / self.world.world_size)
+        self.world.agreement.take_pace(call_s=step_s / size)
+        self.grad_norm = found.pop("norm").item()
+        self.update.loss_scale.require_finite(self.grad_norm, step=step)
         if not torch.isfinite(found.pop("watch")):
-            raise Diverged(f"the loss is not finite by step {self.progress.step} (it was still finite at the last "
-                           "checkpoint or row)")  # fmt: skip
+            raise Diverged(f"the loss is not finite by step {step} (it was still finite at the last checkpoint or row)")
         return means(found, num_samples=num_samples)
 
     def record(self, row: Row) -> None:
@@ -246,10 +247,8 @@ class Trainer:
         """Save a checkpoint. Diverged instead, if its content would not be finite."""
         self.world.at("saving", step=self.progress.step)
         self.speed.enter("checkpoint")
-        self.means({}, num_samples=1)
-        if not self.recovery.is_watching:  # where it is, a step that was left out leaves its gradient behind
-            # the gradients of the step just taken are still there
-            self.require_finite(self.engine.clip_grad_norm(None), step=self.progress.step)
+        # the gradients of the step just taken are still there; where steps are watched, one that was left out leaves its own
+        self.means({}, num_samples=1, norm=None if self.recovery.is_watching else self.engine.clip_grad_norm(None))
         self.commit()
         self.speed.enter("loop")
 

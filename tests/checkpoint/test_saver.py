@@ -18,7 +18,7 @@ from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, command, finished, slow_but
+from tests.harness import Ended, assert_same_bits, command, finished, slow_but, together, with_loader_processes
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 
 ASYNC, SYNC = "checkpoint.async_save=true", "checkpoint.async_save=false"
@@ -256,6 +256,7 @@ def test_loader_processes_may_start_while_a_checkpoint_is_written(
 ) -> None:
     """Each evaluation forks its own, here in the middle of a save."""
     line = [*RUN, *STRATEGIES[strategy], ASYNC, "dataset.num_workers=2", "trainer.eval_every=4"]
-    ended = finished(*line, root=tmp_path / "runs", before=in_each_save(lambda step: time.sleep(0.5)))
+    acts = together(with_loader_processes, in_each_save(lambda step: time.sleep(0.5)))
+    ended = finished(*line, root=tmp_path / "runs", before=acts)
     expected = written_between_steps[strategy].weights
     assert all(torch.equal(ended.weights[name], expected[name]) for name in expected)

@@ -1,5 +1,6 @@
 """A batch is a function of its position: whoever fetches it, from wherever the run starts."""
 
+import dataclasses
 import multiprocessing
 import os
 import resource
@@ -17,17 +18,25 @@ from torch import Tensor
 from framework.data.digits import Digits
 from framework.data.loader import Loader
 from framework.data.order import Order
+from framework.data.source import Selected
 from framework.engine.seam import MicroBatch, Step
 from framework.runtime.preemption import PREEMPTION, SIGNALS
-from tests.harness import assert_same_bits, command, finished
+from tests.harness import assert_same_bits, command, finished, together, with_loader_processes
 from tests.test_resume import after_step
 
 NUM_SAMPLES = 1258  # of the digits' training split; 79 batches of 16, the last of 10
 
 
+class OwnDigits(Digits):
+    """With a transform of its own, so that it has loader processes."""
+
+    def transform(self, inputs: Tensor, targets: Tensor, *, keys: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        return super().transform(inputs, targets, keys=keys)
+
+
 def loader(*, num_workers: int = 0, augment: bool = True, dp_rank: int = 0, dp_size: int = 1, split: str = "train",
-           micro_batch_size: int | None = 5) -> Loader:  # fmt: skip
-    dataset = Digits(augment=augment, num_workers=num_workers)
+           micro_batch_size: int | None = 5, kind: type[Digits] = OwnDigits) -> Loader:  # fmt: skip
+    dataset = kind(augment=augment, num_workers=num_workers)
     source = dataset.load(split)  # type: ignore[arg-type]
     return Loader(
         dataset,
@@ -226,8 +235,18 @@ def signal_group_and_go_on() -> None:
 def test_a_run_with_loader_processes_has_the_bits_of_one_without_also_after_signals(tmp_path: Path) -> None:
     plain = finished(*RUN, root=tmp_path / "plain")
     line = [*RUN, "dataset.num_workers=2"]
-    signalled = finished(*line, root=tmp_path / "signalled", before=after_step(5, signal_group_and_go_on))
-    assert_same_bits(signalled, plain)
-    stopped = command(*line, root=tmp_path / "stopped", before=after_step(21, signal_group))
+    acts = together(with_loader_processes, after_step(5, signal_group_and_go_on))
+    assert_same_bits(finished(*line, root=tmp_path / "signalled", before=acts), plain)
+    stopped = command(*line, root=tmp_path / "stopped", before=together(with_loader_processes, after_step(21, signal_group)))
     assert stopped.code == 75, stopped.output
-    assert_same_bits(finished(*line, root=tmp_path / "stopped"), plain)
+    assert_same_bits(finished(*line, root=tmp_path / "stopped", before=with_loader_processes), plain)
+
+
+def test_what_is_in_memory_has_no_loader_processes() -> None:
+    """They would copy what is there, and be slower than no process. Whatever may draw, or takes long, has them."""
+    made = loader(num_workers=2, kind=Digits)
+    assert_same_steps(list(islice(made.train(0), 5)), list(islice(loader().train(0), 5)))
+    first = dataclasses.replace(made, source=Selected(made.source, np.arange(40)), order=dataclasses.replace(made.order))
+    assert made.num_workers == first.num_workers == 0
+    assert loader(num_workers=2).num_workers == 2
+    assert dataclasses.replace(made, batch_transform=lambda inputs, targets: (inputs, targets)).num_workers == 2

@@ -12,8 +12,8 @@ from framework.modules.parts import units_of
 from framework.parallel import model_parallel
 from framework.parallel.model_parallel import sharing_weights
 from framework.preflight import processes
-from tests.harness import Ended, Says, assert_close, checked, command, finished
-from tests.test_any_to_any import LONGER, longer, note_state, own_option, together  # noqa: F401
+from tests.harness import Ended, Says, assert_close, checked, command, finished, together
+from tests.test_any_to_any import LONGER, longer, note_state, own_option  # noqa: F401
 from tests.test_conformance import MODELS, OPTIMIZERS, RESNET18, RUN, One, one_process, own_options  # noqa: F401
 from tests.test_resume import after_step, preempt
 

@@ -26,8 +26,8 @@ from framework.parallel.server.asynchronous import Hogwild
 from framework.parallel.server.synchronous import Notices, Server
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
-from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but
-from tests.test_any_to_any import note_state, together
+from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but, together
+from tests.test_any_to_any import note_state
 from tests.test_optim import scale_from
 from tests.test_resume import RUN, after_step, preempt
 

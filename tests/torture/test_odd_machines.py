@@ -13,7 +13,18 @@ import psutil
 import pytest
 
 from framework.runtime.environment import Environment
-from tests.harness import Ended, assert_same_bits, begin, command, end, finished, typed, wait_for
+from tests.harness import (
+    Ended,
+    assert_same_bits,
+    begin,
+    command,
+    end,
+    finished,
+    together,
+    typed,
+    wait_for,
+    with_loader_processes,
+)
 from tests.launch.paced import ROOT
 from tests.test_resume import RUN, after_step
 
@@ -124,7 +135,7 @@ def test_as_few_open_files_as_cannot_do_are_refused(tmp_path: Path) -> None:
     refused = command(*TWO, root=tmp_path, before=lambda: limit(40, 40))
     assert refused.code == 78 and "may open 40 files only, where 64 may be needed (ulimit -n 64" in refused.output
     many = [*RUN, "parallel=ddp", "launch.nproc_per_node=4", "dataset.num_workers=2", "trainer.max_steps=3"]
-    finished(*many, root=tmp_path, before=lambda: limit(50, 4096))  # it takes what it may have
+    finished(*many, root=tmp_path, before=together(with_loader_processes, lambda: limit(50, 4096)))  # it takes what it may have
 
 
 @pytest.mark.parametrize("name", ["ünï 日本", "a=b,c", "it's {x} ${y}", "100%", "-m", "two\nlines"])

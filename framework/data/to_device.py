@@ -1,0 +1,46 @@
+"""From this process's memory to a CUDA device, while the step before is computed there: pinned, on a stream of its own."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from framework.engine.seam import MicroBatch, Step
+
+
+class ToDevice:
+    """Copies steps to a device, where `finish` makes of each micro-batch what a model takes. The host waits for nothing."""
+
+    def __init__(self, device: torch.device, *, finish: Callable[[MicroBatch], MicroBatch]) -> None:
+        self._device, self._finish = device, finish
+        self._stream = _copy_stream(device)
+
+    def __call__(self, step: Step) -> Step:
+        with torch.cuda.stream(self._stream):
+            by_number = {m.number: self._finish(m.mapped(self._moved)) for m in step.micro_batches}  # padding repeats one
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for micro_batch in by_number.values():
+            micro_batch.mapped(functools.partial(_used_on, current))
+        moved = [by_number[m.number]._replace(is_padding=m.is_padding) for m in step.micro_batches]
+        return step._replace(micro_batches=moved)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return moved(tensor, self._device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device. A CUDA device reads pinned memory by itself; torch keeps it until it has."""
+    is_read = device.type == "cuda" and not tensor.is_pinned()
+    return (tensor.pin_memory() if is_read else tensor).to(device, non_blocking=True)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _used_on(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
+    tensor.record_stream(stream)  # its memory goes back to the copies' stream, but not before this one is done with it
+    return tensor

@@ -1,0 +1,182 @@
+"""What only happens on CUDA, on emulated devices: what the host waits for, pinned memory, streams, events."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework import compose
+from framework.build.training import Builder
+from framework.checkpoint.copies import HostCopies
+from framework.data.digits import Digits
+from framework.data.loader import Loader
+from framework.data.order import Order
+from framework.data.to_device import ToDevice
+from framework.distributed.world import World
+from framework.engine.seam import MicroBatch, Step
+from framework.runtime.environment import Environment
+from framework.training.trainer import Trainer
+from tests import fake_cuda
+from tests.emulated_tensors import Emulated
+from tests.fake_cuda import BYTES, RACES, WAITS, call
+
+RUN = ["trainer.max_epochs=null", "trainer.max_steps=12", "trainer.log_every=5", "checkpoint.every=null"]
+TOKENS = ["model=gpt", "model.dim=16", "model.num_layers=2", "dataset=synthetic", "dataset.kind=tokens",
+          "task=language_modeling", "dataset.num_train=80", "global_batch_size=8", "micro_batch_size=4"]  # fmt: skip
+
+
+def seen() -> dict[str, Any]:
+    """Return what was counted since the last call."""
+    found = {"waits": dict(WAITS), "bytes": dict(BYTES), "races": sorted(set(RACES))}
+    for counts in (WAITS, BYTES, RACES):
+        counts.clear()
+    return found
+
+
+@contextmanager
+def trainer_of(line: list[str]) -> Iterator[Trainer]:
+    with tempfile.TemporaryDirectory() as folder:
+        world = World.start(Environment(), backend="auto", timeout_s=60.0, scratch=None)
+        yield Builder(compose(*RUN, *line, f"run.dir={folder}/run"), world=world).trainer()
+
+
+# --- run in a process with devices
+
+
+def steps(line: list[str]) -> list[dict[str, Any]]:
+    """Return what was counted in each of ten steps, with the fetching of the next, from the third on."""
+    with trainer_of(line) as trainer:
+        step, following = trainer.begin()
+        counted = []
+        for _ in range(10):
+            trainer.take(step)
+            step = next(following)
+            counted.append({"device": str(step.micro_batches[0].inputs.device), **seen()})
+        return counted[2:]
+
+
+def whole_run(line: list[str], device: str) -> dict[str, Any]:
+    import json
+
+    from train import main
+
+    with tempfile.TemporaryDirectory() as folder:
+        backend = ["backend=gloo"] if device == "cpu" else []
+        code = main([*RUN, *line, *backend, f"run.dir={folder}/run"])
+        rows = [json.loads(text) for text in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+        return {"code": code, "rows": rows, "log": Path(folder, "run/train.log").read_text(), **seen()}
+
+
+def on_both(**options: Any) -> list[Any]:
+    return [batches(**options, device=device) for device in ("cpu", "cuda:0")]
+
+
+def batches(*, augment: bool, num_workers: int, device: str, is_plain: bool) -> list[Any]:
+    """Return the inputs of three steps of two micro-batches, on the CPU, and what was counted while they were made."""
+    dataset = Digits(augment=augment, num_workers=num_workers)
+    if not is_plain:
+        transform = dataset.transform
+        dataset.transform = lambda *args, **kwargs: transform(*args, **kwargs)  # type: ignore[method-assign]
+    source, where = dataset.load("train"), torch.device(device)
+    order = Order(num_samples=len(source), global_batch_size=16, seed=3, drop_last=False)
+    loader = Loader(dataset, source, order=order, micro_batch_size=8, dp_rank=0, dp_size=1, device=where, dtype=torch.float32)
+    following = loader.train(0)
+    next(following)
+    seen()
+    made = [next(following) for _ in range(3)]
+    counted = seen()
+    loader.close()
+    return [[[m.inputs.cpu().tolist() for m in step.micro_batches] for step in made], counted]
+
+
+def faults() -> list[list[str]]:
+    """Return the races that are found where a batch is not waited for, and where its memory is freed too early."""
+    device, found = torch.device("cuda:0"), []
+    batch = MicroBatch(0, torch.ones(4), torch.ones(4), num_samples=4, start=0)
+    for name in ("wait_stream", "record_stream"):
+        mover = ToDevice(device, finish=lambda micro_batch: micro_batch)
+        kind: Any = fake_cuda.Stream if name == "wait_stream" else Emulated
+        plain = getattr(kind, name)
+        setattr(kind, name, lambda *_: None)
+        moved = mover(Step(0, 4, [batch])).micro_batches[0]
+        setattr(kind, name, plain)
+        total = moved.inputs + 1
+        del moved
+        found.append(seen()["races"])
+        del total
+    return found
+
+
+def copies() -> dict[str, Any]:
+    """Return what a copy for a checkpoint holds before and after it was waited for, with the next step in between."""
+    parameter, kept = torch.arange(4.0, device="cuda:0"), HostCopies()
+    seen()
+    (copy,) = kept.update({"weight": parameter}).values()
+    parameter += 1
+    before, counted = copy.isnan().all().item(), seen()
+    kept.wait()
+    return {"before": before, "after": copy.tolist(), **counted}
+
+
+# --- the tests
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["model=cnn", "dataset=digits", "dataset.augment=true"],
+        ["model=cnn", "dataset=digits", "precision=bf16", "micro_batch_size=16", "trainer.clip_grad_norm=1.0"],
+        [*TOKENS, "model.dropout=0.1", "precision=bf16", "trainer.ema_decay=0.9"],
+        [*TOKENS, "optimizer=muon", "trainer.activation_checkpointing=true"],
+        ["model=resnet", "model.depth=18", "dataset=synthetic", "global_batch_size=2", "optimizer=sgd"],
+    ],
+    ids=lambda line: " ".join(line[-2:]),
+)
+def test_a_step_waits_for_nothing_and_a_row_once(line: list[str]) -> None:
+    counted = call(steps, line=line)
+    assert {step["device"] for step in counted} == {"cuda:0"}
+    assert [step["races"] for step in counted] == [[]] * 8
+    assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0, 0, 0, 0, 1], counted
+
+
+def test_a_run_on_a_device_has_the_numbers_of_one_on_the_cpu() -> None:
+    line = ["model=cnn", "dataset=digits", "dataset.augment=true", "trainer.eval_every=6", "checkpoint.every=4"]
+    here, there = (call(whole_run, line=line, device=device) for device in ("cpu", "cuda:0"))
+    assert (here["code"], there["code"]) == (0, 0) and there["races"] == []
+    assert here["bytes"] == {} and there["bytes"]["to the device"] > 0
+    for one, other in zip(here["rows"], there["rows"], strict=True):
+        assert one["split"] == other["split"] and one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    assert all(row["forward_backward_s"] >= 0 for row in there["rows"] if row["split"] == "train")
+    rows_and_evaluations = len(there["rows"])
+    assert sum(count for wait, count in there["waits"].items() if "evaluation.py" in wait) <= 3 * rows_and_evaluations
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["vectorised", "own transform"])
+@pytest.mark.parametrize(("augment", "num_workers"), [(False, 0), (True, 2)])
+def test_batches_cross_the_bus_as_they_are_stored(augment: bool, num_workers: int, is_plain: bool) -> None:
+    (here, nothing), (there, counted) = call(on_both, augment=augment, num_workers=num_workers, is_plain=is_plain)
+    assert here == there and nothing["bytes"] == {}
+    assert (counted["waits"], counted["races"]) == ({}, [])
+    image = 8 * 8 * (1 if is_plain else 4)  # uint8, or float32
+    draws = 3 * 8 if augment and is_plain else 0
+    assert counted["bytes"]["to the device"] == 3 * 16 * (image + 8 + draws)
+
+
+def test_the_emulation_finds_what_would_be_a_race() -> None:
+    not_waited, not_recorded = call(faults)
+    assert any("uses a tensor that another stream writes" in race for race in not_waited)
+    assert any("freed while another stream uses it" in race for race in not_recorded)
+
+
+def test_a_checkpoint_s_copies_are_pinned_and_made_in_the_order_of_the_step() -> None:
+    assert call(copies) == {
+        "before": True,
+        "after": [0.0, 1.0, 2.0, 3.0],
+        "waits": {},
+        "bytes": {"from the device": 16},
+        "races": [],
+    }
