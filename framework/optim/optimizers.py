@@ -190,9 +190,9 @@ class FusedSGD(torch.optim.SGD):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the Engine has run backward
         for group in self.param_groups:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if group["momentum"]:
-                for parameter in moved:
-                    self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            for parameter in moved if group["momentum"] else ():
+                if "momentum_buffer" not in self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             move_by_sgd(
                 [local(parameter) for parameter in moved],
                 [local(cast(Tensor, gradient_of(parameter))) for parameter in moved],

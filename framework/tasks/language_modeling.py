@@ -2,9 +2,9 @@
 
 import math
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from framework.tasks.cross_entropy import cross_entropy_sum
 from framework.tasks.outputs import main_output
 
 IGNORED = -100  # the target of a token that does not count: as in torch, and in Hugging Face's libraries
@@ -23,7 +23,7 @@ class LanguageModeling:
 
     def loss(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         logits_BTV = main_output(outputs)
-        total = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum", ignore_index=IGNORED)
+        total = cross_entropy_sum(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
         return total, (targets_BT != IGNORED).sum()
 
     def predictions(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,55 @@
+"""Cross-entropy over large vocabularies: a chunk of rows at a time, without a second tensor as large as the logits."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGE = 4096  # classes; of fewer, torch's own is faster
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # numbers at a time: about what a cache holds; what many launches are worth
+
+
+def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int) -> Tensor:
+    """Return the sum of the cross-entropies in nats, shape (), at least in float32; targets int64.
+
+    As `torch.nn.functional.cross_entropy` to rounding. That keeps the logarithms of the probabilities for the backward pass,
+    and of logits in 16 bits also a copy in 32: up to four times the logits' memory, where this keeps the logits alone.
+    """
+    if logits_NV.shape[1] < LARGE or type(logits_NV) is not Tensor:  # or a stand-in of a tracer, or a shard
+        return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=ignore_index)
+    total, _ = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index)  # type: ignore[no-untyped-call]
+    return total  # type: ignore[no-any-return]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+        lse_N = torch.cat([chunk.to(dtype).logsumexp(dim=1) for chunk in logits_NV.split(_rows(logits_NV))])
+        chosen_N = logits_NV.gather(1, torch.where(counts_N, targets_N, 0).unsqueeze(1)).squeeze(1)
+        return torch.where(counts_N, lse_N - chosen_N, 0.0).sum(), lse_N
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        logits_NV, targets_N, counts_N, lse_N = ctx.saved_tensors
+        targets_N, grad_N = torch.where(counts_N, targets_N, 0), torch.where(counts_N, grad, 0.0)
+        if torch.is_grad_enabled():  # this gradient will be differentiated
+            probabilities_NV = logits_NV.to(lse_N.dtype).softmax(dim=1)
+            whole_NV = (probabilities_NV - F.one_hot(targets_N, logits_NV.shape[1])) * grad_N.unsqueeze(1)
+            return whole_NV.to(logits_NV.dtype), None, None
+        result_NV = torch.empty_like(logits_NV)
+        columns = (part.unsqueeze(1) for part in (targets_N, lse_N, grad_N))
+        parts = (part.split(_rows(logits_NV)) for part in (logits_NV, result_NV, *columns))
+        for logits, result, target, lse, factor in zip(*parts):
+            result.copy_((logits - lse).exp_().mul_(factor).scatter_add_(1, target, -factor))
+        return result_NV, None, None
+
+
+def _rows(logits_NV: Tensor) -> int:
+    return max(1, _CHUNK.get(logits_NV.device.type, 1 << 20) // logits_NV.shape[1])
