@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.checkpoint.manifest import read_state
@@ -20,7 +20,7 @@ from framework.config.folders import options
 from framework.config.targets import component
 from framework.engine.data_parallel import DataParallelEngine
 from framework.optim import schedules
-from framework.optim.optimizers import Trainable, adamw, hidden_matrices, muon, sgd, trainable
+from framework.optim.optimizers import Muon, Trainable, adamw, hidden_matrices, muon, sgd, trainable
 from framework.optim.precision import PRECISIONS, LossScale
 from framework.optim.update import AveragedWeights
 from framework.runtime.exits import Diverged
@@ -402,3 +402,78 @@ def test_the_rate_of_every_step_is_the_schedules(tmp_path: Path) -> None:
     rows = [row for row in finished(*line, root=tmp_path / "runs").rows if row["split"] == "train"]
     expected = [0.5 * schedules.wsd(k, 24, warmup_steps=4, decay_steps=6, min_lr_ratio=0.0) for k in range(24)]
     assert [row["lr"] for row in rows] == pytest.approx(expected, abs=1e-15)
+
+
+# --- Muon's work, dealt out
+
+
+def moves(
+    rank: int, num_ranks: int, boxes: dict[int, Tensor], iteration: Literal["bf16"] | None = None
+) -> tuple[int, list[Tensor]]:
+    """Return how many matrices a rank has iterated on in a step, and the parameters after it; the others' are in `boxes`."""
+    draw, count = torch.Generator().manual_seed(1), 0
+    parameters = [nn.Parameter(torch.randn(5, 3 + index, generator=draw)) for index in range(5)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=draw)
+    made = muon([Trainable(str(index), parameter, True, True) for index, parameter in enumerate(parameters)], lr=0.02,
+                momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95], adamw_eps=1e-8, iteration=iteration)  # fmt: skip
+    assert isinstance(made, Muon)
+    plain = made._orthogonalise
+
+    def counted(matrix: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return plain(matrix)
+
+    made._orthogonalise = counted  # type: ignore[method-assign]
+    seen = 0
+
+    def exchange(matrices: list[Tensor]) -> None:
+        nonlocal seen
+        for index, matrix in enumerate(matrices):
+            if index == rank:
+                boxes[seen + index] = matrix.clone()
+            matrix.copy_(boxes.get(seen + index, torch.zeros_like(matrix)))
+        seen += len(matrices)
+
+    if num_ranks > 1:
+        made.deal(exchange, rank=rank, num_ranks=num_ranks)
+    made.step()
+    return count, [parameter.detach() for parameter in parameters]
+
+
+def test_each_rank_iterates_on_its_share_of_the_matrices() -> None:
+    count, expected = moves(0, 1, {})
+    assert count == 5
+    boxes: dict[int, Tensor] = {}
+    counts = [moves(rank, 2, boxes)[0] for rank in range(2)]
+    assert counts == [3, 2] and sorted(boxes) == [0, 1, 2, 3, 4]
+    for rank in range(2):
+        assert all(map(torch.equal, moves(rank, 2, boxes)[1], expected))
+
+
+def test_a_matrix_may_be_orthogonalised_in_sixteen_bits() -> None:
+    plain, short = moves(0, 1, {})[1], moves(0, 1, {}, "bf16")[1]
+    for one, other in zip(plain, short):
+        assert one.dtype == other.dtype and not torch.equal(one, other)
+        torch.testing.assert_close(one, other, atol=5e-3, rtol=0)
+
+
+def test_what_a_strategy_builds_deals_the_work_out(tmp_path: Path) -> None:
+    def note_shares() -> None:
+        plain = Muon._orthogonalise
+
+        def counted(self: Muon, matrix: Tensor) -> Tensor:
+            with (tmp_path / f"rank_{self._rank}").open("a") as file:
+                file.write("x")
+            return plain(self, matrix)
+
+        Muon._orthogonalise = counted  # type: ignore[method-assign]
+
+    for strategy in ("ddp", "fsdp"):
+        for path in tmp_path.glob("rank_*"):
+            path.unlink()
+        line = [*RUN, *OPTIMIZERS["muon"], f"parallel={strategy}", "launch.nproc_per_node=2", "rehearse=false"]
+        finished(*line, root=tmp_path / strategy, before=note_shares)
+        shares = [len(path.read_text()) for path in sorted(tmp_path.glob("rank_*"))]
+        assert shares == [72, 72]  # of 12 matrices in each of 12 steps

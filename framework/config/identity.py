@@ -15,7 +15,7 @@ EXECUTION = (
 )  # fmt: skip
 
 # null is what a run did before there were these keys
-_LATER = ("trainer.limit_batches", "trainer.overfit_batches", "dataset.tokenizer")
+_LATER = ("trainer.limit_batches", "trainer.overfit_batches", "dataset.tokenizer", "optimizer.iteration")
 
 
 def identity(config: dict[str, Any]) -> str:

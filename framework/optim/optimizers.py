@@ -3,11 +3,12 @@
 import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as move_by_adamw
 from torch.optim.sgd import sgd as move_by_sgd
 
 from framework.modules.parts import nearest_name
@@ -162,6 +163,7 @@ def muon(
     adamw_lr: Rate,
     adamw_betas: Betas,
     adamw_eps: Rate,
+    iteration: Literal["bf16"] | None = None,
     groups: _Groups | None = None,
 ) -> torch.optim.Optimizer:
     """Muon for the matrices between the first and the last layer, AdamW for everything else."""
@@ -170,7 +172,8 @@ def muon(
     of_adamw = {"kind": "adamw", "lr": adamw_lr, "betas": _pair(adamw_betas), "eps": adamw_eps, "weight_decay": 0.0}
     hidden = param_groups([item for item in trained if item.is_hidden], rules)
     others = param_groups([item for item in trained if not item.is_hidden], rules)
-    return Muon([*(of_muon | group for group in hidden), *(of_adamw | group for group in others)])
+    dtype = torch.bfloat16 if iteration == "bf16" else None
+    return Muon([*(of_muon | group for group in hidden), *(of_adamw | group for group in others)], dtype=dtype)
 
 
 def _can_fuse(trained: list[Trainable]) -> bool:
@@ -205,9 +208,8 @@ class FusedSGD(torch.optim.SGD):
 class Muon(torch.optim.Optimizer):
     """Momentum orthogonalised by a Newton-Schulz iteration, and AdamW for what is not a hidden matrix.
 
-    torch.optim.Muon takes matrices only, and iterates in bfloat16, where rounding depends on how a matrix is sharded.
-    This one iterates in the parameter's own precision (fp32 or fp64) and on the WHOLE matrix: a shard is gathered
-    first, so every strategy takes the same step.
+    torch.optim.Muon takes matrices only, and no shards. This one iterates on the WHOLE matrix, which is gathered first, so
+    every strategy takes the same step; in the parameter's own precision, or in `dtype`.
     Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers"; the scale 0.2 sqrt(max(rows, columns)), which
     lets it share AdamW's learning rates and decay, is Liu et al. 2025, "Muon is scalable for LLM training".
     """
@@ -215,47 +217,78 @@ class Muon(torch.optim.Optimizer):
     _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
     _NUM_ITERATIONS = 5
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, dtype: torch.dtype | None = None) -> None:
         """`groups` are torch's, each with its `kind` (muon or adamw) and all options of that kind."""
         super().__init__(groups, defaults={})
+        self._dtype = dtype
+        self._rank, self._num_ranks = 0, 1
+        self._exchange: Callable[[list[Tensor]], None] = lambda matrices: None
+
+    def deal(self, exchange: Callable[[list[Tensor]], None], *, rank: int, num_ranks: int) -> None:
+        """Let each of several ranks, all of which hold or gather every matrix, iterate on one of `num_ranks` matrices.
+
+        `exchange` overwrites, on all of them, the n-th of some matrices by rank n's.
+        """
+        self._exchange, self._rank, self._num_ranks = exchange, rank, num_ranks
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the Engine has run backward
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    (self._muon if group["kind"] == "muon" else self._adamw)(parameter, group)
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["kind"] == "adamw":
+                self._adamw(moved, group)
+                continue
+            for start in range(0, len(moved), self._num_ranks):
+                self._muon(moved[start : start + self._num_ranks], group)
 
-    def _muon(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _muon(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Move some matrices, at most one for each rank: as many are in memory whole."""
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        updates = [whole(self._momentum(parameter, group["momentum"])) for parameter in parameters]
+        updates = [
+            self._orthogonalise(update) if index == self._rank or self._num_ranks == 1 else torch.empty_like(update)
+            for index, update in enumerate(updates)
+        ]
+        self._exchange(updates)
+        for parameter, update in zip(parameters, updates):
+            mine = part_of(update, like=parameter)
+            parameter.mul_(1 - lr * weight_decay).add_(mine, alpha=-lr * 0.2 * max(parameter.shape) ** 0.5)
+
+    def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum, lr, weight_decay = group["momentum"], group["lr"], group["weight_decay"]
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(buffer, momentum)  # Nesterov
-        update = part_of(self._orthogonalise(whole(update)), like=parameter)
-        parameter.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * 0.2 * max(parameter.shape) ** 0.5)
+        return gradient.lerp(buffer, momentum)  # Nesterov
 
     def _orthogonalise(self, matrix: Tensor) -> Tensor:
         """Return roughly the nearest (semi-)orthogonal matrix: its singular values are between 0.7 and 1.2."""
         a, b, c = self._COEFFICIENTS
-        x = matrix / (matrix.norm() + 1e-7)
+        x = (matrix / (matrix.norm() + 1e-7)).to(self._dtype or matrix.dtype)
         x = x.T if matrix.shape[0] > matrix.shape[1] else x
         for _ in range(self._NUM_ITERATIONS):
             gram = x @ x.T
             x = a * x + (b * gram + c * gram @ gram) @ x
-        return x.T if matrix.shape[0] > matrix.shape[1] else x
+        return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype).contiguous()
 
-    def _adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        (beta1, beta2), lr, eps = group["betas"], group["lr"], group["eps"]
-        state["step"] += 1
-        step = state["step"].item()
-        state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-        root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(eps)
-        parameter.addcdiv_(state["exp_avg"], root, value=-lr / (1 - beta1**step))
+    def _adamw(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter] |= {"step": torch.zeros((), device=parameter.device), **zeros}
+        states = [self.state[parameter] for parameter in parameters]
+        move_by_adamw(
+            [local(parameter) for parameter in parameters],
+            [local(cast(Tensor, gradient_of(parameter))) for parameter in parameters],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=all(parameter.is_floating_point() for parameter in parameters),
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            **{name: group[name] for name in ("lr", "eps", "weight_decay")},
+        )

@@ -20,6 +20,7 @@ from framework.engine.seam import Demands, Engine
 from framework.optim.optimizers import MakeOptimizer
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.compression import Name, register
+from framework.parallel.dealing import dealing
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import set_gradient_sync, without_buffer_sync
@@ -105,7 +106,7 @@ def replicated(
             dp_size=world.world_size,
             averaged_over=1,
             broadcast=world.broadcast,
-            make_optimizer=make_optimizer,
+            make_optimizer=make_optimizer or dealing(world),
             finish=partial(sum_gradients, [p for p in model.parameters() if p.requires_grad]),
         )
     wrapper = DistributedDataParallel(
@@ -129,7 +130,7 @@ def replicated(
         averaged_over=1 if compression is None else world.world_size,
         set_sync=partial(set_gradient_sync, wrapper),
         broadcast=world.broadcast,
-        make_optimizer=make_optimizer,
+        make_optimizer=make_optimizer or dealing(world),
         warm_up=partial(settle_buckets, wrapper),
         finish=(lambda: None) if options.get("find_unused_parameters") else partial(require_gradients, trained_by_name),
     )

@@ -15,6 +15,7 @@ from framework.engine.forward import Forward
 from framework.engine.seam import Engine
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
+from framework.parallel.dealing import dealing
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_compiler import import_dynamo
 from framework.runtime.torch_internals import BATCH_NORMS, is_view
@@ -104,6 +105,7 @@ def sharded(
         is_counted=world.rank % num_parts == 0,
         set_sync=model.set_requires_gradient_sync,
         broadcast=world.broadcast,
+        make_optimizer=dealing(world),
         data_group=over.get_group() if is_cut else None,
         forget=partial(reshard, model),
     )

@@ -1,0 +1,28 @@
+"""An optimizer's work on whole matrices, dealt out over the ranks."""
+
+import torch
+from torch import Tensor
+
+from framework.distributed.buckets import broadcast_all
+from framework.distributed.world import World
+from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Muon, Trainable
+from framework.optim.turns import InTurns
+
+
+def dealing(world: World) -> MakeOptimizer:
+    """Return a function that builds an optimizer; if it is Muon, each rank iterates on its share of the matrices.
+
+    For strategies in which every rank holds the whole of a matrix, or gathers it.
+    """
+
+    def exchange(matrices: list[Tensor]) -> None:
+        broadcast_all({rank: [matrix] for rank, matrix in enumerate(matrices)})
+
+    def make_optimizer(build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+        optimizer = build(trained)
+        for one in optimizer.optimizers.values() if isinstance(optimizer, InTurns) else [optimizer]:
+            if isinstance(one, Muon) and world.world_size > 1:
+                one.deal(exchange, rank=world.rank, num_ranks=world.world_size)
+        return optimizer
+
+    return make_optimizer
