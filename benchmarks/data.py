@@ -105,8 +105,9 @@ CASES: dict[str, tuple[Callable[..., Any], int, int]] = {  # what makes the data
 def ours(dataset: Dataset, *, batch: int) -> Iterator[Any]:
     source = dataset.load("train")
     order = Order(num_samples=len(source), global_batch_size=batch, seed=0, drop_last=True)
-    where = {"device": torch.device("cpu"), "dtype": torch.float32}
-    return Loader(dataset, source, order=order, micro_batch_size=None, dp_rank=0, dp_size=1, **where).train(0)
+    device, dtype = torch.device("cpu"), torch.float32
+    loader = Loader(dataset, source, order=order, micro_batch_size=None, dp_rank=0, dp_size=1, device=device, dtype=dtype)
+    return loader.train(0)
 
 
 def theirs(sample: Callable[[int], Any], *, length: int, batch: int, workers: int) -> Iterator[Any]:
