@@ -49,8 +49,8 @@ class WritePlan:
         held = chunks_of(tensors)
         if any(self.world.agreement.gather(held.keys() != self._held)):
             self._held = set(held)
-            tables = self.world.agreement.gather({chunk: part.numel() * part.element_size() for chunk, part in held.items()})
-            self._mine = {chunk.name for chunk in deal(tables)[self.world.rank]}
+            table = {chunk: part.numel() * part.element_size() for chunk, part in held.items()}
+            self._mine = {chunk.name for chunk in self.world.agreement.dealt(table, deal)}
         return {name: tensor for name, tensor in tensors.items() if name in self._mine}
 
 

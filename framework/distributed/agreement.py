@@ -52,6 +52,20 @@ class Agreement:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def dealt(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
+        """Return this rank's item of what `deal` makes of every rank's `value`, in rank order, on rank 0 alone. Collective.
+
+        No other rank has more in memory than what it gives and gets.
+        """
+        if self.group is None:
+            return deal([value])[0]
+        is_first, size = self.group.rank() == 0, self.group.size()
+        values: list[Any] | None = [None] * size if is_first else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, deal(values) if values is not None else None, src=0, group=self.group)
+        return mine[0]
+
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank. Collective."""
         return self.gather(value)[0]

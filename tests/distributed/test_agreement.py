@@ -26,6 +26,20 @@ def test_values_are_gathered_in_rank_order(tmp_path: Path) -> None:
     assert on_ranks(3, act, scratch=tmp_path) == [([{"rank": rank} for rank in range(3)], "from 0")] * 3
 
 
+def test_what_rank_0_deals_out_reaches_each_rank_alone(tmp_path: Path) -> None:
+    def act(world: World) -> tuple[Any, int]:
+        calls = list[list[Any]]()
+
+        def deal(values: list[Any]) -> list[Any]:
+            calls.append(values)
+            return [f"{value} of {len(values)}" for value in values]
+
+        return world.agreement.dealt(world.rank * 10, deal), len(calls)
+
+    assert on_ranks(3, act, scratch=tmp_path) == [("0 of 3", 1), ("10 of 3", 0), ("20 of 3", 0)]
+    assert World.alone().agreement.dealt("a", lambda values: values * 2) == "a"
+
+
 def test_a_sum_is_over_all_ranks_and_in_place(tmp_path: Path) -> None:
     def act(world: World) -> Any:
         mine = torch.tensor([1.0, 10.0**world.rank], dtype=torch.float64)
