@@ -1,6 +1,7 @@
 """What the framework costs before the first step and after the last one, beside a bare PyTorch script.
 
-    python benchmarks/start.py
+    python benchmarks/start.py           of one command
+    python benchmarks/start.py sweep     what each job of a sweep of a hundred costs: the first ten, and the last ten
 
 From the command to the end of the first step, and from the end of the last step to the prompt. Both sides are measured in this
 run, in turn, several times; the medians are compared.
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,6 +198,23 @@ def report_start() -> None:
         print(f"  {'ratio [quartiles]':55} {middle:6.2f} [{low:.2f}..{high:.2f}]", flush=True)
 
 
+def report_sweep(num_jobs: int = 100) -> None:
+    """Print the seconds from the end of one job to the end of the next, for the first and the last ten."""
+    with tempfile.TemporaryDirectory() as folder:
+        short = ["trainer.max_epochs=null", "trainer.max_steps=5", "trainer.eval_every=null", "model=mlp"]
+        seeds = f"seed=range({num_jobs})"
+        subprocess.run([sys.executable, str(ROOT / "train.py"), "-m", seeds, *short, f"run.root={folder}"], capture_output=True)
+        ends = sorted(path.stat().st_mtime for path in Path(folder).glob("**/summary.json"))
+    assert len(ends) == num_jobs
+    spans = [after - before for before, after in pairwise(ends)]
+    for name, some in (("first ten", spans[:10]), ("last ten", spans[-10:])):
+        low, middle, high = statistics.quantiles(some, n=4)
+        print(f"  {name:55} {middle:6.2f} [{low:.2f}..{high:.2f}]")
+
+
 if __name__ == "__main__":
-    report_start()
-    report_end()
+    if sys.argv[1:] == ["sweep"]:
+        report_sweep()
+    else:
+        report_start()
+        report_end()
