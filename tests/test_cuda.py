@@ -40,7 +40,7 @@ def seen() -> dict[str, Any]:
 @contextmanager
 def trainer_of(line: list[str]) -> Iterator[Trainer]:
     with tempfile.TemporaryDirectory() as folder:
-        world = World.start(Environment(), backend="auto", timeout_s=60.0, scratch=None)
+        world = World.start(Environment(), backend="auto", device="auto", timeout_s=60.0, scratch=None)
         yield Builder(compose(*RUN, *line, f"run.dir={folder}/run"), world=world).trainer()
 
 
@@ -65,8 +65,7 @@ def whole_run(line: list[str], device: str) -> dict[str, Any]:
     from train import main
 
     with tempfile.TemporaryDirectory() as folder:
-        backend = ["backend=gloo"] if device == "cpu" else []
-        code = main([*RUN, *line, *backend, f"run.dir={folder}/run"])
+        code = main([*RUN, *line, f"device={device[:4].strip(':')}", f"run.dir={folder}/run"])
         rows = [json.loads(text) for text in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
         return {"code": code, "rows": rows, "log": Path(folder, "run/train.log").read_text(), **seen()}
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from framework.build import components
@@ -50,6 +49,7 @@ from framework.runs.directory import RunDirectory
 from framework.runtime import torch_compiler, torch_internals
 from framework.runtime.lock import Claim
 from framework.runtime.log import LOGGER
+from framework.runtime.numerics import set_numerics
 from framework.training.guard import Guard
 from framework.training.metrics import Metrics
 from framework.training.parts import Blame, Loop, LoopParts
@@ -116,7 +116,7 @@ class Builder:
     def engine(self, module: nn.Module) -> Engine:
         """Put the model under the chosen strategy. Collective."""
         config, precision = self.config, self.precision
-        torch.set_float32_matmul_precision(precision.matmul)
+        set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
         give_example(module, forward.example)
         if self.world.rank == 0 and (config.trainer.activation_checkpointing or config.trainer.compile):

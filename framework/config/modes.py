@@ -33,7 +33,7 @@ class Mode:
 
 
 _HOW = ("mode", "run.dir", "run.root", "run.checkpoint")
-_FORWARD = ("parallel", "launch", "backend", "precision", "micro_batch_size", "dataset.num_workers")
+_FORWARD = ("parallel", "launch", "device", "backend", "precision", "micro_batch_size", "dataset.num_workers")
 _OF_EVALUATION, _OF_PREDICTION = (*_HOW, "eval", *_FORWARD), (*_HOW, "predict", *_FORWARD)
 _OF_EXPORT = (*_HOW, "export", "launch")
 _LAUNCH = "framework.cli.run.launch"

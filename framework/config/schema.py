@@ -63,6 +63,7 @@ class TrainerSection(Section):
     compile: bool
     activation_checkpointing: bool
     sync_batchnorm: bool
+    deterministic: bool | None = None
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
     early_stopping: EarlyStopping
     divergence: Divergence
@@ -129,6 +130,12 @@ class ExportSection(Section):
 class BackendSection(Section):
     name: Literal["auto", "gloo", "nccl", "mpi", "ucc"]
 
+    def device(self, asked: str) -> str:
+        """Return what to compute on, of auto, cuda and cpu: only some backends are for CUDA."""
+        if asked != "auto":
+            return asked
+        return {"auto": "auto", "nccl": "cuda"}.get(self.name, "cpu")
+
 
 class PrecisionSection(Section):
     name: Literal["fp32", "bf16", "fp16", "tf32", "fp64"]
@@ -152,6 +159,7 @@ class RunConfig(Section):
     export: ExportSection
     predict: PredictSection
     launch: LaunchSection
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     backend: BackendSection
     precision: PrecisionSection
     model: Node
@@ -166,6 +174,11 @@ class RunConfig(Section):
     part: dict[str, Any] = {}  # and for each part of the loop besides its own
     extra: Node = {}  # the user's own keys: part of the identity, not read by the framework
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the same command is to give the same bits on CUDA."""
+        return self.invariance == "bitwise" if self.trainer.deterministic is None else self.trainer.deterministic
+
     def in_group(self, group: str) -> "RunConfig":
         """Return the configuration with this `run.group`, unless it has one already."""
         return self if self.run.group is not None else self.with_run(group=group)
@@ -179,7 +192,7 @@ class RunConfig(Section):
 
         `asked` is their command line's own configuration, `given` the keys that the line names.
         """
-        how = {"mode", "eval", "export", "predict", "parallel", "launch", "backend"}
+        how = {"mode", "eval", "export", "predict", "parallel", "launch", "device", "backend"}
         how |= {"precision", "micro_batch_size", "metric"} & {key.partition(".")[0] for key in given}
         workers = {"num_workers": asked.dataset["num_workers"]} if "dataset.num_workers" in given else {}
         off: dict[str, Any] = dict.fromkeys(("compile", "activation_checkpointing", "sync_batchnorm"), False)

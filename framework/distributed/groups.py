@@ -14,7 +14,7 @@ from framework.distributed.mpi import start as mpi
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted
 from framework.runtime.preemption import PREEMPTION
-from framework.runtime.torch_internals import set_group_timeout
+from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
 
 
 @dataclass
@@ -33,11 +33,14 @@ class Groups:
         """Join the default group. Collective."""
         self._store = store
         set_group_timeout(self.timeout)
-        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout)
+        timeout = self.timeout + NCCL_LATER if "nccl" in self.backend else self.timeout
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
 
     def new_group(self) -> dist.ProcessGroup:
         """Return a group of all ranks for training, whose collectives pair with no others'. Collective."""
-        return dist.new_group(backend=self.backend, timeout=self.timeout)
+        return dist.new_group(
+            backend=self.backend, timeout=self.timeout + NCCL_LATER if "nccl" in self.backend else self.timeout
+        )
 
     def store(self, name: str) -> dist.Store:
         """Return a part of this attempt's store, whose keys nothing else uses. Collective."""

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from framework.distributed.agreement import Agreement
 from framework.distributed.buckets import broadcast_all
+from framework.distributed.devices import devices_of, require_one_kind
 from framework.distributed.groups import Groups, attempt_store
 from framework.distributed.hang import diagnose
 from framework.distributed.hang.board import Board
@@ -54,28 +55,32 @@ class World:
         backend: str,
         timeout_s: float,
         scratch: Path | None,
+        device: str = "cpu",
         num_devices: int | None = 1,
         board: Board | None = None,
     ) -> "World":
-        """Join the run's process groups. Collective.
+        """Join the run's process groups. Collective. Unfit, on every rank, where the devices are not there.
 
-        `num_devices` are this process's devices, None: all devices of the machine; a CPU is one. `scratch` is a folder,
-        which all ranks see, for a file store of this attempt.
+        `device` is cpu, cuda, or auto: CUDA's where there are any. `num_devices` of them are this process's, None: all that
+        it sees. `scratch` is a folder, which all ranks see, for a file store of this attempt.
         """
         rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)
         uses_mpi = backend == "mpi" and world_size > 1  # one process starts no MPI, which leaves files without mpirun
         place = mpi.placed(environment) if environment.uses_mpi else environment
-        devices = _devices(backend, place.local_rank, num_devices)
+        devices = devices_of(place, device=device, num_devices=num_devices)
         control_backend = default_backend = mpi_backend() if uses_mpi else "gloo"
         if devices[0].type == "cuda":
             torch.cuda.set_device(devices[0])
-            default_backend = "cpu:gloo,cuda:nccl"
+            default_backend = f"cpu:gloo,cuda:{'nccl' if backend == 'auto' else backend}"
         groups, control = Groups(default_backend, rank=rank, world_size=world_size, timeout=timeout), None
         if world_size > 1:
             if world_size == place.local_world_size:
                 variables().setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else needs to reach us
             # MPI's ranks know each other, and torch asks for a store only to have one
-            groups.join(dist.HashStore() if uses_mpi else attempt_store(environment, scratch=scratch, timeout=timeout))
+            store = dist.HashStore() if uses_mpi else attempt_store(environment, scratch=scratch, timeout=timeout)
+            if not uses_mpi:
+                require_one_kind(devices[0].type, store, world_size=world_size)
+            groups.join(store)
             control = dist.new_group(backend=control_backend, timeout=timeout)
         return cls(
             rank=rank,
@@ -140,10 +145,3 @@ class World:
             return 0, 0
         assert dist.group.WORLD is not None
         return num_operations(dist.group.WORLD), num_operations(self.agreement.group)
-
-
-def _devices(backend: str, local_rank: int, num_devices: int | None) -> list[torch.device]:
-    if backend not in ("auto", "nccl") or not torch.cuda.is_available():
-        return [torch.device("cpu")]
-    count = num_devices or torch.cuda.device_count()
-    return [torch.device("cuda", local_rank * count + i) for i in range(count)]

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import signal
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from framework.runs.directory import RunDirectory
@@ -58,12 +60,17 @@ def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: I
     """
     if recorded and not recorded[0].lost_peer:
         return recorded[0]
-    silent = sorted(set(ranks) - {failure.rank for failure in recorded})
+    quiet = set(ranks) - {failure.rank for failure in recorded}
+    aborted = {rank for rank in quiet if rank in ended and ended[rank].exitcode == -signal.SIGABRT}
+    # NCCL aborts a process whose peer has ended
+    silent = sorted(quiet, key=lambda rank: (rank in aborted and torch.cuda.is_available(), rank))
     for rank in silent:
         if rank in ended and ended[rank].exitcode < 0:
             name = ended[rank].signal_name()
-            # a kill from outside may not come again; a library that aborts does it again in the same way
-            where = f"process {ended[rank].pid}" if name == "SIGKILL" else "no place in Python: a library's own code"
+            # a kill from outside may not come again, and NCCL aborts where another rank has ended; another library that
+            # aborts does it again in the same way
+            may_not_repeat = name == "SIGKILL" or (name == "SIGABRT" and torch.cuda.is_available())
+            where = f"process {ended[rank].pid}" if may_not_repeat else "no place in Python: a library's own code"
             return Failure(rank, f"killed by {name}", where)
     if silent:  # the agent has looked at one process only, and it was a peer
         return Failure(silent[0], "killed, without a word", "no place in the code")

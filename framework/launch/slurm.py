@@ -94,7 +94,7 @@ def _queued(runs: list[RunSection], *, mode: str) -> list[str]:
 def _submitted(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> Iterator[ClaimedRun]:
     """Submit an array, or in parts where it is too large for the cluster, or for a quota. Yields what Slurm has taken."""
     first = runs[0].config
-    request = JobRequest.of(first.launch, first.dataset, first.parallel, first.backend)
+    request = JobRequest.of(first.launch, first.dataset, first.parallel, first.backend, first.device)
     options = request.options(job_name=name or f"{first.name}/{first.run.id}")
     code = _snapshot(folder) if request.asked.snapshot else None
     most = slurm.largest_array() if len(runs) > 1 else 1

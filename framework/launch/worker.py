@@ -33,7 +33,7 @@ from framework.launch.scratch import common_folder, new_folder
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import Environment, variables
-from framework.runtime.exits import Exit, RunEnded
+from framework.runtime.exits import Exit, RunEnded, Unfit
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
 from framework.runtime.preemption import PREEMPTION, die_with_parent
@@ -66,14 +66,14 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // environment.local_world_size))
     timeout_s = config.launch.timeout_s
     with ExitStack() as at_end, _watched(frozen, environment, node_scratch, timeout_s=timeout_s) as board:
-        world = World.start(
-            environment,
-            backend=config.backend.name,
-            timeout_s=timeout_s,
-            scratch=scratch,
-            num_devices=config.parallel.get("num_devices", 1),
-            board=board,
-        )
+        try:
+            world = World.start(
+                environment, device=config.backend.device(config.device), backend=config.backend.name, timeout_s=timeout_s,
+                scratch=scratch, num_devices=config.parallel.get("num_devices", 1), board=board,
+            )  # fmt: skip
+        except Unfit as end:  # on every rank
+            LOGGER.error("%s", end)
+            return end.code
         at_end.callback(world.stop)
         if config.launch.keeps_memory_on(world.device.type):
             keep_freed_memory()

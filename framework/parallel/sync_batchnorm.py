@@ -25,6 +25,7 @@ def _normalise(layer: BATCH_NORMS, own: Callable[..., Tensor], group: dist.Proce
     """Normalise x (B, C, ...) by the mean and the variance of all ranks' x, in two passes: the mean, then the variance."""
     if not layer.training:
         return own(x)
+    kind, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # counts and sums are too large for 16 bits
     dims = [dim for dim in range(x.ndim) if dim != 1]
     shape = [1, -1, *[1] * (x.ndim - 2)]
     weight = 0.0 if forward.is_padding else 1.0
@@ -37,7 +38,9 @@ def _normalise(layer: BATCH_NORMS, own: Callable[..., Tensor], group: dist.Proce
     variance = squares / count
     _follow(layer, mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
     normal = centred * (variance + layer.eps).rsqrt().view(shape)
-    return normal if layer.weight is None else normal * layer.weight.view(shape) + layer.bias.view(shape)
+    if layer.weight is not None:
+        normal = normal * layer.weight.view(shape) + layer.bias.view(shape)
+    return normal.to(kind)
 
 
 def _follow(layer: BATCH_NORMS, mean: Tensor, variance: Tensor) -> None:

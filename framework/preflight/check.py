@@ -22,7 +22,7 @@ from framework.config.targets import locate
 from framework.config.validation import component_problems, validate
 from framework.data.source import Dataset
 from framework.preflight.monitors import directed, monitors_are_metrics
-from framework.preflight.processes import backend_problems, open_files_problems, with_processes
+from framework.preflight.processes import backend_problems, device_problems, open_files_problems, with_processes
 from framework.preflight.rules import RULES, folder_holds_samples
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import CHANGED, WAYS, Provenance
@@ -55,7 +55,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
         draft.check(lambda dataset: _build_dataset(dataset)[1])
         draft.add(_problems_of_several(draft, ("logger",), known=composed.known))
     draft.add(draft.change("launch", partial(with_processes, world_size=world_size)))
-    draft.check(backend_problems, open_files_problems)
+    draft.check(backend_problems, device_problems, open_files_problems)
     if draft.call(lambda mode: MODES[mode].about == "existing run"):
         draft.check(writing_problems, folder_holds_samples)
     else:

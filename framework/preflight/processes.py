@@ -16,7 +16,7 @@ from framework.runtime.problem import Problem
 
 
 def with_processes(
-    launch: LaunchSection, parallel: Node, backend: BackendSection, *, world_size: int | None
+    launch: LaunchSection, parallel: Node, device: str, backend: BackendSection, *, world_size: int | None
 ) -> tuple[LaunchSection, list[Problem]]:
     """Return the section with the number of processes filled in, and the problems with the mesh or the machine.
 
@@ -33,7 +33,8 @@ def with_processes(
             problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
     else:
         if asked is None:  # a process for each of a node's CUDA devices; one on a CPU, or if the strategy has no mesh
-            fitting = _devices_of_node(launch) // devices_of_each(parallel) if axes_of(parallel) else 1
+            there = _devices_of_node(launch) if backend.device(device) != "cpu" else 0
+            fitting = there // devices_of_each(parallel) if axes_of(parallel) else 1
             launch = launch.model_copy(update={"nproc_per_node": max(1, fitting)})
         source, start = f"launch.nproc_per_node gives {launch.num_processes}", "launch.nproc_per_node={}"
     axes = axes_of(parallel)
@@ -45,7 +46,7 @@ def with_processes(
             source = f"{num_nodes} nodes of launch.nproc_per_node={count} give {count * num_nodes}"
         problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=_option(parallel))
     if not problems and world_size is None:
-        problems = _device_problems(launch, parallel, backend=backend.name)
+        problems = _device_problems(launch, parallel, on_gpus=backend.device(device) != "cpu")
     return launch, problems
 
 
@@ -108,14 +109,27 @@ def _cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def _device_problems(launch: LaunchSection, parallel: Node, *, backend: str) -> list[Problem]:
+def device_problems(launch: LaunchSection, device: str, backend: BackendSection) -> list[Problem]:
+    """Refuse a backend that is not for the device, and a device that is not here: nothing falls back to the CPU in silence."""
+    if device == "cpu" and backend.name == "nccl":
+        return [Problem("device", "cpu, but backend=nccl is for CUDA", "cuda, or backend=gloo")]
+    if device == "cuda" and backend.name == "mpi":
+        return [Problem("device", "cuda, but backend=mpi is for the CPU here", "cpu, or backend=auto")]
+    if device == "cuda" and launch.kind == "local" and not _cuda_devices():
+        return [
+            Problem("device", "cuda, but PyTorch sees no CUDA device here", "nvidia-smi tells of the driver; or device=auto")
+        ]
+    return []
+
+
+def _device_problems(launch: LaunchSection, parallel: Node, *, on_gpus: bool) -> list[Problem]:
     """Refuse more processes or devices than the machine's CUDA devices. A machine without any runs them on the CPU."""
     num_processes, each = launch.num_processes, devices_of_each(parallel)
-    num_devices, there = num_processes * each, _devices_of_node(launch) if backend in ("auto", "nccl") else 0
+    num_devices, there = num_processes * each, _devices_of_node(launch) if on_gpus else 0
     if not there or num_devices <= there:
         return []
     what = f"{num_processes} x parallel.num_devices={each} = {num_devices}" if each > 1 else f"{num_processes}"
-    remedy = f"at most {there // each}, or backend=gloo for the CPU" if each <= there else f"at most {there} of each"
+    remedy = f"at most {there // each}, or device=cpu" if each <= there else f"at most {there} of each"
     if launch.slurm is not None:
         what = f"{what}, but launch.slurm.gpus_per_node={launch.slurm.gpus_per_node}"
         return [Problem("launch.nproc_per_node", what, f"launch.slurm.gpus_per_node={num_devices}, or {remedy}")]
@@ -149,6 +163,7 @@ def backend_problems(backend: BackendSection, launch: LaunchSection) -> list[Pro
         return [refusal] if refusal is not None else []
     available = {"nccl": distributed.is_nccl_available, "ucc": distributed.is_ucc_available}
     if available[backend.name]():
-        return []
+        is_there = backend.name != "nccl" or launch.kind != "local" or _cuda_devices()
+        return [] if is_there else [Problem("backend", "nccl, but PyTorch sees no CUDA device here", "auto, or gloo")]
     what = f"{backend.name} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend.name]}"
     return [Problem("backend", what, "gloo, or auto for the best there is")]

@@ -38,9 +38,9 @@ class JobRequest:
     num_workers: int  # loader processes beside each process
 
     @classmethod
-    def of(cls, launch: LaunchSection, dataset: Node, parallel: Node, backend: BackendSection) -> "JobRequest":
+    def of(cls, launch: LaunchSection, dataset: Node, parallel: Node, backend: BackendSection, device: str) -> "JobRequest":
         num_workers = dataset.get("num_workers")
-        on_gpus = backend.name not in ("gloo", "mpi")
+        on_gpus = backend.device(device) != "cpu"
         num_devices = launch.num_processes * devices_of_each(parallel) if on_gpus else 0
         return cls(launch, num_devices, num_workers if isinstance(num_workers, int) else 0)
 
@@ -167,7 +167,14 @@ class JobRequest:
 
 
 def job_problems(
-    name: str, mode: str, run: RunSection, launch: LaunchSection, dataset: Node, parallel: Node, backend: BackendSection
+    name: str,
+    mode: str,
+    run: RunSection,
+    launch: LaunchSection,
+    dataset: Node,
+    parallel: Node,
+    device: str,
+    backend: BackendSection,
 ) -> list[Problem]:
     """Return why Slurm would refuse the job, or the job could not run, as far as that shows without submitting it."""
     if launch.kind != "slurm":
@@ -177,7 +184,7 @@ def job_problems(
     if shutil.which("sbatch") is None:
         what = "slurm, but there is no sbatch on PATH"
         return [Problem("launch", what, "a machine from which jobs are submitted, or launch=local")]
-    request, folder = JobRequest.of(launch, dataset, parallel, backend), folder_of(run, mode)
+    request, folder = JobRequest.of(launch, dataset, parallel, backend, device), folder_of(run, mode)
     try:
         if queued_jobs([RunDirectory(folder)]):
             return []  # nothing will be submitted

@@ -58,11 +58,16 @@ def headline(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     if _quotes_another(error):
         return lines[-1]
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"{' '.join(lines[0].split('. ')[0].split())}: {_LESS_MEMORY}"
     if is_lost_peer(error):
         return "another process of the run has ended; if it left a word, that is in train.log"
     if lines[0].endswith(":"):  # it only introduces the next lines
         lines = [" ".join(" ".join(lines).split())[:500]]
     return f"{type(error).__name__}: {lines[0]}"
+
+
+_LESS_MEMORY = "less memory is needed with a smaller micro_batch_size, trainer.activation_checkpointing=true, or parallel=fsdp"
 
 
 def place_of(error: Exception) -> str:
@@ -93,6 +98,7 @@ def is_lost_peer(error: Exception) -> bool:
 _LOST_PEER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo
     "EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed",  # rpc's transport
+    "remote process exited or there was a network error", "communicator was aborted", "NCCL communicator encountered error",
 )  # fmt: skip
 
 
@@ -109,5 +115,6 @@ _TIMEOUT = (
     "Timed out waiting", "Application timeout caused pair closure",  # gloo; the second is its consequence
     "Timeout waiting for key", "Wait timeout", "wait timeout after",  # the stores
     "RPC ran for more than set timeout",
+    "Watchdog caught collective operation timeout", "milliseconds before timing out",  # NCCL's group
     "launch.timeout_s",  # this framework
 )  # fmt: skip

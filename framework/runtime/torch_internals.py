@@ -106,6 +106,10 @@ def is_view(tensor: Tensor) -> bool:
 def set_group_timeout(timeout: timedelta) -> None:
     """Set the time-out of the groups of a mesh: torch gives them half an hour, and has no argument for it."""
     distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout + NCCL_LATER
+
+
+NCCL_LATER = timedelta(minutes=1)  # its watchdog aborts the process: others are to say before that which rank hangs
 
 
 def num_operations(group: dist.ProcessGroup) -> int:

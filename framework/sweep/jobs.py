@@ -207,7 +207,7 @@ def _alike(jobs: list[Job]) -> Iterator[list[Job]]:
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         config = job.config
-        request = JobRequest.of(config.launch, config.dataset, config.parallel, config.backend)
+        request = JobRequest.of(config.launch, config.dataset, config.parallel, config.backend, config.device)
         asked = [config.launch.model_dump(), request.num_devices, request.num_workers]
         groups.setdefault(digest_of(asked), []).append(job)
     yield from groups.values()

@@ -1,0 +1,55 @@
+"""Which devices a process computes on, and that all processes of a run have the same kind."""
+
+import socket
+
+import torch
+import torch.distributed as dist
+
+from framework.runtime.environment import Environment
+from framework.runtime.exits import Unfit
+from framework.runtime.log import LOGGER
+
+
+def devices_of(place: Environment, *, device: str, num_devices: int | None) -> list[torch.device]:
+    """Return the devices of this process: `num_devices`, None: all that it sees; a CPU is one.
+
+    `device` is cuda, cpu, or auto: CUDA's where there are any. Unfit if what is asked for is not there.
+    """
+    there = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if not there:
+        if device == "cuda":
+            raise Unfit(f"device: cuda, but PyTorch sees no CUDA device on {socket.gethostname()} ({without_cuda()})")
+        if device == "auto" and torch.version.cuda and place.rank == 0:
+            LOGGER.warning("training on the CPU: %s (device=cuda would refuse that)", without_cuda())
+        return [torch.device("cpu")]
+    count = num_devices or there
+    first = 0 if there == count else place.local_rank * count  # some launchers show each process its own devices alone
+    if first + count > there:
+        what = (
+            f"{place.local_world_size} processes here need {place.local_world_size * count} CUDA devices, and there are {there}"
+        )
+        raise Unfit(f"launch.nproc_per_node: {what} on {socket.gethostname()} (as many processes as devices, or device=cpu)")
+    return [torch.device("cuda", first + index) for index in range(count)]
+
+
+def without_cuda() -> str:
+    """Return why PyTorch may have no CUDA device."""
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
+    return "nvidia-smi tells whether the driver works; CUDA_VISIBLE_DEVICES may hide them"
+
+
+def require_one_kind(kind: str, store: dist.Store, *, world_size: int) -> None:
+    """Raise Unfit, on every rank, if some ranks have CUDA devices and others a CPU: their groups would wait for each other.
+
+    Collective.
+    """
+    store.add(f"devices/{kind}", 1)
+    if store.add("devices/all", 1) == world_size:
+        store.set("devices/known", "")
+    store.wait(["devices/known"])
+    counts = {name: store.add(f"devices/{name}", 0) for name in ("cuda", "cpu")}
+    if all(counts.values()):
+        mine = f"this one, on {socket.gethostname()}, is on {kind.replace('cuda', 'CUDA').replace('cpu', 'the CPU')}"
+        raise Unfit(f"device: auto, but {counts['cuda']} processes see CUDA devices and {counts['cpu']} do not; {mine} "
+                    "(device=cuda or device=cpu)")  # fmt: skip

@@ -1,0 +1,232 @@
+"""Which devices a run takes, what it refuses, and what it makes of the words of CUDA's libraries."""
+
+import math
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from framework.cli.run import checked_line
+from framework.config.schema import BackendSection
+from framework.distributed import world
+from framework.distributed.devices import devices_of, require_one_kind
+from framework.launch.failures import Failure, cause
+from framework.parallel.sync_batchnorm import synchronise
+from framework.preflight import processes
+from framework.runtime import numerics
+from framework.runtime.environment import Environment
+from framework.runtime.exits import Unfit, headline, is_lost_peer, is_timeout
+from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
+from tests.harness import checked, command
+from tests.test_conformance import SMALL
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(processes, "_cuda_devices", lambda: count)
+
+    return pretend
+
+
+def of(device: str, *, local_rank: int = 0, num_local: int = 1, num_devices: int | None = 1) -> list[str]:
+    place = Environment(rank=local_rank, local_rank=local_rank, world_size=num_local, local_world_size=num_local)
+    return [str(found) for found in devices_of(place, device=device, num_devices=num_devices)]
+
+
+# --- what a process takes
+
+
+def test_a_device_goes_with_its_backend() -> None:
+    table = {name: [BackendSection(name=name).device(asked) for asked in ("auto", "cuda", "cpu")]  # type: ignore[arg-type]
+             for name in ("auto", "gloo", "nccl", "mpi", "ucc")}  # fmt: skip
+    assert table == {
+        "auto": ["auto", "cuda", "cpu"],
+        "gloo": ["cpu", "cuda", "cpu"],
+        "nccl": ["cuda", "cuda", "cpu"],
+        "mpi": ["cpu", "cuda", "cpu"],
+        "ucc": ["cpu", "cuda", "cpu"],
+    }
+
+
+def test_a_process_takes_its_own_device_among_those_that_it_sees(cuda: Callable[[int], None]) -> None:
+    cuda(4)
+    assert of("auto") == ["cuda:0"] and of("cpu") == ["cpu"]
+    assert of("cuda", local_rank=3, num_local=4) == ["cuda:3"]
+    assert of("cuda", local_rank=1, num_local=2, num_devices=2) == ["cuda:2", "cuda:3"]
+    assert of("auto", num_devices=None) == [f"cuda:{index}" for index in range(4)]
+    cuda(1)  # as a launcher shows each task its own
+    assert of("auto", local_rank=3, num_local=4) == ["cuda:0"]
+    cuda(3)
+    with pytest.raises(Unfit, match="4 processes here need 4 CUDA devices, and there are 3"):
+        of("auto", local_rank=3, num_local=4)
+
+
+def test_nothing_falls_back_to_the_cpu_that_was_to_be_on_a_device(cuda: Callable[[int], None]) -> None:
+    cuda(0)
+    assert of("auto") == ["cpu"]
+    with pytest.raises(Unfit, match="device: cuda, but PyTorch sees no CUDA device on .*built without CUDA"):
+        of("cuda")
+
+
+@pytest.mark.parametrize(
+    ("count", "line", "problem"),
+    [
+        (0, ["device=cuda"], "device: cuda, but PyTorch sees no CUDA device here"),
+        (1, ["device=cuda"], None),
+        (1, ["device=cuda", "backend=gloo"], None),
+        (1, ["device=cuda", "backend=mpi"], "device: cuda, but backend=mpi is for the CPU here"),
+        (1, ["device=cpu", "backend=nccl"], "device: cpu, but backend=nccl is for CUDA"),
+        (0, ["device=cpu"], None),
+        (1, ["device=gpu"], "device: gpu"),
+    ],
+)
+def test_a_device_is_checked_before_the_start(
+    count: int, line: list[str], problem: str | None, cuda: Callable[[int], None]
+) -> None:
+    cuda(count)
+    found = [str(problem) for problem in checked_line(line).problems if problem.key == "device"]
+    assert [text.startswith(problem or "") for text in found] == [True] * (problem is not None), found
+
+
+def test_on_the_cpu_no_process_is_started_for_each_device(cuda: Callable[[int], None]) -> None:
+    cuda(4)
+    assert checked("parallel=ddp").launch.num_processes == 4
+    assert checked("parallel=ddp", "device=cpu").launch.num_processes == 1
+    assert checked("parallel=ddp", "backend=gloo").launch.num_processes == 1
+    assert checked("parallel=ddp", "device=cpu", "launch.nproc_per_node=6").launch.num_processes == 6
+
+
+def test_how_a_run_computes_is_not_what_it_computes(cuda: Callable[[int], None]) -> None:
+    cuda(1)
+    ids = {checked(*line).run.id for line in ([], ["device=cpu"], ["device=cuda"])}
+    assert len(ids) == 1 and checked("trainer.deterministic=true").run.id not in ids
+
+
+# --- of all processes
+
+
+@pytest.mark.parametrize("kinds", [["cpu"] * 3, ["cuda"] * 2, ["cuda", "cpu", "cuda"]])
+def test_all_processes_have_one_kind_of_device(kinds: list[str]) -> None:
+    store, said = dist.HashStore(), dict[int, str]()
+
+    def join(rank: int) -> None:
+        try:
+            require_one_kind(kinds[rank], store, world_size=len(kinds))
+            said[rank] = ""
+        except Unfit as error:
+            said[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(kinds))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(said) == len(kinds)
+    for text in said.values():
+        assert ("2 processes see CUDA devices and 1 do not" in text) == (len(set(kinds)) > 1)
+
+
+def test_a_run_whose_processes_differ_ends_at_once_on_all_of_them(tmp_path: Path) -> None:
+    def differ() -> None:
+        plain = world.require_one_kind
+
+        def one_kind(kind: str, store: dist.Store, **size: int) -> None:
+            plain("cuda" if Environment.read().rank == 1 else kind, store, **size)
+
+        world.require_one_kind = one_kind  # type: ignore[assignment]
+
+    ended = command(
+        *SMALL, "model=mlp", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=false", root=tmp_path, before=differ
+    )
+    assert ended.code == 78
+    assert "device: auto, but 1 processes see CUDA devices and 1 do not" in ended.output
+
+
+# --- how exactly
+
+
+@pytest.mark.parametrize(("matmul", "allows"), [("highest", False), ("high", True)])
+def test_fp32_is_fp32_in_convolutions_too(matmul: str, allows: bool) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        numerics.set_numerics(matmul=matmul, deterministic=False)
+        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (allows, allows)
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_deterministic_is_on_where_bits_are_promised() -> None:
+    assert not checked().is_deterministic and checked("trainer.deterministic=true").is_deterministic
+    bitwise = ["invariance=bitwise", "micro_batch_size=8", "parallel=ddp"]
+    assert checked(*bitwise).is_deterministic and not checked(*bitwise, "trainer.deterministic=false").is_deterministic
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_synchronised_statistics_are_counted_in_32_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
+    layer, plain = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+    synchronise(nn.Sequential(layer), group=None, forward=SimpleNamespace(is_padding=False))  # type: ignore[arg-type]
+    x = (torch.randn(38, 3, 57, 45, generator=torch.Generator().manual_seed(0)) + 3).to(dtype)  # 97,470 numbers a channel
+    mine, theirs = layer(x), plain(x.float())
+    assert mine.dtype == dtype and mine.isfinite().all()
+    torch.testing.assert_close(mine.float(), theirs, atol=0.02, rtol=0.01)
+    torch.testing.assert_close(layer.running_mean, plain.running_mean, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(layer.running_var, plain.running_var, atol=1e-4, rtol=1e-3)
+
+
+# --- the words of CUDA's libraries
+
+
+def test_nccl_s_words_are_known() -> None:
+    lost = "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL version 2.29"
+    aborted = "NCCL communicator was aborted on rank 3. Original reason for failure was: ..."
+    late = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9) ran for 60002 milliseconds before timing out."
+    assert is_lost_peer(RuntimeError(lost)) and is_lost_peer(RuntimeError(aborted)) and not is_lost_peer(RuntimeError(late))
+    assert is_timeout(RuntimeError(late)) and not is_timeout(RuntimeError(lost))
+
+
+def test_a_device_without_room_says_what_needs_less() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB")
+    assert headline(error) == ("CUDA out of memory: less memory is needed with a smaller micro_batch_size, "
+                               "trainer.activation_checkpointing=true, or parallel=fsdp")  # fmt: skip
+
+
+def test_nccl_waits_longer_than_what_finds_who_hangs() -> None:
+    before = distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout
+    try:
+        set_group_timeout(timedelta(seconds=40))
+        assert distributed_c10d.default_pg_nccl_timeout == distributed_c10d.default_pg_timeout + NCCL_LATER
+    finally:
+        distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout = before
+
+
+@pytest.mark.parametrize("is_on_cuda", [True, False])
+def test_who_was_killed_is_named_and_not_whom_nccl_has_aborted(is_on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_on_cuda)
+
+    def ended(signum: int) -> Any:
+        return SimpleNamespace(exitcode=-signum, pid=77, signal_name=lambda: signal.Signals(signum).name)
+
+    found = cause([], {0: ended(signal.SIGABRT), 2: ended(signal.SIGKILL)}, ranks=range(3))
+    assert found.rank == (2 if is_on_cuda else 0)
+    found = cause(
+        [Failure(1, "lost", "x", lost_peer=True)], {0: ended(signal.SIGABRT), 2: ended(signal.SIGKILL)}, ranks=range(3)
+    )
+    assert (found.rank, found.error) == ((2, "killed by SIGKILL") if is_on_cuda else (0, "killed by SIGABRT"))
+    alone = cause([], {0: ended(signal.SIGABRT)}, ranks=[0])
+    assert ("process 77" in alone.where) == is_on_cuda  # an abort of NCCL's need not come again
+    assert math.isfinite(found.time)
