@@ -121,6 +121,19 @@ def copies() -> dict[str, Any]:
     return {"before": before, "after": copy.tolist(), **counted}
 
 
+def spawned(line: list[str]) -> dict[str, Any]:
+    """Return how a run of two workers ends, which are spawned, since here are devices, and see none themselves."""
+    import contextlib
+    import io
+
+    from train import main
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as told:
+        code = main([*RUN, *line, "parallel=ddp", "launch.nproc_per_node=2", "rehearse=false", f"run.dir={folder}/run"])
+        log = Path(folder, "run/train.log").read_text()
+    return {"code": code, "log": log, "told": told.getvalue()}
+
+
 # --- the tests
 
 
@@ -163,6 +176,14 @@ def test_batches_cross_the_bus_as_they_are_stored(augment: bool, num_workers: in
     image = 8 * 8 * (1 if is_plain else 4)  # uint8, or float32
     draws = 3 * 8 if augment and is_plain else 0
     assert counted["bytes"]["to the device"] == 3 * 16 * (image + 8 + draws)
+
+
+def test_workers_are_spawned_where_there_are_devices() -> None:
+    on_cpu = call(spawned, line=["model=mlp", "dataset=digits", "device=cpu"])
+    assert on_cpu["code"] == 0, on_cpu["log"]
+    without = call(spawned, line=["model=mlp", "dataset=digits"])
+    assert without["code"] == 78, without["log"]
+    assert "device: auto, but PyTorch sees no CUDA device on" in without["log"]
 
 
 def test_the_emulation_finds_what_would_be_a_race() -> None:

@@ -1,6 +1,7 @@
 """Which devices a run takes, what it refuses, and what it makes of the words of CUDA's libraries."""
 
 import math
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.distributed import distributed_c10d
 from framework.cli.run import checked_line
 from framework.config.schema import BackendSection
 from framework.distributed import world
-from framework.distributed.devices import devices_of, require_one_kind
+from framework.distributed.devices import devices_of, record_collectives, require_one_kind
 from framework.launch.failures import Failure, cause
 from framework.parallel.sync_batchnorm import synchronise
 from framework.preflight import processes
@@ -78,6 +79,9 @@ def test_nothing_falls_back_to_the_cpu_that_was_to_be_on_a_device(cuda: Callable
     assert of("auto") == ["cpu"]
     with pytest.raises(Unfit, match="device: cuda, but PyTorch sees no CUDA device on .*built without CUDA"):
         of("cuda")
+    with pytest.raises(Unfit, match="device: auto, but PyTorch sees no CUDA device"):  # where its launcher saw one
+        devices_of(Environment(launcher_has_cuda=True), device="auto", num_devices=1)
+    assert devices_of(Environment(launcher_has_cuda=True), device="cpu", num_devices=1) == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_nothing_falls_back_to_the_cpu_that_was_to_be_on_a_device(cuda: Callable
         (1, ["device=cuda", "backend=mpi"], "device: cuda, but backend=mpi is for the CPU here"),
         (1, ["device=cpu", "backend=nccl"], "device: cpu, but backend=nccl is for CUDA"),
         (0, ["device=cpu"], None),
-        (1, ["device=gpu"], "device: gpu"),
+        (1, ["device=gpu"], "device: 'gpu' is not valid"),
     ],
 )
 def test_a_device_is_checked_before_the_start(
@@ -203,6 +207,18 @@ def test_a_device_without_room_says_what_needs_less() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB")
     assert headline(error) == ("CUDA out of memory: less memory is needed with a smaller micro_batch_size, "
                                "trainer.activation_checkpointing=true, or parallel=fsdp")  # fmt: skip
+
+
+def test_nccl_s_recorder_writes_into_the_run_s_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")  # a user's own
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    record_collectives(tmp_path)
+    found = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
+    assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(str(tmp_path))
+    assert (found["TORCH_NCCL_TRACE_BUFFER_SIZE"], found["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("7", "1")
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.delenv(name)
 
 
 def test_nccl_waits_longer_than_what_finds_who_hangs() -> None:

@@ -1,11 +1,12 @@
 """Which devices a process computes on, and that all processes of a run have the same kind."""
 
 import socket
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from framework.runtime.environment import Environment
+from framework.runtime.environment import LAUNCHER_HAS_CUDA, Environment, variables
 from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
 
@@ -17,8 +18,8 @@ def devices_of(place: Environment, *, device: str, num_devices: int | None) -> l
     """
     there = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if not there:
-        if device == "cuda":
-            raise Unfit(f"device: cuda, but PyTorch sees no CUDA device on {socket.gethostname()} ({without_cuda()})")
+        if device == "cuda" or (device == "auto" and place.launcher_has_cuda):
+            raise Unfit(f"device: {device}, but PyTorch sees no CUDA device on {socket.gethostname()} ({without_cuda()})")
         if device == "auto" and torch.version.cuda and place.rank == 0:
             LOGGER.warning("training on the CPU: %s (device=cuda would refuse that)", without_cuda())
         return [torch.device("cpu")]
@@ -37,6 +38,27 @@ def without_cuda() -> str:
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
     return "nvidia-smi tells whether the driver works; CUDA_VISIBLE_DEVICES may hide them"
+
+
+def start_method() -> str:
+    """Return how this process starts workers, and tell them what it sees.
+
+    A forked child cannot use CUDA if its parent has used it; a worker on the CPU inherits the imported modules.
+    """
+    if not torch.cuda.is_available():
+        return "fork"
+    variables()[LAUNCHER_HAS_CUDA] = "1"
+    return "spawn"
+
+
+def record_collectives(folder: Path) -> None:
+    """Have NCCL's flight recorder keep the latest collectives, and write them into `folder` where one of them times out.
+
+    Before the first group is made. A user's own settings stay.
+    """
+    recorder = {"TRACE_BUFFER_SIZE": "2000", "DUMP_ON_TIMEOUT": "1", "DEBUG_INFO_TEMP_FILE": f"{folder}/nccl_collectives_rank_"}
+    for name, value in recorder.items():
+        variables().setdefault(f"TORCH_NCCL_{name}", value)
 
 
 def require_one_kind(kind: str, store: dist.Store, *, world_size: int) -> None:

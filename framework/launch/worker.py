@@ -22,6 +22,7 @@ from framework.config.frozen_file import FrozenConfig, thaw
 from framework.config.launch import LaunchSection
 from framework.config.modes import MODES
 from framework.config.targets import locate
+from framework.distributed.devices import record_collectives, start_method
 from framework.distributed.hang import diagnose as hang
 from framework.distributed.hang.alone import watched_alone
 from framework.distributed.hang.board import Board, BoardView, posted_verdict
@@ -66,6 +67,7 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // environment.local_world_size))
     timeout_s = config.launch.timeout_s
     with ExitStack() as at_end, _watched(frozen, environment, node_scratch, timeout_s=timeout_s) as board:
+        record_collectives(frozen.path.parent)
         try:
             world = World.start(
                 environment, device=config.backend.device(config.device), backend=config.backend.name, timeout_s=timeout_s,
@@ -156,14 +158,13 @@ def prepare(*targets: str) -> None:
     variables().setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
 
 
-_TO_NOTICE_S = 3.0  # a rank whose time is up finds out itself
-
-
 class Agent(ElasticAgent):
     """Torch elastic's agent; it ends the workers when they have found that one of them hangs.
 
     Each worker calls `work` with `arguments`. `scratch` is this node's folder, `directory` the run's.
     """
+
+    _TO_NOTICE_S = 3.0  # a rank whose time is up finds out itself
 
     def __init__(
         self,
@@ -183,8 +184,7 @@ class Agent(ElasticAgent):
             rdzv_handler=self.place,
             max_restarts=launch.max_restarts,
         )
-        # a forked child cannot use CUDA if its parent has used it; a CPU worker inherits the imported modules
-        super().__init__(spec, folder=str(scratch), start_method="spawn" if torch.cuda.is_available() else "fork")
+        super().__init__(spec, folder=str(scratch), start_method=start_method())
         self.verdict = ""  # on a hang
         self.failures: list[Failure] = []
         self._scratch, self._directory, self._timeout_s = scratch, directory, launch.timeout_s
@@ -225,7 +225,7 @@ class Agent(ElasticAgent):
         board = self._board()
         if board is None or self._view is None:
             return False
-        return self._view[2].lasts_s(board.everyone()) > self._timeout_s + _TO_NOTICE_S
+        return self._view[2].lasts_s(board.everyone()) > self._timeout_s + self._TO_NOTICE_S
 
     @property
     def slept_s(self) -> float:

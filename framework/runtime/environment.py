@@ -23,6 +23,7 @@ class Environment:
     uses_agent_store: bool = False
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    launcher_has_cuda: bool = False  # our own: then a process that sees no device must not fall back to the CPU
 
     @classmethod
     def read(cls) -> "Environment":
@@ -45,6 +46,7 @@ class Environment:
             uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=int(env.get("MASTER_PORT", "0")),
+            launcher_has_cuda=LAUNCHER_HAS_CUDA in env,
         )
 
     def export(self) -> None:
@@ -53,6 +55,7 @@ class Environment:
             os.environ[name] = str(value)
 
 
+LAUNCHER_HAS_CUDA = "STEADFAST_LAUNCHER_HAS_CUDA"
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _MPIRUNS = [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
