@@ -7,17 +7,15 @@ name back.
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from framework.distributed.groups import Groups
 from framework.distributed.world import World
-from tests.emulated_tensors import emulate, on_cpu
+from tests.emulated_tensors import GlooForEmulated, emulate
 
 
 class _Streams(_DummyBackendModule):
@@ -38,39 +36,9 @@ torch._C._set_multithreading_enabled(False)  # autograd would want a thread of i
 emulate("PrivateUse1")
 
 
-class _Gloo(dist.ProcessGroup):
-    """What DDP asks of a process group, for tensors on emulated devices."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    def getBackendName(self) -> str:
-        return "emu"
-
-    def _set_group_name(self, name: str) -> None:  # C++ keeps a name only with a backend of its own
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        pass
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def allreduce(self, *arguments: Any) -> dist.Work:
-        return self._gloo.allreduce(*tree_map(on_cpu, arguments))
-
-    def broadcast(self, *arguments: Any) -> dist.Work:
-        return self._gloo.broadcast(*tree_map(on_cpu, arguments))
-
-    def allgather(self, *arguments: Any) -> dist.Work:
-        return self._gloo.allgather(*tree_map(on_cpu, arguments))
-
-
 def plant(num_devices: int) -> None:
     """Make every World of this process one with so many emulated devices."""
-    dist.Backend.register_backend("emu", _Gloo, devices=["emu"])
+    dist.Backend.register_backend("emu", GlooForEmulated, devices=["emu"])
     start: Callable[..., World] = World.start
     join = Groups.join
 

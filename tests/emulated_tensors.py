@@ -1,9 +1,11 @@
 """Tensors on a device that this machine has not: their memory is the CPU's, what mixes devices fails as it does on CUDA."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -109,3 +111,67 @@ def emulate(key: str) -> None:
 
 def _arange(*bounds: float, device: Any = None, **options: Any) -> Tensor:
     return Emulated(torch.arange(*bounds, dtype=options.get("dtype")), torch.device(device))
+
+
+class GlooForEmulated(dist.ProcessGroup):
+    """What training asks of a process group, for tensors on emulated devices."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        return "emu"
+
+    def _set_group_name(self, name: str) -> None:  # C++ keeps a name only with a backend of its own
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        pass
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+
+class _Done(dist.Work):
+    """An operation that has ended, with the emulated tensors that it has filled."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        return self._future
+
+
+def _by_gloo(theirs: str) -> Callable[..., dist.Work]:
+    def run(self: GlooForEmulated, *arguments: Any) -> dist.Work:
+        work: dist.Work = getattr(self._gloo, theirs)(*tree_map(on_cpu, arguments))
+        if theirs in ("send", "recv"):  # the other side may be about to send first
+            return work
+        work.wait()
+        return _Done(arguments[0] if arguments else None)
+
+    return run
+
+
+for _name in ("allreduce", "reduce", "broadcast", "allgather", "gather", "scatter", "reduce_scatter", "alltoall", "barrier",
+              "send", "recv"):  # fmt: skip
+    setattr(GlooForEmulated, _name, _by_gloo(_name))
+for _name, _theirs in {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "_allgather_base": "_allgather_base",
+    "_reduce_scatter_base": "_reduce_scatter_base",
+    "alltoall_base": "alltoall_base",
+}.items():
+    setattr(GlooForEmulated, _name, _by_gloo(_theirs))

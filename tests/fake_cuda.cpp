@@ -1,7 +1,9 @@
 // What torch's CPU build asks of CUDA below Python, answered without a device: eight devices whose streams are always done,
 // and pinned memory that is the CPU's, but known to be pinned.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <cstdlib>
 #include <map>
@@ -72,6 +74,7 @@ struct Hooks : at::CUDAHooksInterface {
     static PinnedMemory allocator;
     return &allocator;
   }
+  at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   bool isPinnedPtr(const void* data) const override {
     std::lock_guard<std::mutex> guard(lock);
     auto next = pinned.upper_bound(static_cast<const char*>(data));
@@ -81,10 +84,19 @@ struct Hooks : at::CUDAHooksInterface {
   }
 };
 
+struct Timer : c10d::Timer {  // of DistributedDataParallel's own log
+  explicit Timer(Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 impl::DeviceGuardImplRegistrar guard(DeviceType::CUDA, new Guard());
 
 }  // namespace
 
 namespace at {
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+}
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::Timer)
 }

@@ -47,12 +47,29 @@ def _library() -> Path:
 
 def call(function: Callable[..., Any], **arguments: Any) -> Any:
     """Return what a module's function returns in a process that has the devices; arguments and result are plain."""
+    return _call(function, [arguments])[0]
+
+
+def call_ranks(function: Callable[..., Any], num_ranks: int, **arguments: Any) -> list[Any]:
+    """Return what it returns in each of several such processes, by rank; it is given `rank`, `num_ranks` and a `folder`."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        line = [sys.executable, "-m", "tests.fake_cuda", str(_library()), function.__module__, function.__name__]
-        ended = subprocess.run([*line, json.dumps(arguments), str(result)], cwd=ROOT, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return json.loads(result.read_text())
+        shared = arguments | {"num_ranks": num_ranks, "folder": folder}
+        return _call(function, [shared | {"rank": rank} for rank in range(num_ranks)])
+
+
+def _call(function: Callable[..., Any], of_each: list[dict[str, Any]]) -> list[Any]:
+    name = [str(_library()), function.__module__, function.__name__]
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder) / f"{rank}.json" for rank in range(len(of_each))]
+        lines = [
+            [sys.executable, "-m", "tests.fake_cuda", *name, json.dumps(arguments), str(result)]
+            for arguments, result in zip(of_each, results)
+        ]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes = [subprocess.Popen(line, cwd=ROOT, **pipes) for line in lines]
+        told = [process.communicate()[0] for process in processes]
+        assert not any(process.returncode for process in processes), "\n".join(told)
+        return [json.loads(result.read_text()) for result in results]
 
 
 # --- in its own process: streams and events
@@ -186,9 +203,13 @@ class Trace:
                 RACES.append(f"a tensor of {self.line} is freed while another stream uses it (record_stream)")
 
 
+_TRACES: "weakref.WeakValueDictionary[int, Trace]" = weakref.WeakValueDictionary()  # by memory, which views share
+
+
 def _trace(tensor: Any) -> Trace:
     if getattr(tensor, "history", None) is None:
-        tensor.history = Trace(tensor)
+        memory = tensor.stored.untyped_storage()._cdata
+        tensor.history = _TRACES.get(memory) or _TRACES.setdefault(memory, Trace(tensor))
     found: Trace = tensor.history
     return found
 
@@ -247,6 +268,12 @@ def _answer(operation: Any, *args: Any, **kwargs: Any) -> Any:
     return target
 
 
+def _tolist(tensor: Any) -> Any:
+    waited("a copy from the device")
+    current_stream(tensor.device).finish()
+    return tensor.stored.tolist()
+
+
 def plant() -> None:
     """Give this process the devices. Before anything has made a tensor."""
     import torch
@@ -258,6 +285,10 @@ def plant() -> None:
     emulated_tensors.INSTEAD.append(_answer)
     emulated_tensors.AFTER.append(_use)
     emulated_tensors.Emulated.record_stream = lambda tensor, stream: _trace(tensor).recorded.add(stream)  # type: ignore[method-assign]
+    emulated_tensors.Emulated.tolist = _tolist  # type: ignore[method-assign]
+    plain_tensor = torch.tensor
+    torch.tensor = lambda *args, device=None, **kwargs: plain_tensor(*args, **kwargs).to(device or "cpu")  # type: ignore[assignment]
+    current = [0]
     properties = SimpleNamespace(
         total_memory=80 * 2**30, name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132
     )
@@ -266,8 +297,8 @@ def plant() -> None:
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
         "device_count": lambda: NUM_DEVICES,
-        "set_device": lambda device: None,
-        "current_device": lambda: 0,
+        "set_device": lambda device: current.__setitem__(0, torch.device(device).index or 0),
+        "current_device": lambda: current[0],
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (9, 0),
@@ -286,10 +317,31 @@ def plant() -> None:
         setattr(torch.cuda, name, value)
 
 
+def join_fake_nccl() -> None:
+    """Let runs of several processes talk over gloo, in NCCL's place."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    from framework.distributed.groups import Groups
+    from tests.emulated_tensors import GlooForEmulated
+
+    _fsdp_param.alloc_storage = _fsdp_param.free_storage = lambda tensor: None  # the memory is another tensor's
+
+    dist.Backend.register_backend("fake_nccl", GlooForEmulated, devices=["cuda"])
+    join = Groups.join
+
+    def fake_join(groups: Groups, store: dist.Store) -> None:
+        groups.backend = groups.backend.replace("cuda:nccl", "cuda:fake_nccl")
+        join(groups, store)
+
+    Groups.join = fake_join  # type: ignore[method-assign]
+
+
 def main(library: str, module: str, function: str, arguments: str, result: str) -> None:
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # before torch, which looks once
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     plant()
+    join_fake_nccl()
     found = getattr(importlib.import_module(module), function)(**json.loads(arguments))
     Path(result).write_text(json.dumps(found))
 

@@ -11,6 +11,7 @@ import torch
 
 from framework import compose
 from framework.build.training import Builder
+from framework.checkpoint.canonical import full_weights
 from framework.checkpoint.copies import HostCopies
 from framework.data.digits import Digits
 from framework.data.loader import Loader
@@ -22,7 +23,8 @@ from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
 from tests import fake_cuda
 from tests.emulated_tensors import Emulated
-from tests.fake_cuda import BYTES, RACES, WAITS, call
+from tests.fake_cuda import BYTES, RACES, WAITS, call, call_ranks
+from tests.harness import slow_but
 
 RUN = ["trainer.max_epochs=null", "trainer.max_steps=12", "trainer.log_every=5", "checkpoint.every=null"]
 TOKENS = ["model=gpt", "model.dim=16", "model.num_layers=2", "dataset=synthetic", "dataset.kind=tokens",
@@ -134,6 +136,23 @@ def spawned(line: list[str]) -> dict[str, Any]:
     return {"code": code, "log": log, "told": told.getvalue()}
 
 
+def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> list[Any]:
+    """Return what was counted in each of six steps of one of several ranks, and the parameters' norm after them."""
+    place = Environment(rank=rank, local_rank=rank, world_size=num_ranks, local_world_size=num_ranks)
+    found = World.start(place, backend="auto", device="auto", timeout_s=60.0, scratch=Path(folder))
+    trainer = Builder(compose(*RUN, *line, f"run.dir={folder}/run"), world=found).trainer()
+    step, following = trainer.begin()
+    counted = []
+    for _ in range(6):
+        trainer.take(step)
+        step = next(following)
+        counted.append(seen())
+    norm = sum(float(torch.linalg.vector_norm(value)) for value in full_weights(trainer.engine.module, world=found).values())
+    found.groups.leave()
+    found.agreement.barrier()
+    return [str(found.device), counted[2:], norm if rank == 0 else None]
+
+
 # --- the tests
 
 
@@ -153,6 +172,15 @@ def test_a_step_waits_for_nothing_and_a_row_once(line: list[str]) -> None:
     assert {step["device"] for step in counted} == {"cuda:0"}
     assert [step["races"] for step in counted] == [[]] * 8
     assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0, 0, 0, 0, 1], counted
+
+
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "zero", "fsdp", "tensor", "pipeline", "context", "local-sgd"]))
+def test_no_strategy_waits_in_a_step(strategy: str) -> None:
+    line = [*TOKENS, f"parallel={strategy}", "launch.nproc_per_node=2"]
+    ranks = call_ranks(steps_of_rank, 2, line=line)
+    assert [device for device, _, _ in ranks] == ["cuda:0", "cuda:1"]
+    for _, counted, _ in ranks:
+        assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0], counted
 
 
 def test_a_run_on_a_device_has_the_numbers_of_one_on_the_cpu() -> None:

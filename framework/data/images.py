@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from framework.data.to_device import moved
+from framework.modules.tensors import moved
 from framework.randomness import random_integers
 
 

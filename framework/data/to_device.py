@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from framework.engine.seam import MicroBatch, Step
+from framework.modules.tensors import moved
 
 
 class ToDevice:
@@ -28,12 +29,6 @@ class ToDevice:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return moved(tensor, self._device)
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device. A CUDA device reads pinned memory by itself; torch keeps it until it has."""
-    is_read = device.type == "cuda" and not tensor.is_pinned()
-    return (tensor.pin_memory() if is_read else tensor).to(device, non_blocking=True)
 
 
 @functools.cache

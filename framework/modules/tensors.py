@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T", bound=Tensor)
@@ -54,6 +55,12 @@ def call(model: Callable[..., Any], inputs: Tree) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device. A CUDA device reads pinned memory by itself; torch keeps it until it has."""
+    is_read = device.type == "cuda" and not tensor.is_pinned()
+    return (tensor.pin_memory() if is_read else tensor).to(device, non_blocking=True)
 
 
 # --- shards, recognised without importing DTensor's module, which takes a while

@@ -11,6 +11,7 @@ from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import EngineAround, Step
 from framework.engine.sums import Sums, add
+from framework.modules.tensors import moved
 from framework.optim.optimizers import MakeOptimizer
 
 Subtree = tuple[int, int]  # of a tree: its leaves, range(start, stop)
@@ -138,7 +139,7 @@ class InvariantEngine(EngineAround):
     def _flat_others(self, sums: Sums) -> Tensor:
         """Return the sums, and for each parameter whether it has a gradient."""
         used = [p.grad is not None for p in self._parameters]
-        flags = torch.tensor(used, dtype=torch.double, device=self._parameters[0].device)
+        flags = moved(torch.tensor(used, dtype=torch.double), self._parameters[0].device)
         return torch.cat([torch.stack([*sums.values()]).double(), flags])
 
     def evaluate(self, step: Step) -> Sums:

@@ -167,10 +167,11 @@ class Trainer:
         max_norm = turn and turn.clip_grad_norm or plan.settings.clip_grad_norm
         needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching
         grad_norm = self.engine.clip_grad_norm(max_norm) if needs_norm else None
-        if is_watching and self.world.agreement.sum((~torch.isfinite(sums["loss"])).double().cpu()):
-            raise Diverged(f"the loss of step {progress.step + 1} is not finite")
-        if is_watching and grad_norm is not None:
-            scale.require_finite(grad_norm.item(), step=progress.step + 1)
+        if is_watching and grad_norm is not None:  # the device is waited for once
+            loss, norm = torch.stack([sums["loss"].double(), grad_norm.to(sums["loss"].device).double()]).cpu()
+            if self.world.agreement.sum((~torch.isfinite(loss)).double()):
+                raise Diverged(f"the loss of step {progress.step + 1} is not finite")
+            scale.require_finite(norm.item(), step=progress.step + 1)
         self.update.take(progress.step, grad_norm=grad_norm, is_last=is_last)
         if turn is not None and measure:
             own = {"loss": f"{turn.name}_loss", weight_of("loss"): weight_of(f"{turn.name}_loss")}
