@@ -24,7 +24,6 @@ from framework.training.trainer import Trainer
 from tests import fake_cuda
 from tests.emulated_tensors import Emulated
 from tests.fake_cuda import BYTES, RACES, WAITS, call, call_ranks
-from tests.harness import slow_but
 
 RUN = ["trainer.max_epochs=null", "trainer.max_steps=12", "trainer.log_every=5", "checkpoint.every=null"]
 TOKENS = ["model=gpt", "model.dim=16", "model.num_layers=2", "dataset=synthetic", "dataset.kind=tokens",
@@ -163,6 +162,11 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
         ["model=cnn", "dataset=digits", "precision=bf16", "micro_batch_size=16", "trainer.clip_grad_norm=1.0"],
         [*TOKENS, "model.dropout=0.1", "precision=bf16", "trainer.ema_decay=0.9"],
         [*TOKENS, "optimizer=muon", "trainer.activation_checkpointing=true"],
+        pytest.param(
+            ["model=cnn", "dataset=digits", "parallel=model-parallel", "parallel.num_devices=2"], marks=pytest.mark.slow
+        ),
+        pytest.param(["model=mlp", "dataset=digits", "parallel=zero"], marks=pytest.mark.slow),
+        pytest.param(["model=mlp", "dataset=digits", "trainer.grad_noise.eta=0.1"], marks=pytest.mark.slow),
         ["model=resnet", "model.depth=18", "dataset=synthetic", "global_batch_size=2", "optimizer=sgd"],
     ],
     ids=lambda line: " ".join(line[-2:]),
@@ -174,7 +178,21 @@ def test_a_step_waits_for_nothing_and_a_row_once(line: list[str]) -> None:
     assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0, 0, 0, 0, 1], counted
 
 
-@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "zero", "fsdp", "tensor", "pipeline", "context", "local-sgd"]))
+def test_a_step_under_fsdp_waits_for_nothing() -> None:
+    """Its streams are FSDP's own: what they wait for is not judged here."""
+    counted = call(steps, line=[*TOKENS, "parallel=fsdp"])
+    assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0, 0, 0, 0, 1], counted
+
+
+def test_what_must_decide_in_a_step_waits_once() -> None:
+    for line in (["trainer.divergence.action=skip"], ["precision=fp16"], ["invariance=bitwise", "micro_batch_size=32"]):
+        counted = call(steps, line=["model=mlp", "dataset=digits", *line])
+        assert [sum(step["waits"].values()) for step in counted] == [1, 1, 2, 1, 1, 1, 1, 2], counted
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "pipeline", "context", "local-sgd"))]
+)
 def test_no_strategy_waits_in_a_step(strategy: str) -> None:
     line = [*TOKENS, f"parallel={strategy}", "launch.nproc_per_node=2"]
     ranks = call_ranks(steps_of_rank, 2, line=line)
