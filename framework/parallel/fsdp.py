@@ -91,7 +91,8 @@ def sharded(
         LOGGER.info("gathered at a time: %s", description(units, model))
     for block in [*units, model]:
         copy_views(block)
-        fully_shard(block, mesh=over, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
+        frees = reshard_after_forward and block is not model  # the backward pass begins with what is left of the model
+        fully_shard(block, mesh=over, reshard_after_forward=frees, mp_policy=precision, offload_policy=offload)
     without_averages(model)
     reshard_after_evaluation(model)
     assert isinstance(model, FSDPModule)
