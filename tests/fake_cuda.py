@@ -317,14 +317,16 @@ def plant() -> None:
         setattr(torch.cuda, name, value)
 
 
-def join_fake_nccl() -> None:
-    """Let runs of several processes talk over gloo, in NCCL's place."""
+def prepare_framework() -> None:
+    """Let a command find the devices, and runs of several processes talk over gloo, in NCCL's place."""
     import torch.distributed as dist
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     from framework.distributed.groups import Groups
+    from framework.preflight import processes
     from tests.emulated_tensors import GlooForEmulated
 
+    processes._cuda_devices = lambda: NUM_DEVICES
     _fsdp_param.alloc_storage = _fsdp_param.free_storage = lambda tensor: None  # the memory is another tensor's
 
     dist.Backend.register_backend("fake_nccl", GlooForEmulated, devices=["cuda"])
@@ -341,7 +343,7 @@ def main(library: str, module: str, function: str, arguments: str, result: str) 
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # before torch, which looks once
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     plant()
-    join_fake_nccl()
+    prepare_framework()
     found = getattr(importlib.import_module(module), function)(**json.loads(arguments))
     Path(result).write_text(json.dumps(found))
 

@@ -413,7 +413,7 @@ def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Cal
         (["launch.slurm.mem_gb=8"], "launch.slurm.mem_gb: 8192 MB ... 4000 ... 4000"),
         (["launch.slurm.gpus_per_node=3", "launch.nproc_per_node=1", "launch.slurm.partition=gpu", "launch.nnodes=1"],
          "launch.slurm.gpus_per_node: 3 GPUs ... 2 ... 2"),
-        (["launch.nproc_per_node=3", "launch.slurm.gpus_per_node=2"], "launch.nproc_per_node: 3 ... gpus_per_node=3 ... backend=gloo"),
+        (["launch.nproc_per_node=3", "launch.slurm.gpus_per_node=2"], "launch.nproc_per_node: 3 ... gpus_per_node=3 ... device=cpu"),
         (["launch.slurm.partition=short", "launch.slurm.time_min=3", "launch.slurm.signal_s=60"], "launch.slurm.time_min: 3 ... 2 ... 2"),
         (["launch.slurm.time_min=2"], "launch.slurm.time_min: 2 ... launch.slurm.signal_s=120 ... 4"),
         (["launch.slurm.constraint=gold"], "launch.slurm: Slurm refuses such a job: ... Invalid feature"),
