@@ -59,7 +59,6 @@ MALFORMED: dict[str, list[str]] = {
     "optimizer.type=sgd": ["optimizer.type: unknown key (did you mean optimizer=sgd?)"],
     "seed=1.5": ["seed: 1.5 is not valid (an integer)"],
     "device=cuda": ["device: cuda, but PyTorch sees no CUDA device here (nvidia-smi tells of the driver; or device=auto)"],
-    "devices=cuda": ["devices: unknown key (did you mean device?)"],
     "trainer.max_steps=1e5": ["trainer.max_steps: 100000.0 is not valid (an integer, or null; did you mean 100000?)"],
     "trainer.clip_grad_norm=None": ["trainer.clip_grad_norm: 'None' is not valid (a number, or null; did you mean null?)"],
     "name=3": ["name: 3 is not valid (text; did you mean \"name='3'\"?)"],
