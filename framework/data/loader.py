@@ -45,7 +45,8 @@ class Loader:
 
     def __post_init__(self) -> None:
         transforms_anywhere = is_vectorised(self.dataset.transform) and self.batch_transform is None
-        self._in_memory = transforms_anywhere and is_vectorised(self.source.gather)
+        one_by_one = hasattr(self.source, "sample")
+        self._in_memory = transforms_anywhere and is_vectorised(self.source.gather) and not one_by_one
         self._later = transforms_anywhere and self.device.type == "cuda"  # is a batch transformed where the model is?
         self.num_workers = 0 if self._in_memory else int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", True))

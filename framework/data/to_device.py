@@ -24,8 +24,8 @@ class ToDevice:
         current.wait_stream(self._stream)
         for micro_batch in by_number.values():
             micro_batch.mapped(functools.partial(_used_on, current))
-        moved = [by_number[m.number]._replace(is_padding=m.is_padding) for m in step.micro_batches]
-        return step._replace(micro_batches=moved)
+        there = [by_number[m.number]._replace(is_padding=m.is_padding) for m in step.micro_batches]
+        return step._replace(micro_batches=there)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return moved(tensor, self._device)

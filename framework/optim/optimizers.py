@@ -170,6 +170,7 @@ def muon(
     rules = rules_of(groups or [])
     of_muon = {"kind": "muon", "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     of_adamw = {"kind": "adamw", "lr": adamw_lr, "betas": _pair(adamw_betas), "eps": adamw_eps, "weight_decay": 0.0}
+    of_adamw["fused"] = True  # by which torch's load_state_dict knows that the steps belong on the device
     hidden = param_groups([item for item in trained if item.is_hidden], rules)
     others = param_groups([item for item in trained if not item.is_hidden], rules)
     dtype = torch.bfloat16 if iteration == "bf16" else None
