@@ -1,7 +1,7 @@
 """What the framework costs before the first step and after the last one, beside a bare PyTorch script.
 
     python benchmarks/start.py           of one command
-    python benchmarks/start.py sweep     what each job of a sweep of a hundred costs: the first ten, and the last ten
+    python benchmarks/start.py sweep [jobs]     what each job of a sweep of a hundred costs: the first ten, and the last ten
 
 From the command to the end of the first step, and from the end of the last step to the prompt. Both sides are measured in this
 run, in turn, several times; the medians are compared.
@@ -202,8 +202,8 @@ def report_sweep(num_jobs: int = 100) -> None:
     """Print the seconds from the end of one job to the end of the next, for the first and the last ten."""
     with tempfile.TemporaryDirectory() as folder:
         short = ["trainer.max_epochs=null", "trainer.max_steps=5", "trainer.eval_every=null", "model=mlp"]
-        seeds = f"seed=range({num_jobs})"
-        subprocess.run([sys.executable, str(ROOT / "train.py"), "-m", seeds, *short, f"run.root={folder}"], capture_output=True)
+        line = [sys.executable, str(ROOT / "train.py"), "-m", f"seed=range({num_jobs})", *short, f"run.root={folder}"]
+        subprocess.run(line, stdout=subprocess.DEVNULL, check=True)
         ends = sorted(path.stat().st_mtime for path in Path(folder).glob("**/summary.json"))
     assert len(ends) == num_jobs
     spans = [after - before for before, after in pairwise(ends)]
@@ -213,8 +213,8 @@ def report_sweep(num_jobs: int = 100) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["sweep"]:
-        report_sweep()
+    if sys.argv[1:2] == ["sweep"]:
+        report_sweep(*map(int, sys.argv[2:]))
     else:
         report_start()
         report_end()

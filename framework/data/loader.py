@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
-from framework.data.source import Dataset, Source, Split, is_vectorised
+from framework.data.source import Dataset, Source, Split, is_in_memory, is_vectorised
 from framework.data.to_device import ToDevice
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
@@ -45,10 +45,9 @@ class Loader:
 
     def __post_init__(self) -> None:
         transforms_anywhere = is_vectorised(self.dataset.transform) and self.batch_transform is None
-        one_by_one = hasattr(self.source, "sample")
-        self._in_memory = transforms_anywhere and is_vectorised(self.source.gather) and not one_by_one
         self._later = transforms_anywhere and self.device.type == "cuda"  # is a batch transformed where the model is?
-        self.num_workers = 0 if self._in_memory else int(getattr(self.dataset, "num_workers", 0))
+        needs_none = transforms_anywhere and is_in_memory(self.source)
+        self.num_workers = 0 if needs_none else int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", True))
         self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
 
@@ -107,8 +106,7 @@ class Loader:
         for sample, draw in zip(samples, draws) if one_by_one is not None else ():
             seed_generators(key(self.order.seed, "sample", epoch if is_training else "evaluation", int(draw)))
             fetched.append(one_by_one(int(sample)))
-        if not self._in_memory:
-            seed_generators(key(self.order.seed, at[0], start, part.number))
+        seed_generators(key(self.order.seed, at[0], start, part.number))
         gathered: Any = self.source.gather(samples) if one_by_one is None else self.source.collate(fetched)  # type: ignore[attr-defined]
         augment_keys = keys(self.order.seed, "augment", epoch, draws) if is_training and self.is_augmented else None
         inputs, targets = map(as_tensors, gathered)
@@ -233,7 +231,10 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
     if offered is None:
         return dataset.load(split) if source is None else source
     kind, rest, pid, files = offered
-    mapped = {name: np.load(f"/proc/{pid}/fd/{file}", mmap_mode="r", allow_pickle=False) for name, file in files.items()}
+    mapped = {
+        name: np.load(f"/proc/{pid}/fd/{file}", mmap_mode="r", allow_pickle=False).view(np.ndarray)  # a file in memory
+        for name, file in files.items()
+    }
     world.agreement.barrier()
     for descriptor in descriptors.values():
         os.close(descriptor)  # the mappings stay; the memory is freed with the last of them

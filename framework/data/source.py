@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
@@ -16,20 +16,30 @@ if TYPE_CHECKING:
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_VECTORISED: set[Any] = set()  # functions, by themselves: functools.wraps would copy an attribute to what calls one
 
 
 def vectorised(method: _Method) -> _Method:
-    """Mark a `gather` or `transform` that takes a whole batch in a few operations on memory, and draws from its keys alone.
+    """Mark a `gather` or `transform` that takes a whole batch in a few operations; a transform draws from its keys alone.
 
-    A loader process would only make such a gather dearer, so none is started for it; such a transform works on tensors of any
-    device, so a GPU does it, and the stored bytes are what goes there. A subclass that overrides it is not marked.
+    A loader process would only make such a gather dearer where the samples are in memory, so none is started for it; such a
+    transform works on tensors of any device, so a GPU does it, and the stored bytes are what goes there. What overrides or
+    wraps a marked method is not marked.
     """
-    method.is_vectorised = True  # type: ignore[attr-defined]
+    _VECTORISED.add(method)
     return method
 
 
 def is_vectorised(method: Callable[..., Any]) -> bool:
-    return getattr(method, "is_vectorised", False)
+    return getattr(method, "__func__", method) in _VECTORISED
+
+
+def is_in_memory(source: Any) -> bool:
+    """Return whether a source's samples are rows of arrays in memory, which a marked method gathers."""
+    stored = getattr(source, "selected_from", source)
+    if not is_vectorised(stored.gather) or hasattr(stored, "sample"):
+        return False
+    return all(type(value) is np.ndarray or isinstance(value, (int, float, str)) for value in vars(stored).values())
 
 
 class Source(Protocol):
@@ -52,14 +62,16 @@ class Selected:
     """Some samples of a source, by their numbers: a source itself."""
 
     def __init__(self, source: Source, numbers: np.ndarray) -> None:
-        self._numbers = numbers
-        self.gather = wraps(source.gather)(lambda indices: source.gather(numbers[indices]))
+        self.selected_from, self._numbers = source, numbers
         if hasattr(source, "sample"):
             self.sample = lambda index: source.sample(int(numbers[index]))
             self.collate = source.collate  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
+        return self.selected_from.gather(self._numbers[indices])
 
 
 class Dataset(Protocol):

@@ -1,6 +1,7 @@
 """A batch is a function of its position: whoever fetches it, from wherever the run starts."""
 
 import dataclasses
+import functools
 import multiprocessing
 import os
 import resource
@@ -18,7 +19,7 @@ from torch import Tensor
 from framework.data.digits import Digits
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.data.source import Selected
+from framework.data.source import Arrays, Selected, TokenSequences, Windows
 from framework.engine.seam import MicroBatch, Step
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from tests.harness import assert_same_bits, command, finished, together, with_loader_processes
@@ -250,3 +251,66 @@ def test_what_is_in_memory_has_no_loader_processes() -> None:
     assert made.num_workers == first.num_workers == 0
     assert loader(num_workers=2).num_workers == 2
     assert dataclasses.replace(made, batch_transform=lambda inputs, targets: (inputs, targets)).num_workers == 2
+
+
+class DrawingWindows(Windows):
+    """The marked `gather` of its class calls this."""
+
+    def windows(self, indices: np.ndarray) -> np.ndarray:
+        windows = super().windows(indices).copy()
+        windows[np.random.rand(*windows.shape) < 0.3] = 0
+        return windows
+
+
+class Lazy:
+    """As an array of another library, which reads where it is asked."""
+
+    def __init__(self, stored: np.ndarray) -> None:
+        self.stored = stored
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return self.stored[indices] + np.random.rand()
+
+
+class OneByOneToo(Arrays):
+    def sample(self, index: int) -> Any:
+        return self.inputs[index] + np.random.rand(), self.targets[index]
+
+    def collate(self, samples: list[Any]) -> Any:
+        return tuple(map(np.stack, zip(*samples)))
+
+
+def wrapped(self: Digits, *args: Any, **kwargs: Any) -> Any:
+    inputs, targets = Digits.transform(self, *args, **kwargs)
+    return inputs + torch.rand(()), targets
+
+
+class Wrapped(Digits):
+    transform = functools.wraps(Digits.transform)(wrapped)  # type: ignore[assignment]
+
+
+IMAGES = np.zeros((64, 1, 8, 8), np.uint8), np.arange(64) % 10
+SOURCES: dict[str, tuple[Any, Any, int]] = {  # a dataset, a source, and whether loader processes are started for it
+    "its windows draw": (TokenSequences(seq_len=7, num_workers=2), DrawingWindows(np.arange(600) % 50 + 1, 7), 0),
+    "its array draws": (Digits(num_workers=2), Arrays(Lazy(IMAGES[0]), IMAGES[1]), 2),  # type: ignore[arg-type]
+    "its samples draw": (Digits(num_workers=2), OneByOneToo(*IMAGES), 2),
+    "a wrapped transform draws": (Wrapped(num_workers=2), Arrays(*IMAGES), 2),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_what_draws_without_saying_so_is_the_same_from_anywhere(kind: str) -> None:
+    dataset, source, num_workers = SOURCES[kind]
+    made = dataclasses.replace(loader(), dataset=dataset, source=source,
+                               order=Order(num_samples=len(source), global_batch_size=16, seed=3, drop_last=False))  # fmt: skip
+    assert made.num_workers == num_workers
+    whole = list(islice(made.train(0), 9))
+    made.close()
+    np.random.seed(7)
+    seen = sum(step.num_samples for step in whole[:5])
+    alone = dataclasses.replace(made, dataset=dataclasses.replace(dataset, num_workers=0))
+    assert_same_steps(list(islice(alone.train(seen), 4)), whole[5:])
+    assert len({float(step.micro_batches[0].inputs.double().sum()) for step in whole}) == 9, "it draws"
