@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.modules.structure import compile_blocks
-from framework.optim.optimizers import FusedSGD, Trainable, muon
+from framework.optim.optimizers import FusedSGD
 from framework.tasks.cross_entropy import cross_entropy_sum
 from models import gpt
 from models.cnn import CNN
@@ -88,17 +88,6 @@ def fused_adamw() -> Iterator[tuple[str, Side, Side]]:
         yield f"AdamW in one pass, {name}", plain.step, fused.step
 
 
-def muons() -> Iterator[tuple[str, Side, Side]]:
-    sides = []
-    for iteration in (None, "bf16"):
-        matrix = nn.Parameter(torch.randn(512, 2048))
-        matrix.grad = torch.randn(512, 2048)
-        options: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "adamw_lr": 1e-3, "adamw_eps": 1e-8}
-        made = muon([Trainable("x", matrix, True, True)], adamw_betas=[0.9, 0.95], iteration=iteration, **options)  # type: ignore[arg-type]
-        sides.append(made.step)
-    yield "optimizer.iteration=bf16 (not a default), Muon", sides[0], sides[1]
-
-
 def rotary() -> Iterator[tuple[str, Side, Side]]:
     *_, (_, model, inputs, targets) = models_and_data()
     step, kept = step_of(model, inputs, targets), gpt.kept_rotary_table
@@ -147,10 +136,12 @@ def compiled() -> Iterator[tuple[str, Side, Side]]:
 def main(word: str) -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {ROUNDS} rounds\n")
     print(f"{'what':46} {'plain, ms':>10} {'so, ms':>10}   ratio [quartiles]")
-    for make in (cross_entropies, optimizers, fused_adamw, muons, rotary, fused_qkv, channels_last, compiled):
+    found = False
+    for make in (cross_entropies, optimizers, fused_adamw, rotary, fused_qkv, channels_last, compiled):
         for name, plain, other in make():
             if word not in name:
                 continue
+            found = True
             with contextlib.redirect_stdout(None):
                 for side in (plain, other) * 2:
                     side()
@@ -164,6 +155,8 @@ def main(word: str) -> None:
             low, middle, high = statistics.quantiles([mine / bare for bare, mine in times], n=4)
             bare, mine = (1e3 * statistics.median(side) for side in zip(*times))
             print(f"{name:46} {bare:10.2f} {mine:10.2f}   {middle:.2f} [{low:.2f}..{high:.2f}]", flush=True)
+    if not found:
+        sys.exit(f"nothing has {word} in its name")
 
 
 if __name__ == "__main__":
