@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,24 +69,18 @@ def cross_entropies() -> Iterator[tuple[str, Side, Side]]:
 
 
 def optimizers() -> Iterator[tuple[str, Side, Side]]:
-    for name, model, inputs, targets in models_and_data():
-        other = copy.deepcopy(model)
-        step_of(model, inputs, targets)()
-        for mine, theirs in zip(other.parameters(), model.parameters()):
-            mine.grad = theirs.grad
-        options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
-        plain, fused = torch.optim.SGD(model.parameters(), **options), FusedSGD(other.parameters(), **options)  # type: ignore[arg-type]
-        yield f"SGD in one pass, {name}", plain.step, fused.step
-
-
-def fused_adamw() -> Iterator[tuple[str, Side, Side]]:
-    for name, model, inputs, targets in models_and_data():
-        other = copy.deepcopy(model)
-        step_of(model, inputs, targets)()
-        for mine, theirs in zip(other.parameters(), model.parameters()):
-            mine.grad = theirs.grad
-        plain, fused = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters(), fused=True)
-        yield f"AdamW in one pass, {name}", plain.step, fused.step
+    of_sgd = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+    kinds: dict[str, tuple[Any, Any]] = {
+        "SGD": (partial(torch.optim.SGD, **of_sgd), partial(FusedSGD, **of_sgd)),
+        "AdamW": (torch.optim.AdamW, partial(torch.optim.AdamW, fused=True)),
+    }
+    for kind, (plain, fused) in kinds.items():
+        for name, model, inputs, targets in models_and_data():
+            other = copy.deepcopy(model)
+            step_of(model, inputs, targets)()
+            for mine, theirs in zip(other.parameters(), model.parameters()):
+                mine.grad = theirs.grad
+            yield f"{kind} in one pass, {name}", plain(model.parameters()).step, fused(other.parameters()).step
 
 
 def rotary() -> Iterator[tuple[str, Side, Side]]:
@@ -137,7 +132,7 @@ def main(word: str) -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {ROUNDS} rounds\n")
     print(f"{'what':46} {'plain, ms':>10} {'so, ms':>10}   ratio [quartiles]")
     found = False
-    for make in (cross_entropies, optimizers, fused_adamw, rotary, fused_qkv, channels_last, compiled):
+    for make in (cross_entropies, optimizers, rotary, fused_qkv, channels_last, compiled):
         for name, plain, other in make():
             if word not in name:
                 continue
