@@ -69,7 +69,7 @@ def cross_entropies() -> Iterator[tuple[str, Side, Side]]:
 
 
 def optimizers() -> Iterator[tuple[str, Side, Side]]:
-    of_sgd = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+    of_sgd: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
     kinds: dict[str, tuple[Any, Any]] = {
         "SGD": (partial(torch.optim.SGD, **of_sgd), partial(FusedSGD, **of_sgd)),
         "AdamW": (torch.optim.AdamW, partial(torch.optim.AdamW, fused=True)),
