@@ -127,7 +127,7 @@ def test_all_processes_have_one_kind_of_device(kinds: list[str]) -> None:
 
     def join(rank: int) -> None:
         try:
-            require_one_kind(kinds[rank], store, world_size=len(kinds))
+            require_one_kind(kinds[rank], store, world_size=len(kinds), timeout=timedelta(seconds=15))
             said[rank] = ""
         except Unfit as error:
             said[rank] = str(error)
@@ -146,8 +146,8 @@ def test_a_run_whose_processes_differ_ends_at_once_on_all_of_them(tmp_path: Path
     def differ() -> None:
         plain = world.require_one_kind
 
-        def one_kind(kind: str, store: dist.Store, **size: int) -> None:
-            plain("cuda" if Environment.read().rank == 1 else kind, store, **size)
+        def one_kind(kind: str, store: dist.Store, **others: Any) -> None:
+            plain("cuda" if Environment.read().rank == 1 else kind, store, **others)
 
         world.require_one_kind = one_kind  # type: ignore[assignment]
 
@@ -210,15 +210,19 @@ def test_a_device_without_room_says_what_needs_less() -> None:
 
 
 def test_nccl_s_recorder_writes_into_the_run_s_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")  # a user's own
-    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    record_collectives(tmp_path)
-    found = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
-    assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(str(tmp_path))
-    assert (found["TORCH_NCCL_TRACE_BUFFER_SIZE"], found["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("7", "1")
-    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_TRACE_BUFFER_SIZE",
+             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # fmt: skip
+    for name in names:
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    record_collectives(tmp_path)
+    assert not os.environ.keys() & {*names}, "torch warns of some even where there is no device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # a user's own
+    record_collectives(tmp_path)
+    set_now = {name: os.environ[name] for name in names if name in os.environ}
+    assert len(set_now) == 3 and set_now["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert f"{tmp_path}/nccl_collectives_rank_" in set_now.values()
 
 
 def test_nccl_waits_longer_than_what_finds_who_hangs() -> None:

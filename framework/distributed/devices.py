@@ -1,6 +1,7 @@
 """Which devices a process computes on, and that all processes of a run have the same kind."""
 
 import socket
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -56,12 +57,15 @@ def record_collectives(folder: Path) -> None:
 
     Before the first group is made. A user's own settings stay.
     """
-    recorder = {"TRACE_BUFFER_SIZE": "2000", "DUMP_ON_TIMEOUT": "1", "DEBUG_INFO_TEMP_FILE": f"{folder}/nccl_collectives_rank_"}
-    for name, value in recorder.items():
-        variables().setdefault(f"TORCH_NCCL_{name}", value)
+    if not torch.cuda.is_available():
+        return
+    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # which has other names, and warns of these
+    names = ("NCCL_TRACE_BUFFER_SIZE", "NCCL_DEBUG_INFO_TEMP_FILE") if is_old else ("FR_BUFFER_SIZE", "FR_DUMP_TEMP_FILE")
+    for name, value in zip((*names, "NCCL_DUMP_ON_TIMEOUT"), ("2000", f"{folder}/nccl_collectives_rank_", "1")):
+        variables().setdefault(f"TORCH_{name}", value)
 
 
-def require_one_kind(kind: str, store: dist.Store, *, world_size: int) -> None:
+def require_one_kind(kind: str, store: dist.Store, *, world_size: int, timeout: timedelta) -> None:
     """Raise Unfit, on every rank, if some ranks have CUDA devices and others a CPU: their groups would wait for each other.
 
     Collective.
@@ -69,7 +73,7 @@ def require_one_kind(kind: str, store: dist.Store, *, world_size: int) -> None:
     store.add(f"devices/{kind}", 1)
     if store.add("devices/all", 1) == world_size:
         store.set("devices/known", "")
-    store.wait(["devices/known"])
+    store.wait(["devices/known"], timeout)
     counts = {name: store.add(f"devices/{name}", 0) for name in ("cuda", "cpu")}
     if all(counts.values()):
         mine = f"this one, on {socket.gethostname()}, is on {kind.replace('cuda', 'CUDA').replace('cpu', 'the CPU')}"

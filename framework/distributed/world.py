@@ -79,7 +79,7 @@ class World:
             # MPI's ranks know each other, and torch asks for a store only to have one
             store = dist.HashStore() if uses_mpi else attempt_store(environment, scratch=scratch, timeout=timeout)
             if not uses_mpi:
-                require_one_kind(devices[0].type, store, world_size=world_size)
+                require_one_kind(devices[0].type, store, world_size=world_size, timeout=timeout)
             groups.join(store)
             control = dist.new_group(backend=control_backend, timeout=timeout)
         return cls(
