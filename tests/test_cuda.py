@@ -222,6 +222,9 @@ def test_no_strategy_waits_in_a_step(strategy: str) -> None:
     assert [device for device, _, _ in ranks] == ["cuda:0", "cuda:1"]
     for _, counted, _ in ranks:
         assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0], counted
+    if strategy != "local-sgd":  # whose processes meet now and then only
+        ((_, _, alone),) = call_ranks(steps_of_rank, 1, line=TOKENS)
+        assert ranks[0][2] == pytest.approx(alone, rel=1e-5)
 
 
 def test_a_run_on_a_device_has_the_numbers_of_one_on_the_cpu() -> None:
@@ -231,9 +234,7 @@ def test_a_run_on_a_device_has_the_numbers_of_one_on_the_cpu() -> None:
     assert here["bytes"] == {} and there["bytes"]["to the device"] > 0
     for one, other in zip(here["rows"], there["rows"], strict=True):
         assert one["split"] == other["split"] and one["loss"] == pytest.approx(other["loss"], rel=1e-6)
-    assert all(row["forward_backward_s"] >= 0 for row in there["rows"] if row["split"] == "train")
-    rows_and_evaluations = len(there["rows"])
-    assert sum(count for wait, count in there["waits"].items() if "evaluation.py" in wait) <= 3 * rows_and_evaluations
+    assert sum(row["forward_backward_s"] for row in there["rows"] if row["split"] == "train") > 0
 
 
 @pytest.mark.parametrize(

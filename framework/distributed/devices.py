@@ -20,9 +20,9 @@ def devices_of(place: Environment, *, device: str, num_devices: int | None) -> l
     there = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if not there:
         if device == "cuda" or (device == "auto" and place.launcher_has_cuda):
-            raise Unfit(f"device: {device}, but PyTorch sees no CUDA device on {socket.gethostname()} ({without_cuda()})")
+            raise Unfit(f"device: {device}, but PyTorch sees no CUDA device on {socket.gethostname()} ({_without_cuda()})")
         if device == "auto" and torch.version.cuda and place.rank == 0:
-            LOGGER.warning("training on the CPU: %s (device=cuda would refuse that)", without_cuda())
+            LOGGER.warning("training on the CPU: %s (device=cuda would refuse that)", _without_cuda())
         return [torch.device("cpu")]
     count = num_devices or there
     first = 0 if there == count else place.local_rank * count  # some launchers show each process its own devices alone
@@ -34,7 +34,7 @@ def devices_of(place: Environment, *, device: str, num_devices: int | None) -> l
     return [torch.device("cuda", first + index) for index in range(count)]
 
 
-def without_cuda() -> str:
+def _without_cuda() -> str:
     """Return why PyTorch may have no CUDA device."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
@@ -76,6 +76,6 @@ def require_one_kind(kind: str, store: dist.Store, *, world_size: int, timeout: 
     store.wait(["devices/known"], timeout)
     counts = {name: store.add(f"devices/{name}", 0) for name in ("cuda", "cpu")}
     if all(counts.values()):
-        mine = f"this one, on {socket.gethostname()}, is on {kind.replace('cuda', 'CUDA').replace('cpu', 'the CPU')}"
-        raise Unfit(f"device: auto, but {counts['cuda']} processes see CUDA devices and {counts['cpu']} do not; {mine} "
-                    "(device=cuda or device=cpu)")  # fmt: skip
+        mine = f"this process, on {socket.gethostname()}, computes on {kind.replace('cuda', 'CUDA').replace('cpu', 'the CPU')}"
+        seen = f"{counts['cuda']} of {world_size} processes see CUDA devices"
+        raise Unfit(f"device: auto, but {seen}; {mine} (device=cuda or device=cpu)")

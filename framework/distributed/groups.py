@@ -33,14 +33,16 @@ class Groups:
         """Join the default group. Collective."""
         self._store = store
         set_group_timeout(self.timeout)
-        timeout = self.timeout + NCCL_LATER if "nccl" in self.backend else self.timeout
-        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        rank, world_size = self.rank, self.world_size
+        dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size, timeout=self._timeout)
 
     def new_group(self) -> dist.ProcessGroup:
         """Return a group of all ranks for training, whose collectives pair with no others'. Collective."""
-        return dist.new_group(
-            backend=self.backend, timeout=self.timeout + NCCL_LATER if "nccl" in self.backend else self.timeout
-        )
+        return dist.new_group(backend=self.backend, timeout=self._timeout)
+
+    @property
+    def _timeout(self) -> timedelta:
+        return self.timeout + NCCL_LATER if "nccl" in self.backend else self.timeout
 
     def store(self, name: str) -> dist.Store:
         """Return a part of this attempt's store, whose keys nothing else uses. Collective."""

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from framework.distributed.buckets import broadcast_all
 from framework.distributed.world import World
-from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Muon, Trainable
+from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable
 from framework.optim.turns import InTurns
 
 
 def dealing(world: World) -> MakeOptimizer:
-    """Return a function that builds an optimizer; if it is Muon, each rank iterates on its share of the matrices.
+    """Return a function that builds an optimizer; if it can `deal`, as Muon, each rank works on its share of the matrices.
 
     For strategies in which every rank holds the whole of a matrix, or gathers it.
     """
@@ -20,9 +20,9 @@ def dealing(world: World) -> MakeOptimizer:
 
     def make_optimizer(build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         optimizer = build(trained)
-        for one in optimizer.optimizers.values() if isinstance(optimizer, InTurns) else [optimizer]:
-            if isinstance(one, Muon) and world.world_size > 1:
-                one.deal(exchange, rank=world.rank, num_ranks=world.world_size)
+        for part in optimizer.optimizers.values() if isinstance(optimizer, InTurns) else [optimizer]:
+            if (deal := getattr(part, "deal", None)) is not None and world.world_size > 1:
+                deal(exchange, rank=world.rank, num_ranks=world.world_size)
         return optimizer
 
     return make_optimizer

@@ -11,7 +11,7 @@ _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # numbers at a time: about what a ca
 
 
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int) -> Tensor:
-    """Return the sum of the cross-entropies in nats, shape (), at least in float32; targets int64.
+    """Return the sum of the cross-entropies in nats, shape (); of a large vocabulary at least in float32. Targets are int64.
 
     As `torch.nn.functional.cross_entropy` to rounding. That keeps the logarithms of the probabilities for the backward pass,
     and of logits in 16 bits also a copy in 32: up to four times the logits' memory, where this keeps the logits alone.
@@ -20,7 +20,7 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int
         return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=ignore_index)
     try:
         total, *_ = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index)  # type: ignore[no-untyped-call]
-    except (RuntimeError, IndexError):  # vmap and forward derivatives, which it has not; or a target that is no class
+    except (RuntimeError, IndexError):  # under vmap, in forward derivatives, or of a target that is no class
         return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=ignore_index)
     return total  # type: ignore[no-any-return]
 
