@@ -179,7 +179,8 @@ def test_a_batch_that_cannot_be_sent_is_an_error_and_no_hang(fault: str, monkeyp
 
     monkeypatch.setattr(made.dataset, "transform", transform)
     with pytest.raises(
-        (TypeError, OSError), match="sending a batch from a loader process[^!]*(cannot pickle|Too many open files)"
+        (TypeError, OSError, RuntimeError),  # which of the last two depends on which of torch's opens was one too many
+        match="sending a batch from a loader process[^!]*(cannot pickle|Too many open files)",
     ):
         next(made.train(0))
     made.close()
