@@ -56,6 +56,12 @@ def test_many_tensors_are_changed_in_one_call() -> None:
     assert one.tolist() == [3.0] * 3 and two.tolist() == [4.0] * 2
 
 
+def test_stand_ins_have_no_storage_and_the_types_of_autocast() -> None:
+    with ours.stand_ins(), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        layer = nn.Linear(1 << 20, 1 << 20)  # 4 TiB
+        assert layer(torch.empty(2, 1 << 20)).dtype == torch.bfloat16
+
+
 def test_a_change_that_autograd_does_not_see_leaves_the_backward_pass_as_it_was() -> None:
     weight = torch.ones(2, requires_grad=True)
     loss = weight.square().sum()

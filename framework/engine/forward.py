@@ -97,11 +97,17 @@ class Forward:
 
     def in_precision(self, compute: Callable[[], Tree]) -> Tree:
         """Return what `compute` returns: computed under autocast, if that is on, and then in float32."""
+        outputs = self.under_autocast(compute)
+        if self.autocast is None:
+            return outputs
+        return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)
+
+    def under_autocast(self, compute: Callable[[], Tree]) -> Tree:
+        """Return what `compute` returns, in the types in which it is computed."""
         if self.autocast is None:
             return compute()
         with torch.autocast(self.device.type, dtype=self.autocast):
-            outputs = compute()
-        return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)
+            return compute()
 
 
 def measures(task: object) -> bool:

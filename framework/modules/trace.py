@@ -73,7 +73,12 @@ def traced(model: nn.Module) -> Trace | None:
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
     """Return a copy for evaluation, without storage, and its modules by the ids of the model's."""
-    copies: dict[int, Any] = {id(t): t.detach().to("meta") for t in (*model.parameters(), *model.buffers())}
+    return copied_with(model, lambda tensor: tensor.detach().to("meta"))
+
+
+def copied_with(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a copy for evaluation whose tensors are these stand-ins, and its modules by the ids of the model's."""
+    copies: dict[int, Any] = {id(tensor): stand_in(tensor) for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, copies)
     for module in copied.modules():
         module.__dict__.pop("forward", None)  # a wrapper (recomputation, compilation) around the original's

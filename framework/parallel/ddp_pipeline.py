@@ -5,17 +5,25 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.parallel.pipeline import problems
+from framework.parallel.pipeline import exact_options, problems
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.schedules import ScheduleName
+from framework.parallel.pipelining.sent import SendDtype
 
-__all__ = ["ddp_pipeline", "problems"]  # the layers are cut as in `pipeline`
+__all__ = ["ddp_pipeline", "exact_options", "problems"]  # the layers are cut as in `pipeline`
 
 
 def ddp_pipeline(
-    model: nn.Module, *, world: World, forward: Forward, replicate: int | None, pipeline: int | None, schedule: ScheduleName
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    replicate: int | None,
+    pipeline: int | None,
+    schedule: ScheduleName,
+    send_dtype: SendDtype = None,
 ) -> Engine:
     """Cut the model along the inner axis of the mesh, and replicate the stages along the outer. Collective."""
     model.to(world.device)
     mesh = world.mesh(replicate=replicate, pipeline=pipeline)
-    return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule)
+    return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype)

@@ -12,12 +12,22 @@ from framework.parallel.pipelining.chain import stray_parameters, weighty
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import OwnForward, Uncut
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, ScheduleName
+from framework.parallel.pipelining.sent import SendDtype
 
 
-def pipeline(model: nn.Module, *, world: World, forward: Forward, pipeline: int | None, schedule: ScheduleName) -> Engine:
+def pipeline(
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    pipeline: int | None,
+    schedule: ScheduleName,
+    send_dtype: SendDtype = None,
+) -> Engine:
     """Cut the model over all processes. Collective."""
     model.to(world.device)
-    return PipelineEngine(model, mesh=world.mesh(pipeline=pipeline), world=world, forward=forward, schedule=schedule)
+    mesh = world.mesh(pipeline=pipeline)
+    return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype)
 
 
 def problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, **others: object) -> list[str]:
@@ -39,6 +49,11 @@ def problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str
         return [f"pipeline={pipeline}: makes {num_stages} stages with schedule={schedule}, and the model's chain has "
                 f"{len(weighty(links))} modules with weights; take fewer, or another strategy: {most_models}"]  # fmt: skip
     return []
+
+
+def exact_options(**options: object) -> dict[str, object]:
+    """Return the options with which this strategy computes what one process does."""
+    return options | {"send_dtype": None}
 
 
 def _own_forward_problems(model: nn.Module, *, num_stages: int, most_models: str) -> list[str]:

@@ -18,6 +18,7 @@ from framework.parallel import tensor as tensors
 from framework.parallel.fsdp_tensor import ignore_known
 from framework.parallel.pipelining.chain import Stage
 from framework.parallel.pipelining.engine import PipelineEngine
+from framework.parallel.pipelining.sent import SendDtype
 
 
 def pipeline_fsdp_tensor(
@@ -30,6 +31,7 @@ def pipeline_fsdp_tensor(
     tensor: int | None,
     schedule: Literal["gpipe", "1f1b"],
     reshard_after_forward: bool,
+    send_dtype: SendDtype = None,
 ) -> Engine:
     """Cut the model into stages (outermost axis), shard each (middle axis), cut its layers (last axis). Collective."""
     ignore_known()
@@ -38,7 +40,9 @@ def pipeline_fsdp_tensor(
     num_parts = mesh["tensor"].size()
     styles = tensors.styles_of(model, num_parts=num_parts) if num_parts > 1 else {}
     shard_stage = partial(cut_and_shard, model, styles=styles, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule, shard_stage=shard_stage)
+    return PipelineEngine(
+        model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype, shard_stage=shard_stage
+    )
 
 
 def problems(model: nn.Module, *, demands: Demands, pipeline: int, tensor: int, schedule: str, **others: object) -> list[str]:
@@ -48,6 +52,9 @@ def problems(model: nn.Module, *, demands: Demands, pipeline: int, tensor: int, 
                 "forward: only these can be sharded; ddp, zero, fsdp and hsdp take most models, ddp+pp some"]  # fmt: skip
     found = pipelines.problems(model, demands=demands, pipeline=pipeline, schedule=schedule) or fsdp.problems(model)
     return found or (tensors.problems(model, tensor=tensor, sequence=False) if tensor > 1 else [])
+
+
+exact_options = pipelines.exact_options  # it is cut as in `pipeline`
 
 
 def cut_and_shard(

@@ -100,6 +100,13 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def stand_ins() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors have a shape, a type and a device, but no storage. Autocast acts on them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 # --- process groups
 
 

@@ -1,17 +1,17 @@
 """A model as a chain of modules, cut into stages of about equal cost, and which stages are on which process."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from framework.modules.tensors import Tree, call, map_tensors
-from framework.modules.trace import on_meta
+from framework.modules.trace import copied_with, on_meta
 
 
 def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:
@@ -93,6 +93,14 @@ class Listed:
                 outputs.append(value)
             self._shapes[key] = outputs
         return self._shapes[key]
+
+    def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[torch.dtype]:
+        """Return in which type each link but the last returns its outputs. The inputs are stand-ins too."""
+        value, types = inputs, []
+        for link in self._copies[:-1]:
+            value = call(copied_with(link, stand_in)[0], value)
+            types.append(value.dtype)
+        return types
 
     def spans(self, *, num_stages: int, example: Tree | None) -> list[range]:
         """Return the numbers of each stage's links."""

@@ -23,8 +23,8 @@ from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, make_schedule, waiting_share
+from framework.parallel.pipelining.sent import SendDtype, Sent
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import is_view
 
 
 class PipelineEngine(Engine):
@@ -43,6 +43,7 @@ class PipelineEngine(Engine):
         world: World,
         forward: Forward,
         schedule: str,
+        send_dtype: SendDtype = None,
         shard_stage: Callable[[Stage], None] | None = None,
     ) -> None:
         self._chain = chain_for(model)
@@ -62,6 +63,7 @@ class PipelineEngine(Engine):
         self._dtype = next(model.parameters()).dtype
         self._num_stages = self._size * STAGES_PER_RANK[schedule]
         self._spans = self._chain.spans(num_stages=self._num_stages, example=forward.example)
+        self._sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
         self._stages = self._chain.keep_own(self._spans, rank=self._rank, size=self._size)
         for number, stage in self._stages.items():
             stage.forward = partial(self._run_stage, stage, number)
@@ -88,15 +90,15 @@ class PipelineEngine(Engine):
         assert micro_batch is not None
         if is_training:
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch.number, turn=self._turn)
-        value = self._forward.in_precision(lambda: self._chain.run(stage, self._spans[number], arguments, micro_batch.inputs))
+        is_last, inputs = number == self._num_stages - 1, micro_batch.inputs
+        given = tuple(self._sent.unpacked(value, stage=number - 1, inputs=inputs) for value in arguments)
+        compute = self._forward.in_precision if is_last else self._forward.under_autocast
+        value = compute(lambda: self._chain.run(stage, self._spans[number], given, inputs))
         if is_training:
             self._buffers[number].end_forward(None if micro_batch.is_padding else micro_batch.number)
-        if number == self._num_stages - 1:
+        if is_last:
             return self._loss_of(value, micro_batch) if is_training else value
-        # the next stage expects one type, whatever the link returns, and contiguous memory; not a view, which zero-bubble
-        # cannot detach, and not the wrapper of an unfinished collective
-        value = value.to(self._dtype).contiguous()
-        return value.clone() if is_view(value) or type(value) is not Tensor else value
+        return self._sent.packed(value, stage=number, inputs=inputs)
 
     # --- training
 
@@ -142,14 +144,14 @@ class PipelineEngine(Engine):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> Any:
-        outputs = self._chain.outputs(micro_batches[0].inputs)
-        sent = [self._like(outputs[span[-1]]) for span in self._spans[:-1]]
+        sent = [value.requires_grad_() for value in self._sent.like(micro_batches[0].inputs)]
         key = (len(micro_batches), *(tuple(value.shape) for value in sent))
         if key not in self._schedules:
+            loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)  # what the last stage returns
             stages = []
             for number, stage in self._stages.items():
                 given = (sent[number - 1],) if number > 0 else ()
-                made = sent[number] if number < len(sent) else self._like(torch.zeros(()))  # the last returns the loss
+                made = sent[number] if number < len(sent) else loss
                 where = (number, self._num_stages, self._world.device)
                 stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self._group))
             count = len(micro_batches)
@@ -162,9 +164,6 @@ class PipelineEngine(Engine):
             self._schedules[key] = schedule
         return self._schedules[key]
 
-    def _like(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=self._dtype, device="meta", requires_grad=True)
-
     def _zeros(self, micro_batch: MicroBatch, *, measure: bool) -> Sums:
         """Return a zero for each measured sum: every rank must know its name, but only the last stage measures it."""
         outputs = self._chain.outputs(micro_batch.inputs)[-1]
@@ -176,7 +175,7 @@ class PipelineEngine(Engine):
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
         """Run the stages one after the other, each on its process."""
-        outputs = self._chain.outputs(micro_batch.inputs)
+        sent = self._sent.like(micro_batch.inputs)
         self._waiting, self._evaluated = {}, micro_batch
         self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
         value: Any = None
@@ -187,8 +186,7 @@ class PipelineEngine(Engine):
                     if self._rank == before:
                         dist.send(value.contiguous(), dst=dist.get_global_rank(self._group, owner), group=self._group)
                     elif self._rank == owner:
-                        shape = outputs[self._spans[number - 1][-1]].shape
-                        value = torch.empty(shape, dtype=self._dtype, device=self._world.device)
+                        value = torch.empty_like(sent[number - 1], device=self._world.device)
                         dist.recv(value, src=dist.get_global_rank(self._group, before), group=self._group)
                 if self._rank == owner:
                     value = self._stages[number](*([value] if number else []))

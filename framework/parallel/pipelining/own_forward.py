@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from framework.modules.parts import blocks_of, chain_of
 from framework.modules.tensors import Tree, call, map_tensors
-from framework.modules.trace import Trace, follow, on_meta, traced
+from framework.modules.trace import Trace, copied_with, follow, on_meta, traced
 from framework.parallel.pipelining.chain import Listed, Stage, costs_of, cut
 from framework.runtime.torch_internals import copy_all
 
@@ -104,6 +104,23 @@ class OwnForward:
             calls = _calls(self._copied_blocks, trace)
             self._shapes[key] = [calls[0].hidden[0], *(called.hidden[1] for called in calls), trace.events[-1].value]
         return self._shapes[key]
+
+    def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[torch.dtype]:
+        """Return in which type each link but the last returns its hidden state. The inputs are stand-ins too."""
+        copied, copies = copied_with(self._copy, stand_in)
+        types: list[torch.dtype] = []
+
+        def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            types[:] = types or [self._calls[0].given(arguments, named).dtype]
+
+        def leave(_: nn.Module, __: Any, outputs: Any) -> None:
+            types.append(_hidden_in(outputs).dtype)
+
+        for block in self._copied_blocks:
+            copies[id(block)].register_forward_pre_hook(enter, with_kwargs=True)
+            copies[id(block)].register_forward_hook(leave)
+        call(copied, inputs)
+        return types
 
     def spans(self, *, num_stages: int, example: Tree | None) -> list[range]:
         """Return the numbers of each stage's links."""

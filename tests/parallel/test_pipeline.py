@@ -1,0 +1,127 @@
+"""What the stages of a pipeline send to each other, and in which order they work."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+
+from framework.engine.forward import Forward
+from framework.modules.parts import chain_of
+from framework.modules.trace import give_example
+from framework.parallel.pipelining.own_forward import OwnForward, chain_for
+from framework.parallel.pipelining.sent import Sent
+from models.gpt import GPT
+from tests.harness import Ended, assert_close, finished
+from tests.test_conformance import MODELS, RUN
+
+TWO = ["launch.nproc_per_node=2"]
+GPT_LINE = [*RUN, *MODELS["gpt, tied"]]
+# links that end with a linear layer, which autocast computes in 16 bits; the activations between them are 24 numbers a sample
+MLP_LINE = [*RUN, *MODELS["mlp"], "model.dropout=0"]
+
+
+class OwnWay(nn.Module):
+    """Blocks that a forward of its own calls: the hidden state is in bf16 between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.stem(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def sent_types(model: nn.Module, *, autocast: torch.dtype | None, dtype: Any = None) -> list[torch.dtype]:
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    give_example(model, tokens)
+    forward = Forward(object(), seed=0, devices=[torch.device("cpu")], autocast=autocast)  # type: ignore[arg-type]
+    chain = chain_for(model)
+    count = chain.num_links if isinstance(chain, OwnForward) else len(chain_of(model) or [])
+    spans = [range(i, i + 1) for i in range(count)]
+    sent = Sent(chain, spans, forward=forward, plain=torch.float32, dtype=dtype)
+    return [value.dtype for value in sent.like(tokens)]
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def test_an_activation_travels_in_the_type_in_which_it_is_computed() -> None:
+    gpt = nn.Sequential(*GPT(vocab_size=8, seq_len=6, dim=8, num_layers=2, num_heads=2).chain(), nn.Linear(8, 8))
+    # the residual stream is a sum of an embedding, which autocast leaves alone, and of what layers add in 16 bits
+    assert sent_types(gpt, autocast=BF16) == [FP32] * 5 + [BF16]
+    assert sent_types(gpt, autocast=None) == [FP32] * 6
+    assert sent_types(OwnWay(), autocast=BF16) == [FP32, BF16, BF16, BF16]
+    assert sent_types(gpt, autocast=None, dtype="bf16") == [BF16] * 6
+
+
+def count_bytes(path: Path) -> Callable[[], None]:
+    """Return what makes each rank write down the bytes of each message to another stage in training."""
+
+    def plant() -> None:
+        for kind in ("forward", "backward"):
+            name = {"forward": "get_fwd_send_ops", "backward": "get_bwd_send_ops"}[kind]
+            plain = getattr(pipelining.PipelineStage, name)
+
+            def send(self: Any, number: int, *, plain: Any = plain, kind: str = kind) -> Any:
+                operations = plain(self, number)
+                with (path / f"{kind} {dist.get_rank()}").open("a") as file:
+                    file.writelines(json.dumps(operation.tensor.nbytes) + "\n" for operation in operations)
+                return operations
+
+            setattr(pipelining.PipelineStage, name, send)
+
+    path.mkdir()
+    return plant
+
+
+def sizes(path: Path) -> dict[str, set[int]]:
+    return {file.name: set(map(int, file.read_text().split())) for file in path.iterdir() if file.read_text()}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    done: dict[tuple[str, ...], Ended] = {}
+
+    def run(*line: str) -> Ended:
+        if line not in done:
+            done[line] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
+        return done[line]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "num_bytes"),
+    [
+        # 4 samples, or 2 that come alone at the end of an epoch
+        (MLP_LINE, ["precision=bf16"], {4 * 24 * 2, 2 * 24 * 2}),
+        (MLP_LINE, ["precision=fp32"], {4 * 24 * 4, 2 * 24 * 4}),
+        (GPT_LINE, ["precision=bf16"], {4 * 13 * 16 * 4, 2 * 13 * 16 * 4}),
+        (GPT_LINE, ["precision=bf16", "parallel.send_dtype=bf16"], {4 * 13 * 16 * 2, 2 * 13 * 16 * 2}),
+    ],
+    ids=["in 16 bits", "in 32", "a sum in 32", "rounded"],
+)
+def test_the_bytes_between_stages_are_those_of_the_type(
+    line: list[str], options: list[str], num_bytes: set[int], one: Callable[..., Ended], tmp_path: Path
+) -> None:
+    precision, is_rounded = options[0], len(options) > 1
+    cut = finished(*line, *options, "parallel=pipeline", *TWO, root=tmp_path / "runs", before=count_bytes(tmp_path / "sent"))
+    assert sizes(tmp_path / "sent") == {"forward 0": num_bytes, "backward 1": num_bytes}
+    whole = one(*line, precision)
+    ours, theirs = ([row["loss"] for row in run.rows if row["split"] == "train"] for run in (cut, whole))
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-2 if is_rounded else 1e-7)
+    if is_rounded:
+        assert ours != theirs
+    else:  # the same operations in the same types; a tied weight's gradients are added in another order
+        assert_close(cut, whole, tolerance=1e-3 if line is GPT_LINE else 2e-5)
