@@ -90,7 +90,7 @@ def test_it_computes_what_one_process_does_or_is_refused(
         assert_close(finished(*line, root=tmp_path / "used", before=odd), one(model))
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
 def test_a_weight_that_stages_share_takes_no_buffers_with_it(
     schedule: str, odd: Callable[[], None], one: Callable[[str], Ended], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from framework.runtime import torch_compiler
@@ -237,6 +237,13 @@ def test_schedules_are_told_apart_and_list_their_actions() -> None:
 
     assert ours.is_single_stage(object.__new__(Schedule1F1B))
     assert issubclass(ScheduleInterleaved1F1B, PipelineScheduleMulti)
+
+
+def test_actions_that_may_run_at_once_are_listed_one_by_one(alone: dist.ProcessGroup) -> None:
+    stages = [PipelineStage(torch.nn.Linear(2, 2), number, 2, torch.device("cpu"), group=alone) for number in range(2)]
+    actions = ours.actions_of(ScheduleDualPipeV(stages, 4, loss_fn=lambda *_: torch.zeros(())))[0]
+    assert sorted(a for a in actions if a[0] == "FORWARD") == [("FORWARD", stage, n) for stage in range(2) for n in range(4)]
+    assert len([a for a in actions if a[0] in ("FULL_BACKWARD", "BACKWARD_INPUT")]) == 8
 
 
 # --- and nowhere else

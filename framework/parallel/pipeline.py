@@ -11,7 +11,7 @@ from framework.modules.parts import chain_of
 from framework.parallel.pipelining.chain import stray_parameters, weighty
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import OwnForward, Uncut
-from framework.parallel.pipelining.schedules import STAGES_PER_RANK, ScheduleName
+from framework.parallel.pipelining.schedules import KINDS, ScheduleName
 from framework.parallel.pipelining.sent import SendDtype
 
 
@@ -37,14 +37,14 @@ def problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str
         return [f"pipeline: runs a model once for each micro-batch, and the task has a step of its own; {most_models}"]
     links = chain_of(model)
     if links is None:
-        return _own_forward_problems(model, num_stages=pipeline * STAGES_PER_RANK[schedule], most_models=most_models)
+        return _own_forward_problems(model, num_stages=pipeline * KINDS[schedule].stages_per_rank, most_models=most_models)
     if stray := stray_parameters(model, links):
         return [f"{type(model).__name__}.chain() leaves out {stray[0]}, which belongs to none of its modules; {most_models}"]
     uses = Counter(module for link in links for module in link.modules() if any(True for _ in module.buffers(recurse=False)))
     if shared := [module for module, count in uses.items() if count > 1]:
         return [f"{type(model).__name__}.chain() has a {type(shared[0]).__name__} in two of its modules, whose buffers several "
                 f"processes would change; {most_models}"]  # fmt: skip
-    num_stages = pipeline * STAGES_PER_RANK[schedule]
+    num_stages = pipeline * KINDS[schedule].stages_per_rank
     if num_stages > len(weighty(links)):
         return [f"pipeline={pipeline}: makes {num_stages} stages with schedule={schedule}, and the model's chain has "
                 f"{len(weighty(links))} modules with weights; take fewer, or another strategy: {most_models}"]  # fmt: skip

@@ -251,6 +251,11 @@ def is_single_stage(schedule: Any) -> bool:
 def actions_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]]:
     """Return each process's actions in a schedule of several stages: the type of computation, stage and micro-batch."""
     return {
-        rank: [(a.computation_type.name, a.stage_index, a.microbatch_index) for a in row if a is not None]
+        rank: [
+            (part.computation_type.name, part.stage_index, part.microbatch_index)
+            for action in row
+            if action is not None
+            for part in action.sub_actions or (action,)  # a forward and a backward that may run at once
+        ]
         for rank, row in schedule.pipeline_order.items()
     }

@@ -15,10 +15,12 @@ from framework.engine.forward import Forward
 from framework.modules.parts import chain_of
 from framework.modules.trace import give_example
 from framework.parallel.pipelining.own_forward import OwnForward, chain_for
+from framework.parallel.pipelining.schedules import owners
 from framework.parallel.pipelining.sent import Sent
 from models.gpt import GPT
-from tests.harness import Ended, assert_close, finished
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished
 from tests.test_conformance import MODELS, RUN
+from tests.test_resume import after_step, crash, preempt
 
 TWO = ["launch.nproc_per_node=2"]
 GPT_LINE = [*RUN, *MODELS["gpt, tied"]]
@@ -125,3 +127,67 @@ def test_the_bytes_between_stages_are_those_of_the_type(
         assert ours != theirs
     else:  # the same operations in the same types; a tied weight's gradients are added in another order
         assert_close(cut, whole, tolerance=1e-3 if line is GPT_LINE else 2e-5)
+
+
+# --- schedules whose stages lie in a V
+
+V = ["zbv", "dualpipev"]
+MANY = ["micro_batch_size=2"]  # 7 micro-batches in a step, 5 in an epoch's last
+
+
+@pytest.mark.parametrize("name", V)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_the_first_process_has_the_last_stage_too(name: str, num_ranks: int) -> None:
+    found = owners(name, num_ranks=num_ranks)
+    assert found == [*range(num_ranks), *reversed(range(num_ranks))]
+    assert owners("interleaved", num_ranks=num_ranks) == [*range(num_ranks), *range(num_ranks)]
+
+
+@pytest.mark.parametrize(("name", "line", "num_ranks"), [
+    ("zbv", GPT_LINE, 2), ("dualpipev", GPT_LINE, 2),
+    pytest.param("zbv", MLP_LINE, 2, marks=pytest.mark.slow), pytest.param("dualpipev", MLP_LINE, 2, marks=pytest.mark.slow),
+    pytest.param("zbv", [*GPT_LINE, "model.num_layers=6"], 3, marks=pytest.mark.slow),
+    pytest.param("dualpipev", [*GPT_LINE, "model.num_layers=6"], 3, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_stages_in_a_v_compute_what_one_process_does(
+    name: str, line: list[str], num_ranks: int, one: Callable[..., Ended], tmp_path: Path
+) -> None:
+    count = f"launch.nproc_per_node={num_ranks}"
+    cut = finished(*line, *MANY, "parallel=pipeline", f"parallel.schedule={name}", count, root=tmp_path / "runs")
+    assert "cannot run" not in cut.output
+    assert_close(cut, one(*line, *MANY))
+
+
+@pytest.mark.slow
+def test_pipelines_in_a_v_stand_side_by_side(one: Callable[..., Ended], tmp_path: Path) -> None:
+    mesh = [
+        "parallel=ddp+pp",
+        "parallel.replicate=2",
+        "parallel.pipeline=2",
+        "parallel.schedule=zbv",
+        "launch.nproc_per_node=4",
+    ]
+    assert_close(finished(*GPT_LINE, *MANY, *mesh, root=tmp_path / "runs"), one(*GPT_LINE, *MANY))
+
+
+def test_too_few_micro_batches_run_in_another_order_which_is_said(one: Callable[..., Ended], tmp_path: Path) -> None:
+    line = [*GPT_LINE, "parallel=pipeline", "parallel.schedule=dualpipev", *TWO]
+    cut = finished(*line, root=tmp_path / "runs")
+    assert "WARNING: parallel.schedule: dualpipev cannot run 3 micro-batches in a pass, and ZBVZeroBubble does" in cut.output
+    assert_close(cut, one(*GPT_LINE))
+
+
+@pytest.mark.parametrize("name", V)
+def test_a_killed_run_goes_on_with_the_same_bits_and_under_another_strategy(
+    name: str, one: Callable[..., Ended], tmp_path: Path
+) -> None:
+    line = [*GPT_LINE, *MANY, "checkpoint.every=2"]
+    cut = [*line, "parallel=pipeline", f"parallel.schedule={name}", *TWO]
+    assert command(*cut, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
+    resumed, whole = finished(*cut, root=tmp_path / "cut"), finished(*cut, root=tmp_path / "whole")
+    assert_same_bits(resumed, whole)
+    stopped = command(*cut, root=tmp_path / "stopped", before=after_step(4, preempt))
+    assert stopped.code == 75, stopped.output
+    for other in (["parallel=fsdp", *TWO], ["parallel=pipeline", "parallel.schedule=interleaved", *TWO]):
+        run = finished(*line, *other, f"run.resume={stopped.directory}", root=tmp_path / other[1].partition("=")[2])
+        assert_close(run, one(*GPT_LINE, *MANY))

@@ -1,7 +1,7 @@
 """A model as a chain of modules, cut into stages of about equal cost, and which stages are on which process."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -108,14 +108,14 @@ class Listed:
         cuts = cut([sum(costs[i] for i in group) for group in groups], num_stages=num_stages)
         return [range(groups[part[0]][0], groups[part[-1]][-1] + 1) for part in cuts]
 
-    def keep_own(self, spans: Sequence[range], *, rank: int, size: int) -> dict[int, Stage]:
-        """Return the stages of one of the pipeline's processes, by number; the processes get stages in turn.
+    def keep_own(self, spans: Sequence[range], *, own: Collection[int]) -> dict[int, Stage]:
+        """Return the stages of one of the pipeline's processes, which has these, by number.
 
         The parameters and buffers of the other links are removed from the model, except weights that this process's links
         share: a weight keeps all its names.
         """
         links = self._links
-        stages = {n: Stage([links[i] for i in span]) for n, span in enumerate(spans) if n % size == rank}
+        stages = {n: Stage([links[i] for i in span]) for n, span in enumerate(spans) if n in own}
         own_modules = {module for stage in stages.values() for module in stage.modules()}
         own_weights = {id(parameter) for module in own_modules for parameter in module.parameters(recurse=False)}
         others = {module for link in links for module in link.modules()} - own_modules

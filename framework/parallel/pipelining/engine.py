@@ -22,7 +22,7 @@ from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
-from framework.parallel.pipelining.schedules import STAGES_PER_RANK, make_schedule, waiting_share
+from framework.parallel.pipelining.schedules import make_schedule, owners, waiting_share
 from framework.parallel.pipelining.sent import SendDtype, Sent
 from framework.runtime.log import LOGGER
 
@@ -61,10 +61,11 @@ class PipelineEngine(Engine):
         self._forward = forward
         self._schedule = schedule
         self._dtype = next(model.parameters()).dtype
-        self._num_stages = self._size * STAGES_PER_RANK[schedule]
+        self._owners = owners(schedule, num_ranks=self._size)
+        self._num_stages = len(self._owners)
         self._spans = self._chain.spans(num_stages=self._num_stages, example=forward.example)
         self._sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
-        self._stages = self._chain.keep_own(self._spans, rank=self._rank, size=self._size)
+        self._stages = self._chain.keep_own(self._spans, own=[n for n, rank in enumerate(self._owners) if rank == self._rank])
         for number, stage in self._stages.items():
             stage.forward = partial(self._run_stage, stage, number)
             if shard_stage is not None:
@@ -155,12 +156,16 @@ class PipelineEngine(Engine):
                 where = (number, self._num_stages, self._world.device)
                 stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self._group))
             count = len(micro_batches)
-            schedule = make_schedule(self._schedule, stages, num_micro_batches=count)
+            schedule, asked = make_schedule(self._schedule, stages, num_micro_batches=count)
             if self._world.rank == 0 and not self._schedules:
                 kind = type(schedule).__name__.removeprefix("Schedule")
                 waiting = waiting_share(schedule, num_micro_batches=count, num_ranks=self._size)
                 LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s), %.0f %% of the time waiting",
                             self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip
+                if asked:
+                    LOGGER.warning("parallel.schedule: %s cannot run %d micro-batch%s in a pass, and %s does (it takes %s; "
+                                   "micro_batch_size decides how many there are)",
+                                   self._schedule, count, "es" * (count != 1), kind, asked)  # fmt: skip
             self._schedules[key] = schedule
         return self._schedules[key]
 
@@ -181,7 +186,7 @@ class PipelineEngine(Engine):
         value: Any = None
         with torch.no_grad():
             for number in range(self._num_stages):
-                owner, before = number % self._size, (number - 1) % self._size
+                owner, before = self._owners[number], self._owners[number - 1]
                 if number > 0 and owner != before:
                     if self._rank == before:
                         dist.send(value.contiguous(), dst=dist.get_global_rank(self._group, owner), group=self._group)

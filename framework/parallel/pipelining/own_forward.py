@@ -7,7 +7,7 @@ stage; weights that a stage does not have are zeros without storage there.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -129,10 +129,12 @@ class OwnForward:
         rest = costs_of(self.model, [self.model], example=example)[0] - sum(costs) - sizes[0]
         return cut([1 + sizes[0], *costs, max(1, rest)], num_stages=num_stages)
 
-    def keep_own(self, spans: Sequence[range], *, rank: int, size: int) -> dict[int, Stage]:
-        """Return the stages of one of the pipeline's processes, by number; the model keeps only their weights and buffers."""
-        own = {number: span for number, span in enumerate(spans) if number % size == rank}
-        links = {link for span in own.values() for link in span}
+    def keep_own(self, spans: Sequence[range], *, own: Collection[int]) -> dict[int, Stage]:
+        """Return the stages of one of the pipeline's processes, which has these, by number.
+
+        The model keeps only their weights and buffers.
+        """
+        links = {link for number in own for link in spans[number]}
         for module in self.model.modules():
             tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             for name, tensor in tensors:
@@ -142,7 +144,7 @@ class OwnForward:
                     absent = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
                     module.__dict__[name] = absent if is_weight else tensor
         stages = {}
-        for number, span in own.items():
+        for number, span in ((number, spans[number]) for number in own):
             stages[number] = Stage([self.blocks[link - 1] for link in span if 0 < link <= len(self.blocks)])
             outside = [tensor for link in {0, self.num_links - 1} & set(span) for tensor in self._tensors(link)]
             stages[number].rest = nn.ParameterList(tensor for tensor in outside if isinstance(tensor, nn.Parameter))

@@ -1,35 +1,60 @@
 """In which order the stages of a pipeline work: torch's schedules by name, and the share of time that is spent waiting."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.distributed import pipelining
 
 from framework.runtime.torch_internals import actions_of, gpipe, is_single_stage
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-_KINDS: dict[str, Any] = {
-    "gpipe": gpipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of torch's schedules, and which stages a process has under it."""
+
+    made_by: Any
+    stages_per_rank: int
+    otherwise: Any  # the schedule for numbers of micro-batches that it refuses
+    asks: str = ""  # of that number
+    has_v: bool = False  # the second half of the stages on the processes in reverse: the first process has also the last stage
+
+
+_ROUNDS = "a multiple of the processes, or fewer"
+KINDS: dict[str, Kind] = {
+    "gpipe": Kind(gpipe, 1, gpipe),
+    "1f1b": Kind(pipelining.Schedule1F1B, 1, gpipe),
+    "interleaved": Kind(pipelining.ScheduleInterleaved1F1B, 2, pipelining.ScheduleLoopedBFS, asks=_ROUNDS),
+    "zero-bubble": Kind(pipelining.ScheduleInterleavedZeroBubble, 2, pipelining.ScheduleLoopedBFS, asks=_ROUNDS),
+    # Qi et al. 2023, "Zero bubble pipeline parallelism", section 6
+    "zbv": Kind(pipelining.ScheduleZBVZeroBubble, 2, pipelining.ScheduleZBVZeroBubble, has_v=True),
+    # DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1, without its mirrored copy of the weights
+    "dualpipev": Kind(
+        pipelining.ScheduleDualPipeV, 2, pipelining.ScheduleZBVZeroBubble, asks="at least as many as stages", has_v=True
+    ),
 }
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
-def make_schedule(name: str, stages: list[pipelining.PipelineStage], *, num_micro_batches: int) -> Any:
-    """Return the schedule, for stages of which the last returns the loss.
+def owners(name: str, *, num_ranks: int) -> list[int]:
+    """Return which of the pipeline's processes has each stage."""
+    ranks = [*range(num_ranks)]
+    return ranks + ranks[::-1] if KINDS[name].has_v else ranks * KINDS[name].stages_per_rank
+
+
+def make_schedule(name: str, stages: list[pipelining.PipelineStage], *, num_micro_batches: int) -> tuple[Any, str]:
+    """Return the schedule, for stages of which the last returns the loss; and what it asks for, if it is not the named one.
 
     It is the plain schedule of its kind if the named one cannot run this number of micro-batches: fewer than stages, or no
     multiple of its rounds. (An epoch's short micro-batch comes alone.)
     """
-    is_single = STAGES_PER_RANK[name] == 1
-    given: Any = stages[0] if is_single else stages
+    kind = KINDS[name]
+    given: Any = stages[0] if kind.stages_per_rank == 1 else stages
     options: Any = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
     try:
-        return _KINDS[name](given, num_micro_batches, **options)
+        return kind.made_by(given, num_micro_batches, **options), ""
     except ValueError:
-        plain: Any = gpipe if is_single else pipelining.ScheduleLoopedBFS
-        return plain(given, num_micro_batches, **options)
+        return kind.otherwise(given, num_micro_batches, **options), kind.asks
 
 
 def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> float:
