@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,23 @@ def test_schedules_are_told_apart_and_list_their_actions() -> None:
 
     assert ours.is_single_stage(object.__new__(Schedule1F1B))
     assert issubclass(ScheduleInterleaved1F1B, PipelineScheduleMulti)
+
+
+def test_the_last_backward_pass_of_a_stage_is_announced(alone: dist.ProcessGroup) -> None:
+    layer, seen = torch.nn.Linear(2, 1), list[Any]()
+    stage = PipelineStage(layer, 0, 1, torch.device("cpu"), group=alone)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        before = layer.bias.grad.clone() if layer.bias.grad is not None else None
+        yield
+        seen.append((before, layer.bias.grad))
+
+    ours.around_last_backward(stage, around)
+    gpipe = ours.gpipe(stage, 3, loss_fn=lambda output, _: output.sum(), scale_grads=False)
+    gpipe.step(torch.ones(3, 2), target=torch.ones(3))
+    [(before, after)] = seen
+    assert (before.item(), after.item()) == (2.0, 3.0)
 
 
 def test_actions_that_may_run_at_once_are_listed_one_by_one(alone: dist.ProcessGroup) -> None:

@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,14 +11,15 @@ from torch import Tensor
 
 from framework.runtime.torch_internals import copy_all
 
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 _BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel's
-_UNDER_WAY = 2  # messages: the memory that they take beside the tensors
+UNDER_WAY = 2  # messages: the memory that they take beside the tensors
 
 
 def sum_all(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
     """Sum each tensor over the ranks of a group, in place. Collective, with the same shapes in the same order on all."""
     begin = partial(dist.all_reduce, group=group, async_op=True)
-    _send((bucket, begin) for bucket in _buckets(tensors))
+    _send((bucket, begin) for bucket in buckets_of(tensors))
 
 
 def broadcast_all(of_ranks: Mapping[int, Iterable[Tensor]], *, group: dist.ProcessGroup | None = None) -> None:
@@ -26,34 +28,50 @@ def broadcast_all(of_ranks: Mapping[int, Iterable[Tensor]], *, group: dist.Proce
     Collective, with the same shapes in the same order on all.
     """
     begin = {rank: partial(dist.broadcast, src=rank, group=group, async_op=True) for rank in of_ranks}
-    _send((bucket, begin[rank]) for rank, tensors in of_ranks.items() for bucket in _buckets(tensors))
+    _send((bucket, begin[rank]) for rank, tensors in of_ranks.items() for bucket in buckets_of(tensors))
+
+
+class Message:
+    """A bucket of tensors that is under way as one message, from its construction. Collective."""
+
+    def __init__(self, bucket: Sequence[Tensor], begin: Callable[[Tensor], dist.Work | None]) -> None:
+        is_one = len(bucket) == 1 and bucket[0].is_contiguous()
+        self._bucket = bucket
+        self._flat = bucket[0] if is_one else torch.cat([tensor.reshape(-1) for tensor in bucket])
+        self._work = begin(self._flat)
+
+    @property
+    def is_there(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def finish(self) -> None:
+        """Wait, and overwrite the tensors by what has come."""
+        if self._work is not None:
+            self._work.wait()
+        if self._flat is not self._bucket[0]:
+            parts = self._flat.split([tensor.numel() for tensor in self._bucket])
+            copy_all(self._bucket, [part.view(tensor.shape) for part, tensor in zip(parts, self._bucket)])
+
+
+def begin_sum(bucket: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> Message:
+    """Begin to sum a bucket over the ranks of a group, in place. Collective, with the same shapes on all."""
+    return Message(bucket, partial(dist.all_reduce, group=group, async_op=True))
 
 
 @torch.no_grad()
 def _send(messages: Iterable[tuple[list[Tensor], Callable[[Tensor], dist.Work | None]]]) -> None:
-    under_way: deque[tuple[Sequence[Tensor], Tensor, dist.Work | None]] = deque()
-
-    def finish() -> None:
-        bucket, flat, work = under_way.popleft()
-        if work is not None:
-            work.wait()
-        if flat is not bucket[0]:
-            parts = flat.split([tensor.numel() for tensor in bucket])
-            copy_all(bucket, [part.view(tensor.shape) for part, tensor in zip(parts, bucket)])
-
+    under_way: deque[Message] = deque()
     for bucket, begin in messages:
-        is_one = len(bucket) == 1 and bucket[0].is_contiguous()
-        flat = bucket[0] if is_one else torch.cat([tensor.reshape(-1) for tensor in bucket])
-        under_way.append((bucket, flat, begin(flat)))
-        if len(under_way) > _UNDER_WAY:
-            finish()
+        under_way.append(Message(bucket, begin))
+        if len(under_way) > UNDER_WAY:
+            under_way.popleft().finish()
     while under_way:
-        finish()
+        under_way.popleft().finish()
 
 
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def buckets_of(tensors: Iterable[AnyTensor]) -> Iterator[list[AnyTensor]]:
     """Yield the tensors in groups of one type, on one device, that are not larger than a message; or one that is."""
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
     num_bytes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
     for tensor in tensors:
         kind = tensor.dtype, tensor.device

@@ -7,7 +7,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from typing import Any
@@ -239,6 +239,17 @@ def gpipe(stage: Any, num_micro_batches: int, **options: Any) -> Any:
     schedule = ScheduleGPipe(stage, max(num_micro_batches, stage.num_stages), **options)
     schedule._n_microbatches = num_micro_batches
     return schedule
+
+
+def around_last_backward(stage: Any, around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let a stage run its last micro-batch's backward pass, that of the weights if there are two, within such a context."""
+    plain = stage.backward_maybe_with_nosync
+
+    def backward(kind: str, options: dict[str, Any], last_backward: bool = False) -> Any:
+        with around() if last_backward else nullcontext():
+            return plain(kind, options, last_backward=last_backward)
+
+    stage.backward_maybe_with_nosync = backward
 
 
 def is_single_stage(schedule: Any) -> bool:

@@ -21,10 +21,12 @@ from framework.modules.tensors import Tree, by_mesh, local, whole
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
+from framework.parallel.pipelining.overlap import OverlappedSums
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import make_schedule, owners, waiting_share
 from framework.parallel.pipelining.sent import SendDtype, Sent
 from framework.runtime.log import LOGGER
+from framework.runtime.torch_internals import around_last_backward
 
 
 class PipelineEngine(Engine):
@@ -82,6 +84,7 @@ class PipelineEngine(Engine):
         self._index, self._turn = 0, ""
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._shared = shared_weights(model, mesh=mesh)
+        self._sums = self._overlapped_sums() if self._data is not None and not self._is_sharded else None
 
     # --- one stage of one micro-batch
 
@@ -109,18 +112,33 @@ class PipelineEngine(Engine):
             buffers.begin_step(is_alone=[m.number for m in step.micro_batches] == [0])
         sums = self._zeros(step.micro_batches[0], measure=measure)
         scale = loss_scale / step.num_samples
-        for micro_batches in _passes(step):
+        *earlier, last = _passes(step)
+        for micro_batches in earlier:
             self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
+        self._pass(last, scale=scale, sums=sums, measure=measure, is_last=True)
         for buffers in self._buffers.values():
             buffers.end_step()
         for parameter, group in self._shared:
             if parameter.requires_grad:
                 dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
-        if self._data is not None and not self._is_sharded:
-            sum_all((gradient_or_zeros(p) for p in self._parameters), group=self._data)
+        if self._sums is not None:
+            self._sums.finish()
+            sum_all((gradient_or_zeros(p) for p in self._summed_last), group=self._data)
         return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
 
-    def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool) -> None:
+    def _overlapped_sums(self) -> OverlappedSums:
+        """Return what sums the gradients of the stages; weights that several processes of a pipeline have come after them."""
+        assert self._data is not None
+        shared = {id(parameter) for parameter, _ in self._shared}
+        stages = {number: [p for p in stage.parameters() if p.requires_grad and id(p) not in shared]
+                  for number, stage in self._stages.items()}  # fmt: skip
+        early = {id(parameter) for parameters in stages.values() for parameter in parameters}
+        self._summed_last = [p for p in self._parameters if id(p) not in early]
+        return OverlappedSums(stages, group=self._data)
+
+    def _pass(
+        self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool, is_last: bool = False
+    ) -> None:
         def loss_of(outputs: Tree, micro_batch: MicroBatch) -> Tensor:
             loss, more = self._forward.measured(outputs, micro_batch, measure=measure)
             if not micro_batch.is_padding:
@@ -135,6 +153,8 @@ class PipelineEngine(Engine):
         self._waiting = {number: list(micro_batches) for number in self._stages}
         if held:
             self.module.zero_grad()
+        if is_last and self._sums is not None:
+            self._sums.begin(early=not held)
         try:
             # the first stage takes its inputs, and the last its targets, from `_waiting`: torch would cut tensors only
             schedule.step(target=torch.empty(len(micro_batches)), return_outputs=False)
@@ -155,6 +175,8 @@ class PipelineEngine(Engine):
                 made = sent[number] if number < len(sent) else loss
                 where = (number, self._num_stages, self._world.device)
                 stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self._group))
+                if self._sums is not None:
+                    around_last_backward(stages[-1], partial(self._sums.last_backward, number))
             count = len(micro_batches)
             schedule, asked = make_schedule(self._schedule, stages, num_micro_batches=count)
             if self._world.rank == 0 and not self._schedules:
