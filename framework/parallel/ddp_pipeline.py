@@ -9,6 +9,7 @@ from framework.parallel.pipeline import exact_options, problems
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.schedules import ScheduleName
 from framework.parallel.pipelining.sent import SendDtype
+from framework.parallel.pipelining.times import Balance
 
 __all__ = ["ddp_pipeline", "exact_options", "problems"]  # the layers are cut as in `pipeline`
 
@@ -22,8 +23,11 @@ def ddp_pipeline(
     pipeline: int | None,
     schedule: ScheduleName,
     send_dtype: SendDtype = None,
+    balance: Balance = "operations",
 ) -> Engine:
     """Cut the model along the inner axis of the mesh, and replicate the stages along the outer. Collective."""
     model.to(world.device)
     mesh = world.mesh(replicate=replicate, pipeline=pipeline)
-    return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype)
+    return PipelineEngine(
+        model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype, balance=balance
+    )

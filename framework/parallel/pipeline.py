@@ -8,11 +8,13 @@ from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
 from framework.modules.parts import chain_of
+from framework.modules.trace import traced
 from framework.parallel.pipelining.chain import stray_parameters, weighty
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import OwnForward, Uncut
 from framework.parallel.pipelining.schedules import KINDS, ScheduleName
 from framework.parallel.pipelining.sent import SendDtype
+from framework.parallel.pipelining.times import Balance
 
 
 def pipeline(
@@ -23,15 +25,23 @@ def pipeline(
     pipeline: int | None,
     schedule: ScheduleName,
     send_dtype: SendDtype = None,
+    balance: Balance = "operations",
 ) -> Engine:
     """Cut the model over all processes. Collective."""
     model.to(world.device)
     mesh = world.mesh(pipeline=pipeline)
-    return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype)
+    return PipelineEngine(
+        model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype, balance=balance
+    )
 
 
-def problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, **others: object) -> list[str]:
+def problems(
+    model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, balance: str = "operations", **others: object
+) -> list[str]:
     """Return why this model cannot be cut into so many stages."""
+    if balance == "time" and traced(model) is None:
+        return ["balance=time: runs the model on inputs of the data's kind, which this dataset does not tell; take "
+                "balance=operations"]  # fmt: skip
     most_models = "ddp, zero, fsdp and hsdp take most models"
     if demands.own_step:
         return [f"pipeline: runs a model once for each micro-batch, and the task has a step of its own; {most_models}"]

@@ -1,7 +1,7 @@
 """Three axes: stages of a pipeline, each sharded by FSDP2, their layers cut by tensor parallelism."""
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +19,7 @@ from framework.parallel.fsdp_tensor import ignore_known
 from framework.parallel.pipelining.chain import Stage
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.sent import SendDtype
+from framework.parallel.pipelining.times import Balance
 
 
 def pipeline_fsdp_tensor(
@@ -32,6 +33,7 @@ def pipeline_fsdp_tensor(
     schedule: Literal["gpipe", "1f1b"],
     reshard_after_forward: bool,
     send_dtype: SendDtype = None,
+    balance: Balance = "operations",
 ) -> Engine:
     """Cut the model into stages (outermost axis), shard each (middle axis), cut its layers (last axis). Collective."""
     ignore_known()
@@ -41,16 +43,23 @@ def pipeline_fsdp_tensor(
     styles = tensors.styles_of(model, num_parts=num_parts) if num_parts > 1 else {}
     shard_stage = partial(cut_and_shard, model, styles=styles, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return PipelineEngine(
-        model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype, shard_stage=shard_stage
+        model,
+        mesh=mesh,
+        world=world,
+        forward=forward,
+        schedule=schedule,
+        send_dtype=send_dtype,
+        balance=balance,
+        shard_stage=shard_stage,
     )
 
 
-def problems(model: nn.Module, *, demands: Demands, pipeline: int, tensor: int, schedule: str, **others: object) -> list[str]:
+def problems(model: nn.Module, *, demands: Demands, tensor: int, **others: Any) -> list[str]:
     """Return why this model cannot be cut in this way."""
     if chain_of(model) is None:
         return [f"{type(model).__name__} does not answer chain(), which lists the modules that, one after the other, are its "
                 "forward: only these can be sharded; ddp, zero, fsdp and hsdp take most models, ddp+pp some"]  # fmt: skip
-    found = pipelines.problems(model, demands=demands, pipeline=pipeline, schedule=schedule) or fsdp.problems(model)
+    found = pipelines.problems(model, demands=demands, **others) or fsdp.problems(model)
     return found or (tensors.problems(model, tensor=tensor, sequence=False) if tensor > 1 else [])
 
 

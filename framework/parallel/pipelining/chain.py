@@ -77,8 +77,8 @@ class Listed:
     """The chain of a model that lists its modules: each is a link, and is called with what the one before returns."""
 
     def __init__(self, model: nn.Module, links: Sequence[nn.Module]) -> None:
-        self._model = model
-        self._links = links
+        self.model = model
+        self.links = links
         self._copies = [on_meta(link)[0] for link in links]  # the links themselves may be cut, or dropped, later
         self._shapes: dict[str, list[Any]] = {}
 
@@ -102,9 +102,13 @@ class Listed:
             types.append(value.dtype)
         return types
 
-    def spans(self, *, num_stages: int, example: Tree | None) -> list[range]:
-        """Return the numbers of each stage's links."""
-        costs, groups = costs_of(self._model, self._links, example=example), weighty(self._links)
+    def costs(self, example: Tree | None) -> list[int]:
+        """Return what each link costs, as `costs_of` counts."""
+        return costs_of(self.model, self.links, example=example)
+
+    def spans(self, costs: Sequence[int], *, num_stages: int) -> list[range]:
+        """Return the numbers of each stage's links, for what each link costs."""
+        groups = weighty(self.links)
         cuts = cut([sum(costs[i] for i in group) for group in groups], num_stages=num_stages)
         return [range(groups[part[0]][0], groups[part[-1]][-1] + 1) for part in cuts]
 
@@ -114,7 +118,7 @@ class Listed:
         The parameters and buffers of the other links are removed from the model, except weights that this process's links
         share: a weight keeps all its names.
         """
-        links = self._links
+        links = self.links
         stages = {n: Stage([links[i] for i in span]) for n, span in enumerate(spans) if n in own}
         own_modules = {module for stage in stages.values() for module in stage.modules()}
         own_weights = {id(parameter) for module in own_modules for parameter in module.parameters(recurse=False)}

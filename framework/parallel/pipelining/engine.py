@@ -25,6 +25,7 @@ from framework.parallel.pipelining.overlap import OverlappedSums
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import make_schedule, owners, waiting_share
 from framework.parallel.pipelining.sent import SendDtype, Sent
+from framework.parallel.pipelining.times import Balance, agreed_spans
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import around_last_backward
 
@@ -46,6 +47,7 @@ class PipelineEngine(Engine):
         forward: Forward,
         schedule: str,
         send_dtype: SendDtype = None,
+        balance: Balance = "operations",
         shard_stage: Callable[[Stage], None] | None = None,
     ) -> None:
         self._chain = chain_for(model)
@@ -65,7 +67,7 @@ class PipelineEngine(Engine):
         self._dtype = next(model.parameters()).dtype
         self._owners = owners(schedule, num_ranks=self._size)
         self._num_stages = len(self._owners)
-        self._spans = self._chain.spans(num_stages=self._num_stages, example=forward.example)
+        self._spans = agreed_spans(self._chain, owners=self._owners, balance=balance, forward=forward, world=world)
         self._sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
         self._stages = self._chain.keep_own(self._spans, own=[n for n, rank in enumerate(self._owners) if rank == self._rank])
         for number, stage in self._stages.items():

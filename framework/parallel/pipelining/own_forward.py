@@ -122,12 +122,16 @@ class OwnForward:
         call(copied, inputs)
         return types
 
-    def spans(self, *, num_stages: int, example: Tree | None) -> list[range]:
-        """Return the numbers of each stage's links."""
+    def costs(self, example: Tree | None) -> list[int]:
+        """Return what each link costs, as `costs_of` counts."""
         sizes = [sum(tensor.numel() for tensor in self._tensors(link)) for link in range(self.num_links)]
         costs = costs_of(self.model, self.blocks, example=example)
         rest = costs_of(self.model, [self.model], example=example)[0] - sum(costs) - sizes[0]
-        return cut([1 + sizes[0], *costs, max(1, rest)], num_stages=num_stages)
+        return [1 + sizes[0], *costs, max(1, rest)]
+
+    def spans(self, costs: Sequence[int], *, num_stages: int) -> list[range]:
+        """Return the numbers of each stage's links, for what each link costs."""
+        return cut(costs, num_stages=num_stages)
 
     def keep_own(self, spans: Sequence[range], *, own: Collection[int]) -> dict[int, Stage]:
         """Return the stages of one of the pipeline's processes, which has these, by number.
