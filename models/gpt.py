@@ -75,11 +75,10 @@ class GPT(nn.Module):
         return [module for module in self.modules() if isinstance(module, CausalMix)]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Say how to cut the linear layers: attention by heads, the MLP by its hidden units, the logits by tokens."""
+        """Say how to cut the layers: attention by heads, the MLP by its hidden units, embedding and logits by tokens."""
         plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
         plan |= {"layers.*.attention.out": "rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
-        is_tied = self.head.weight is self.embedding.weight
-        return plan if is_tied else plan | {"head": "gather"}
+        return plan | {"embedding": "vocabulary", "head": "vocabulary"}
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits of the next token, shape (B, T, V), for token ids (int64)."""

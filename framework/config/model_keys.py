@@ -16,7 +16,7 @@ class ModelParts(BaseModel):
 
     blocks: str | list[str] | None = None  # paths of modules or of lists of modules; [] = none
     chain: list[str] | None = None
-    tensor_plan: dict[str, Literal["colwise", "rowwise", "gather"]] | None = None
+    tensor_plan: dict[str, Literal["colwise", "rowwise", "gather", "vocabulary"]] | None = None
 
 
 def parts_problems(parts: Any) -> list[Problem]:

@@ -11,6 +11,7 @@ from framework.engine.forward import Forward
 from framework.engine.seam import Engine
 from framework.parallel import fsdp
 from framework.parallel import tensor as tensors
+from framework.parallel.vocabulary import stays_cut
 from framework.runtime.torch_internals import REDISTRIBUTION_LOG
 
 
@@ -28,7 +29,8 @@ def fsdp_tensor(
     ignore_known()
     model.to(world.device)
     mesh = world.mesh(shard=shard, tensor=tensor)
-    tensors.cut_layers(model, mesh=mesh["tensor"], sequence=sequence)
+    # FSDP shards even parts only
+    tensors.cut_layers(model, mesh=mesh["tensor"], sequence=sequence, keeps_cut=stays_cut(forward.task), evenly=True)
     return fsdp.sharded(model, mesh=mesh, world=world, forward=forward, **options)
 
 

@@ -20,6 +20,7 @@ from framework.parallel.pipelining.chain import Stage
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.sent import SendDtype
 from framework.parallel.pipelining.times import Balance
+from framework.parallel.vocabulary import stays_cut
 
 
 def pipeline_fsdp_tensor(
@@ -40,7 +41,8 @@ def pipeline_fsdp_tensor(
     model.to(world.device)
     mesh = world.mesh(pipeline=pipeline, shard=shard, tensor=tensor)
     num_parts = mesh["tensor"].size()
-    styles = tensors.styles_of(model, num_parts=num_parts) if num_parts > 1 else {}
+    styles = tensors.styles_of(model, num_parts=num_parts, keeps_cut=stays_cut(forward.task)) if num_parts > 1 else {}
+    styles = tensors.even(styles, model, num_parts=num_parts)  # FSDP shards even parts only
     shard_stage = partial(cut_and_shard, model, styles=styles, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return PipelineEngine(
         model,
@@ -74,7 +76,9 @@ def cut_and_shard(
     One link is gathered at a time; links that share a weight are gathered together with the rest of the stage.
     """
     inside = set(stage.modules())
-    here = {name for name, layer in model.named_modules() if layer in inside}
+    weights = {id(parameter) for parameter in stage.parameters()}  # which a layer of another stage may have too
+    here = {name for name, layer in model.named_modules()
+            if layer in inside or any(id(parameter) in weights for parameter in layer.parameters(recurse=False))}  # fmt: skip
     cut = {name: style for name, style in styles.items() if name in here}
     parallelize_module(model, mesh["tensor"], cut)
     tensors.own_outputs(model, cut)

@@ -19,6 +19,7 @@ from framework.engine.seam import Engine
 from framework.modules.parts import blocks_of, own_answer
 from framework.modules.structure import has_dropout
 from framework.modules.trace import traced
+from framework.parallel.vocabulary import Vocabulary, row_problem, rows_of, stays_cut
 from framework.runtime.torch_compiler import import_dynamo
 
 import_dynamo()  # as in fsdp.py
@@ -28,7 +29,7 @@ def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | No
     """Cut the model's linear layers over all processes, and with `sequence` the tokens between them. Collective."""
     model.to(world.device)
     mesh = world.mesh(tensor=tensor)
-    cut_layers(model, mesh=mesh, sequence=sequence)
+    cut_layers(model, mesh=mesh, sequence=sequence, keeps_cut=stays_cut(forward.task))
     return DataParallelEngine(model, forward=forward, mesh=mesh, is_counted=world.rank == 0, broadcast=world.broadcast)
 
 
@@ -44,12 +45,14 @@ def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object)
     return sequence_problems(model, styles, num_parts=tensor) if sequence else []
 
 
-def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool) -> None:
+def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool, keeps_cut: bool, evenly: bool = False) -> None:
     """Shard the weights that the plan names over the one-dimensional mesh. Collective.
 
-    The other weights stay whole, and every process computes the same with them.
+    The other weights stay whole, and every process computes the same with them; `evenly`: so do vocabularies that the processes
+    do not divide. Logits cut by the vocabulary are gathered, unless `keeps_cut`.
     """
-    styles = styles_of(model, num_parts=mesh.size())
+    styles = styles_of(model, num_parts=mesh.size(), keeps_cut=keeps_cut)
+    styles = even(styles, model, num_parts=mesh.size()) if evenly else styles
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     styling.parallelize_module(model, mesh, with_sequence(model, styles) if sequence else styles)
     own_outputs(model, styles)
@@ -68,19 +71,30 @@ def own_outputs(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> N
             model.get_submodule(name).register_forward_hook(lambda _, __, output: output.clone())
 
 
-def styles_of(model: nn.Module, *, num_parts: int) -> dict[str, styling.ParallelStyle]:
+def even(styles: dict[str, styling.ParallelStyle], model: nn.Module, *, num_parts: int) -> dict[str, styling.ParallelStyle]:
+    """Return the styles without those of vocabularies of which a process would have fewer tokens than another."""
+    return {name: style for name, style in styles.items()
+            if not isinstance(style, Vocabulary) or rows_of(model.get_submodule(name)) % num_parts == 0}  # fmt: skip
+
+
+def styles_of(model: nn.Module, *, num_parts: int, keeps_cut: bool = False) -> dict[str, styling.ParallelStyle]:
     """Return how each layer is cut, by its name.
 
-    The plan is the model's own (`tensor_plan()`: a pattern of layer names -> colwise, rowwise, or gather, which is
-    colwise with its outputs gathered at once), or else `derived_plan`. ValueError if the model does not fit it.
+    The plan is the model's own (`tensor_plan()`: a pattern of layer names -> colwise, rowwise, gather, which is
+    colwise with its outputs gathered at once, or vocabulary), or else `derived_plan`. ValueError if the model does not fit it.
     """
     answer = own_answer(model, "tensor_plan")
     plan: dict[str, str] = answer() if answer is not None else derived_plan(model, num_parts=num_parts)
     styles: dict[str, styling.ParallelStyle] = {}
+    vocabulary = Vocabulary(keeps_cut)
     for name, layer in model.named_modules():
-        cut = next((cut for pattern, cut in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        cut = _said(plan, name)
         if cut is not None:
-            styles[name] = _style(name, layer, cut, num_parts=num_parts)
+            by_rows = cut == "vocabulary"
+            styles[name] = vocabulary if by_rows else _style(name, layer, cut, num_parts=num_parts)
+            if by_rows and (why := _vocabulary_problem(model, name, layer, plan, num_parts=num_parts)):
+                raise ValueError(f"tensor={num_parts}: {name} {why}; take other processes, or ddp, zero, fsdp or hsdp, which "
+                                 "take any number")  # fmt: skip
     if not styles:
         raise ValueError(f"tensor={num_parts}: divides the features of no linear layer of {type(model).__name__}; let the "
                          "model answer tensor_plan(), or take ddp, zero, fsdp or hsdp, which take most models")  # fmt: skip
@@ -105,6 +119,19 @@ def derived_plan(model: nn.Module, *, num_parts: int) -> dict[str, str]:
             and id(layer.weight) not in read}  # fmt: skip
 
 
+def _said(plan: dict[str, str], name: str) -> str | None:
+    return next((cut for pattern, cut in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def _vocabulary_problem(model: nn.Module, name: str, layer: nn.Module, plan: dict[str, str], *, num_parts: int) -> str:
+    """Return why a layer cannot be cut by the vocabulary: its own rows, or another layer that reads the same weight."""
+    if why := row_problem(layer, num_parts=num_parts):
+        return why
+    uncut = [other for other, module in model.named_modules() if _said(plan, other) != "vocabulary"
+             and any(parameter is layer.weight for parameter in module.parameters(recurse=False))]  # fmt: skip
+    return f"is cut by the vocabulary, and {uncut[0]}, which has the same weight, is not (tensor_plan())" if uncut else ""
+
+
 def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> styling.ParallelStyle:
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"tensor_plan() says to cut {name}, a {type(layer).__name__}; only linear layers can be cut")
@@ -118,7 +145,7 @@ def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> styling.
         return styling.RowwiseParallel()
     if cut == "gather":
         return Gathered(output_layouts=Replicate())
-    raise ValueError(f"tensor_plan() says {cut!r} of {name}; it can say colwise, rowwise or gather")
+    raise ValueError(f"tensor_plan() says {cut!r} of {name}; it can say colwise, rowwise, gather or vocabulary")
 
 
 def sequence_problems(model: nn.Module, styles: dict[str, styling.ParallelStyle], *, num_parts: int) -> list[str]:

@@ -1,8 +1,10 @@
 """Cross-entropy over large vocabularies: a chunk of rows at a time, without a second tensor as large as the logits."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,47 +18,111 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int
     As `torch.nn.functional.cross_entropy` to rounding. That keeps the logarithms of the probabilities for the backward pass,
     and of logits in 16 bits also a copy in 32: up to four times the logits' memory, where this keeps the logits alone.
     """
+    if is_cut(logits_NV):
+        return _sum_of_cut(logits_NV, targets_N, targets_N != ignore_index)
     if logits_NV.shape[1] < LARGE or type(logits_NV) is not Tensor:  # or a stand-in of a tracer, or a shard
         return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=ignore_index)
     try:
-        total, *_ = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index)  # type: ignore[no-untyped-call]
+        total, *_ = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index, None)  # type: ignore[no-untyped-call]
     except (RuntimeError, IndexError):  # under vmap, in forward derivatives, or of a target that is no class
         return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=ignore_index)
     return total  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Which of the classes a process has, of logits that are cut."""
+
+    group: dist.ProcessGroup
+    has_N: Tensor  # whether each row's target is one of them
+
+
+def is_cut(logits: Tensor) -> bool:
+    """Return whether each process has the logits of some classes only: a DTensor, cut in its last dim."""
+    return any(placement.is_shard(logits.ndim - 1) for placement in getattr(logits, "placements", ()))
+
+
+def _own_columns(logits: Any) -> tuple[Tensor, int, dist.ProcessGroup]:
+    """Return this process's part of cut logits, the number of its first class, and the processes that have the others."""
+    mesh = logits.device_mesh
+    share = -(-logits.shape[-1] // mesh.size())
+    return logits.to_local(), min(mesh.get_local_rank() * share, logits.shape[-1]), mesh.get_group()
+
+
+def _sum_of_cut(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies from logits that are never gathered. Collective: all that have a part of them.
+
+    Only the largest logit, the sum and the target's logit of each row are exchanged.
+    """
+    own_NV, start, group = _own_columns(logits_NV)
+    is_class_N = (targets_N >= 0) & (targets_N < logits_NV.shape[1])
+    if targets_N.device.type == "cpu" and (wrong_N := targets_N[counts_N & ~is_class_N]).numel():
+        raise IndexError(f"Target {int(wrong_N[0])} is out of bounds.")
+    has_N = counts_N & (targets_N >= start) & (targets_N < start + own_NV.shape[1])
+    given = own_NV, torch.where(has_N, targets_N - start, 0), counts_N, Columns(group, has_N)
+    total, *_ = _Sum.apply(*given)  # type: ignore[no-untyped-call]
+    return torch.where((counts_N & ~is_class_N).any(), torch.nan, total)  # on a device an error would have to be waited for
+
+
+def highest_class(logits: Tensor) -> Tensor:
+    """Return the class of the largest logit, in the last dim; the first one of equals. Collective where the logits are cut."""
+    if not is_cut(logits):
+        return logits.argmax(dim=-1)
+    own, start, group = _own_columns(logits)
+    largest, index = own.max(dim=-1)
+    whole = largest.clone()
+    dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+    found = torch.where(largest == whole, index + start, logits.shape[-1])
+    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    return found
 
 
 class _Sum(torch.autograd.Function):
     """The sum, and of each row its largest logit and the logarithm of the others' sum beside it: together they would round."""
 
     @staticmethod
-    def forward(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor, columns: Columns | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         largest_N1 = logits_NV.amax(dim=1, keepdim=True).to(dtype)
+        if columns is not None:
+            dist.all_reduce(largest_N1, op=dist.ReduceOp.MAX, group=columns.group)
         parts = zip(logits_NV.split(_rows(logits_NV)), largest_N1.split(_rows(logits_NV)))
-        log_N1 = torch.cat([(logits - largest).exp_().sum(dim=1, keepdim=True) for logits, largest in parts]).log_()
+        sums_N1 = torch.cat([(logits - largest).exp_().sum(dim=1, keepdim=True) for logits, largest in parts])
         chosen_N1 = logits_NV.gather(1, torch.where(counts_N, targets_N, 0).unsqueeze(1))
+        if columns is not None:
+            both_N2 = torch.cat([sums_N1, torch.where(columns.has_N.unsqueeze(1), chosen_N1, 0.0).to(dtype)], dim=1)
+            dist.all_reduce(both_N2, group=columns.group)
+            sums_N1, chosen_N1 = both_N2.split(1, dim=1)
+        log_N1 = sums_N1.log()
         losses_N = (largest_N1 - chosen_N1 + log_N1).squeeze(1)
         return torch.where(counts_N, losses_N, 0.0).sum(), largest_N1, log_N1
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, columns = inputs
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*inputs, *output[1:])
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.columns = columns
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         logits_NV, targets_N, counts_N, largest_N1, log_N1 = ctx.saved_tensors
         targets_N, grad_N = torch.where(counts_N, targets_N, 0), torch.where(counts_N, grad, 0.0)
+        if torch.is_grad_enabled() and ctx.columns is not None:
+            raise RuntimeError("the gradient of a loss of cut logits cannot be differentiated")
         if torch.is_grad_enabled():  # this gradient will be differentiated
             probabilities_NV = logits_NV.to(log_N1.dtype).softmax(dim=1)
             whole_NV = (probabilities_NV - F.one_hot(targets_N, logits_NV.shape[1])) * grad_N.unsqueeze(1)
-            return whole_NV.to(logits_NV.dtype), None, None
+            return whole_NV.to(logits_NV.dtype), None, None, None
         result_NV = torch.empty_like(logits_NV)
-        columns = targets_N.unsqueeze(1), largest_N1, log_N1, grad_N.unsqueeze(1)
-        parts = (part.split(_rows(logits_NV)) for part in (logits_NV, result_NV, *columns))
-        for logits, result, target, largest, log, factor in zip(*parts):
-            result.copy_((logits - largest).sub_(log).exp_().mul_(factor).scatter_add_(1, target, -factor))
-        return result_NV, None, None
+        chosen_N = grad_N if ctx.columns is None else torch.where(ctx.columns.has_N, grad_N, 0.0)
+        by_row = targets_N.unsqueeze(1), largest_N1, log_N1, grad_N.unsqueeze(1), chosen_N.unsqueeze(1)
+        parts = (part.split(_rows(logits_NV)) for part in (logits_NV, result_NV, *by_row))
+        for logits, result, target, largest, log, factor, chosen in zip(*parts):
+            result.copy_((logits - largest).sub_(log).exp_().mul_(factor).scatter_add_(1, target, -chosen))
+        return result_NV, None, None, None
 
 
 def _rows(logits_NV: Tensor) -> int:

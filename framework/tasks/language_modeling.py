@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from framework.tasks.cross_entropy import cross_entropy_sum
+from framework.tasks.cross_entropy import cross_entropy_sum, highest_class
 from framework.tasks.outputs import main_output
 
 IGNORED = -100  # the target of a token that does not count: as in torch, and in Hugging Face's libraries
@@ -17,6 +17,8 @@ class LanguageModeling:
     """
 
     higher_is_better = {"accuracy": True, "bits_per_token": False, "perplexity": False, "bits_per_byte": False}
+
+    takes_cut_logits = True  # those of a head that is cut by the vocabulary (framework/parallel/vocabulary.py)
 
     def __init__(self, *, bytes_per_token: float | None) -> None:
         self.bytes_per_token = bytes_per_token
@@ -31,7 +33,7 @@ class LanguageModeling:
         return main_output(outputs).movedim(-1, 1), targets_BT
 
     def metrics(self, outputs: Tensor, targets_BT: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        correct = (main_output(outputs).argmax(dim=-1) == targets_BT).sum()
+        correct = (highest_class(main_output(outputs)) == targets_BT).sum()
         return {"accuracy": (correct, (targets_BT != IGNORED).sum())}
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
