@@ -30,6 +30,8 @@ def identity(config: dict[str, Any]) -> str:
     kept = {key: value for key, value in kept.items() if value is not None or key not in _LATER}
     for mode in {"checkpoint.mode", "trainer.early_stopping.mode"} & kept.keys():
         kept[mode] = kept[mode] or "min"  # null was min once
+    if kept.get("parallel.sequence", True) is None:
+        kept["parallel.sequence"] = False  # as it was once: it decides where tokens are, and no number
     init_from = kept.pop("model.init_from", None)
     if init_from is not None:
         kept["model.init_from"] = init_identity(init_from)

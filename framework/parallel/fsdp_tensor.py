@@ -22,7 +22,7 @@ def fsdp_tensor(
     forward: Forward,
     shard: int | None,
     tensor: int | None,
-    sequence: bool,
+    sequence: bool | None,
     **options: Unpack[fsdp.ShardOptions],
 ) -> Engine:
     """Cut the linear layers over the inner axis of the mesh, then shard everything over the outer. Collective."""
@@ -34,7 +34,7 @@ def fsdp_tensor(
     return fsdp.sharded(model, mesh=mesh, world=world, forward=forward, **options)
 
 
-def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object) -> list[str]:
+def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: object) -> list[str]:
     """Return why this model cannot be cut and sharded in this way."""
     return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model)
 

@@ -5,35 +5,39 @@ With sequence parallelism, each process works on its part of the tokens between 
 
 import fnmatch
 from collections import Counter
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import parallel as styling
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.parts import blocks_of, own_answer
+from framework.modules.parts import own_answer
 from framework.modules.structure import has_dropout
 from framework.modules.trace import traced
+from framework.parallel.sequence import applies, sequence_problems, with_sequence
 from framework.parallel.vocabulary import Vocabulary, row_problem, rows_of, stays_cut
+from framework.runtime.log import LOGGER
 from framework.runtime.torch_compiler import import_dynamo
 
 import_dynamo()  # as in fsdp.py
 
 
-def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool) -> Engine:
-    """Cut the model's linear layers over all processes, and with `sequence` the tokens between them. Collective."""
+def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool | None) -> Engine:
+    """Cut the model's linear layers over all processes, and with `sequence` the tokens between them. Collective.
+
+    `sequence` None: where the model itself says that they can be cut.
+    """
     model.to(world.device)
     mesh = world.mesh(tensor=tensor)
     cut_layers(model, mesh=mesh, sequence=sequence, keeps_cut=stays_cut(forward.task))
     return DataParallelEngine(model, forward=forward, mesh=mesh, is_counted=world.rank == 0, broadcast=world.broadcast)
 
 
-def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object) -> list[str]:
+def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: object) -> list[str]:
     """Return why this model cannot be cut over so many processes."""
     try:
         styles = styles_of(model, num_parts=tensor)
@@ -42,10 +46,10 @@ def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object)
     if tensor > 1 and has_dropout(model) and any(isinstance(style, styling.RowwiseParallel) for style in styles.values()):
         return ["the model has dropout, whose draws between layers cut by columns and by rows would depend on the number "
                 "of processes; set model.dropout=0"]  # fmt: skip
-    return sequence_problems(model, styles, num_parts=tensor) if sequence else []
+    return sequence_problems(model, styles) if sequence else []
 
 
-def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool, keeps_cut: bool, evenly: bool = False) -> None:
+def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool | None, keeps_cut: bool, evenly: bool = False) -> None:
     """Shard the weights that the plan names over the one-dimensional mesh. Collective.
 
     The other weights stay whole, and every process computes the same with them; `evenly`: so do vocabularies that the processes
@@ -53,6 +57,9 @@ def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool, keeps_cut:
     """
     styles = styles_of(model, num_parts=mesh.size(), keeps_cut=keeps_cut)
     styles = even(styles, model, num_parts=mesh.size()) if evenly else styles
+    if sequence is None:
+        sequence = mesh.size() > 1 and applies(model, styles)
+        LOGGER.debug("parallel.sequence: the tokens between the layers are %s", "cut" if sequence else "whole")
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     styling.parallelize_module(model, mesh, with_sequence(model, styles) if sequence else styles)
     own_outputs(model, styles)
@@ -146,49 +153,3 @@ def _style(name: str, layer: nn.Module, cut: str, *, num_parts: int) -> styling.
     if cut == "gather":
         return Gathered(output_layouts=Replicate())
     raise ValueError(f"tensor_plan() says {cut!r} of {name}; it can say colwise, rowwise, gather or vocabulary")
-
-
-def sequence_problems(model: nn.Module, styles: dict[str, styling.ParallelStyle], *, num_parts: int) -> list[str]:
-    """Return why the tokens of this model's samples cannot be cut between the layers that `styles` names."""
-    blocks = {id(block) for block in blocks_of(model)}
-    inside = [name for name, module in model.named_modules() if id(module) in blocks]
-    kinds = {type(styles[name]) for name in styles if name.startswith(tuple(f"{block}." for block in inside))}
-    if not {styling.ColwiseParallel, styling.RowwiseParallel} <= kinds:
-        return [f"sequence=true: {type(model).__name__} has no blocks() in which its tensor_plan() cuts layers by columns and "
-                "by rows; take sequence=false, or ddp, zero, fsdp or hsdp, which take most models"]  # fmt: skip
-    seq_len = getattr(model, "seq_len", num_parts)
-    if seq_len % num_parts:
-        return [f"sequence=true: tensor={num_parts} does not divide the {seq_len} tokens of a sample; take a divisor, or "
-                "sequence=false"]  # fmt: skip
-    return []
-
-
-def with_sequence(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> dict[str, styling.ParallelStyle]:
-    """Return the styles with which the model's blocks pass on tensors (B, T, D) whose tokens are cut.
-
-    Tokens are gathered where layers cut by columns need them all, once for all layers of a module; layers cut by rows
-    give each process the sums for its own tokens; layers that no style names (norms) work on these tokens.
-    Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    blocks = blocks_of(model)
-    changed = dict(styles)
-    for block in blocks:
-        for name, layer in block.named_modules(prefix=names[id(block)]):
-            own = list(layer.named_parameters(prefix=name))
-            is_leaf = any(True for _ in layer.parameters(recurse=False))
-            if is_leaf and name not in styles:
-                changed[name] = styling.SequenceParallel(use_local_output=True)
-            elif isinstance(styles.get(name), styling.RowwiseParallel):
-                changed[name] = styling.RowwiseParallel(output_layouts=Shard(1))
-            elif own and all(parameter.rpartition(".")[0] in styles for parameter, _ in own) and name not in styles:
-                changed[name] = styling.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    first, last = names[id(blocks[0])], names[id(blocks[-1])]
-    inputs: dict[str, Any] = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1)}
-    outputs: dict[str, Any] = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
-    if first == last:
-        changed[first] = styling.PrepareModuleInputOutput(**inputs, use_local_input=True, **outputs)
-    else:
-        changed[first] = styling.PrepareModuleInput(**inputs, use_local_output=True)
-        changed[last] = styling.PrepareModuleOutput(**outputs)
-    return changed

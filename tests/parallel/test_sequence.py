@@ -1,10 +1,16 @@
 """Sequence parallelism: between the layers that tensor parallelism cuts, the tokens are cut."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.harness import Ended, Says, assert_close, command, finished
+from framework.parallel.sequence import applies
+from framework.parallel.tensor import styles_of
+from models.gpt import GPT, Block
+from models.vit import ViT
+from tests.harness import Ended, Says, assert_close, checked, command, finished
 from tests.test_conformance import MODELS, OPTIMIZERS, RUN
 from tests.test_resume import after_step, preempt
 
@@ -49,15 +55,58 @@ def test_a_run_goes_on_with_it_and_without(one: dict[str, Ended], tmp_path: Path
     assert_close(ended, one["adamw"])
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (["dataset.seq_len=13"], "parallel.sequence: true tensor=2 ... 13 ... sequence=false"),
-        (["dataset=synthetic", "dataset.kind=images", "task=classification", "model=mlp"], "parallel.sequence: true MLP ... blocks() ... tensor_plan()"),
-    ],
-)  # fmt: skip
-def test_what_it_cannot_do_is_refused(line: list[str], problem: str, tmp_path: Path) -> None:
-    begin = RUN if "model=mlp" in line else LINE
-    refused = command(*begin, *line, *MESHES["tensor 2"], "parallel.sequence=true", root=tmp_path / "runs")
+@pytest.mark.parametrize(("num_tokens", "mesh"), [
+    (13, "tensor 2"), (1, "tensor 2"), pytest.param(5, "tensor 4", marks=pytest.mark.slow), pytest.param(13, "tensor 4", marks=pytest.mark.slow),
+    pytest.param(13, "fsdp+tp 2x2", marks=pytest.mark.slow)])  # fmt: skip
+def test_the_parts_of_a_sample_may_differ(num_tokens: int, mesh: str, tmp_path: Path) -> None:
+    """Of 5 tokens four processes have 2, 2, 1 and none."""
+    line = [*LINE, f"dataset.seq_len={num_tokens}", "trainer.max_steps=5"]
+    run = finished(*line, *MESHES[mesh], "parallel.sequence=true", root=tmp_path / "runs")
+    assert_close(run, finished(*line, root=tmp_path / "one"))
+
+
+def model(name: str, **options: Any) -> nn.Module:
+    sizes = {"dim": 8, "num_layers": 1, "num_heads": 2}
+    return GPT(vocab_size=8, seq_len=4, **sizes, **options) if name == "gpt" else ViT(  # type: ignore[arg-type]
+        image_size=8, in_channels=1, num_classes=2, **sizes)  # fmt: skip
+
+
+def test_it_is_used_unasked_where_the_model_says_where_tokens_meet() -> None:
+    def used(given: nn.Module) -> bool:
+        return applies(given, styles_of(given, num_parts=2))
+
+    assert used(model("gpt"))
+    assert not used(model("vit"))  # it has the layers, and does not say where tokens meet
+    mixing = model("gpt")
+    mixing.layers[0].shift = nn.Conv1d(8, 8, 3)  # type: ignore[union-attr,index]  # weights that nothing says are for one token
+    assert not used(mixing)
+    outside = model("gpt")
+    outside.__class__ = type("Outside", (GPT,), {"mixers": lambda self: [self.layers[0].attention_norm]})
+    assert not used(outside)
+
+
+def test_it_is_on_by_default_and_no_other_run(one: dict[str, Ended], tmp_path: Path) -> None:
+    line = [*LINE, *OPTIMIZERS["adamw"], *MESHES["tensor 2"]]
+    assert checked(*line).run.id == checked(*line, "parallel.sequence=false").run.id
+    shapes = tmp_path / "shapes"
+
+    def note() -> None:
+        plain = Block.forward
+
+        def forward(self: Block, x: Any) -> Any:
+            with shapes.open("a") as file:
+                file.write(f"{x.shape[1]}\n" if x.device.type != "meta" else "")
+            return plain(self, x)
+
+        Block.forward = forward  # type: ignore[method-assign]
+
+    run = finished(*line, root=tmp_path / "runs", before=note)
+    assert set(shapes.read_text().split()) == {"6"}  # of 12
+    assert_close(run, one["adamw"])
+
+
+def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["mlp"], "model.dropout=0", *MESHES["tensor 2"], "parallel.sequence=true"]
+    refused = command(*line, root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output == Says(problem)
+    assert refused.output == Says("parallel.sequence: true MLP ... blocks() ... tensor_plan()")

@@ -19,6 +19,7 @@ from models.gpt import GPT
 from tests.harness import Says, assert_close, command, finished
 from tests.ranks import on_ranks
 from tests.test_conformance import MODELS, RUN
+from tests.test_resume import after_step, preempt
 
 TOKENS = torch.tensor([[3, 0, 16, 7], [9, 5, 5, 12]])
 TARGETS = torch.tensor([[0, 16, -100, 12], [5, -100, 9, 4]])
@@ -210,3 +211,12 @@ def test_a_plan_that_cuts_too_few_rows_is_refused_before_the_start(tmp_path: Pat
     line = [*LINE, "dataset.vocab_size=5", "parallel=tensor", "launch.nproc_per_node=4"]
     refused = command(*line, root=tmp_path / "runs")
     assert (refused.code, refused.output) == (78, Says("parallel.tensor: 4 ... embedding ... 5 rows ... ddp, zero"))
+
+
+def test_a_run_with_uneven_parts_goes_on_with_others_and_without(one: Any, tmp_path: Path) -> None:
+    line = [*LINE, "parallel=tensor"]
+    stopped = command(*line, "launch.nproc_per_node=2", root=tmp_path / "cut", before=after_step(4, preempt))
+    assert stopped.code == 75, stopped.output
+    resume = f"run.resume={stopped.directory}"
+    assert_close(finished(*line, "launch.nproc_per_node=4", resume, root=tmp_path / "four"), one(*LINE))
+    assert_close(finished(*LINE, resume, root=tmp_path / "single"), one(*LINE))

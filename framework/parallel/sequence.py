@@ -1,0 +1,170 @@
+"""Sequence parallelism: between the layers that tensor parallelism cuts, each process works on its part of the tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Size, Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as styling
+
+from framework.modules.parts import blocks_of, own_answer
+
+# layers with weights that treat each token on its own
+TOKENWISE = (nn.LayerNorm, nn.RMSNorm)
+
+
+def sequence_problems(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> list[str]:
+    """Return why the tokens of this model's samples cannot be cut between the layers that `styles` names."""
+    blocks = {id(block) for block in blocks_of(model)}
+    inside = [name for name, module in model.named_modules() if id(module) in blocks]
+    kinds = {type(styles[name]) for name in styles if name.startswith(tuple(f"{block}." for block in inside))}
+    if not {styling.ColwiseParallel, styling.RowwiseParallel} <= kinds:
+        return [f"sequence=true: {type(model).__name__} has no blocks() in which its tensor_plan() cuts layers by columns and "
+                "by rows; take sequence=false, or ddp, zero, fsdp or hsdp, which take most models"]  # fmt: skip
+    return []
+
+
+def applies(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> bool:
+    """Return whether the model itself says that its tokens can be cut, so that nobody needs to ask for it.
+
+    It has the right layers, its `mixers()` lists where tokens meet, each in a module that gets all tokens, and what else has
+    weights in its blocks are norms.
+    """
+    answer = own_answer(model, "mixers")
+    if answer is None or own_answer(model, "blocks") is None or sequence_problems(model, styles):
+        return False
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = tuple(f"{names[id(block)]}." for block in blocks_of(model))
+    plain = [module for name, module in model.named_modules() if name.startswith(blocks) and name not in styles
+             and any(True for _ in module.parameters(recurse=False))]  # fmt: skip
+    whole = tuple(f"{name}." for name, style in with_sequence(model, styles).items() if isinstance(style, GatheredTokens))
+    by_columns = [name for name, style in styles.items() if type(style) is styling.ColwiseParallel]
+    need_all = [name for name in (*by_columns, *(names[id(mixer)] for mixer in answer())) if name.startswith(blocks)]
+    return all(isinstance(layer, TOKENWISE) for layer in plain) and all(name.startswith(whole) for name in need_all)
+
+
+@dataclass(eq=False)
+class TokenShape:
+    """The shape (B, T, D) of what the blocks work on, as the first block has seen it."""
+
+    shape: tuple[int, ...] = ()
+
+    def placed(self, own: Tensor, *, mesh: DeviceMesh) -> DTensor:
+        """Return this process's tokens as a part of all. The parts may differ: the first processes have ceil(T / parts)."""
+        batch, num_tokens, _ = self.shape
+        share = -(-num_tokens // mesh.size())
+        expected = min(share, max(0, num_tokens - share * mesh.get_local_rank()))
+        if own.ndim != 3 or own.shape[1] != expected:
+            raise ValueError(f"a block passes on a tensor of shape {[*own.shape]}, where {expected} of {num_tokens} tokens of "
+                             "(B, T, D) are this process's (parallel.sequence=false)")  # fmt: skip
+        whole = Size((batch, num_tokens, own.shape[2]))
+        stride = (num_tokens * whole[2], whole[2], 1)
+        return DTensor.from_local(own.contiguous(), mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)
+
+
+@dataclass(eq=False)
+class CutTokens(styling.ParallelStyle):
+    """The first block: it gets all tokens, and works on this process's."""
+
+    tokens: TokenShape
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            self.tokens.shape = tuple(arguments[0].shape)
+            whole = DTensor.from_local(arguments[0], device_mesh, [Replicate()], run_check=False)
+            return (whole.redistribute(placements=[Shard(1)]).to_local(), *arguments[1:])
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+@dataclass(eq=False)
+class GatheredTokens(styling.ParallelStyle):
+    """A module whose layers are cut by columns: it gets this process's tokens, and works on all, as a DTensor."""
+
+    tokens: TokenShape
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            cut = self.tokens.placed(arguments[0], mesh=device_mesh)
+            return (cut.redistribute(placements=[Replicate()]), *arguments[1:])
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+@dataclass(eq=False)
+class OwnTokens(styling.ParallelStyle):
+    """A norm: it works on this process's tokens, with weights that every process has, of which the gradients are summed.
+
+    As torch's SequenceParallel, which takes all parts to be equal.
+    """
+
+    tokens: TokenShape
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (self.tokens.placed(arguments[0], mesh=device_mesh), *arguments[1:])
+
+        def leave(_: nn.Module, __: Any, outputs: DTensor) -> Tensor:
+            return outputs.redistribute(placements=[Shard(1)]).to_local()
+
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shared = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        return module
+
+
+@dataclass(eq=False)
+class WholeTokens(styling.ParallelStyle):
+    """The last block: it works on this process's tokens, and returns all."""
+
+    tokens: TokenShape
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def leave(_: nn.Module, __: Any, outputs: Tensor) -> Tensor:
+            return self.tokens.placed(outputs, mesh=device_mesh).redistribute(placements=[Replicate()]).to_local()
+
+        module.register_forward_hook(leave)
+        return module
+
+
+@dataclass(eq=False)
+class Both(styling.ParallelStyle):
+    """Two styles of one module: of a block that is the first and the last."""
+
+    first: styling.ParallelStyle
+    second: styling.ParallelStyle
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.second._apply(self.first._apply(module, device_mesh), device_mesh)
+
+
+def with_sequence(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> dict[str, styling.ParallelStyle]:
+    """Return the styles with which the model's blocks pass on tensors (B, T, D) whose tokens are cut, into any number of parts.
+
+    Tokens are gathered where layers cut by columns need them all, once for all layers of a module; layers cut by rows
+    give each process the sums for its own tokens; layers that no style names (norms) work on these tokens.
+    Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = blocks_of(model)
+    tokens = TokenShape()
+    changed = dict(styles)
+    for block in blocks:
+        for name, layer in block.named_modules(prefix=names[id(block)]):
+            own = list(layer.named_parameters(prefix=name))
+            is_leaf = any(True for _ in layer.parameters(recurse=False))
+            if is_leaf and name not in styles:
+                changed[name] = OwnTokens(tokens)
+            elif isinstance(styles.get(name), styling.RowwiseParallel):
+                changed[name] = styling.RowwiseParallel(output_layouts=Shard(1))
+            elif own and all(parameter.rpartition(".")[0] in styles for parameter, _ in own) and name not in styles:
+                changed[name] = GatheredTokens(tokens)
+    first, last = names[id(blocks[0])], names[id(blocks[-1])]
+    changed[first] = CutTokens(tokens)
+    changed[last] = WholeTokens(tokens) if first != last else Both(CutTokens(tokens), WholeTokens(tokens))
+    return changed
