@@ -103,9 +103,15 @@ class Builder:
         """What takes the outputs in evaluations."""
         return self.metrics.observe if self.config.metric else None
 
-    def model(self) -> nn.Module:
-        """Return the model with its weights drawn from the seed, in the precision's type."""
-        return torch_internals.cast(components.model(self.config.model, seed=self.config.seed), self.precision.parameters)
+    def model(self, *, is_filled: bool = True) -> nn.Module:
+        """Return the model with its weights drawn from the seed, in the precision's type.
+
+        Not filled, it waits for the strategy to give each process the weights that it keeps, if the strategy does so.
+        """
+        config = self.config
+        is_filled |= config.run.draws == 1 or not components.fills(config.parallel)
+        model = components.model(config.model, seed=config.seed, draws=config.run.draws, is_filled=is_filled)
+        return torch_internals.cast(model, self.precision.parameters)
 
     def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
         """Return the model's modules in a table (framework/modules/summary.py); `example`: if the data tell no shapes."""
@@ -207,7 +213,7 @@ class Builder:
         config, world, store, saving = self.config, self.world, self.store(), self.config.checkpoint
         sinks = components.sinks(config.logger) if world.rank == 0 else {}
         recorder = Recorder(self.directory, world=world, sinks=sinks)
-        module = self.model()
+        module = self.model(is_filled=False)
         module.train()  # once, as in any loop: a library may give it in eval mode, and an author may override train()
         structure.freeze_parameters(module, config.trainer.freeze)
         if config.model.get("init_from") and store.is_empty:

@@ -62,6 +62,14 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def frozen_draws(directory: Path) -> int | None:
+    """Return how the run in this directory draws its first weights (`run.draws`), or None if nothing has been frozen there."""
+    try:
+        return yaml.safe_load((directory / "config.yaml").read_text())["run"].get("draws", 1)
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def frozen_run_id(directory: Path) -> str | None:
     """Return the id of the run in this directory, or None if no configuration has been frozen there."""
     try:

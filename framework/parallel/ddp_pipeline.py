@@ -5,17 +5,16 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.parallel.pipeline import problems
+from framework.parallel.pipeline import FILLS, problems
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.schedules import ScheduleName
 
-__all__ = ["ddp_pipeline", "problems"]  # the layers are cut as in `pipeline`
+__all__ = ["FILLS", "ddp_pipeline", "problems"]  # the layers are cut as in `pipeline`
 
 
 def ddp_pipeline(
     model: nn.Module, *, world: World, forward: Forward, replicate: int | None, pipeline: int | None, schedule: ScheduleName
 ) -> Engine:
     """Cut the model along the inner axis of the mesh, and replicate the stages along the outer. Collective."""
-    model.to(world.device)
     mesh = world.mesh(replicate=replicate, pipeline=pipeline)
     return PipelineEngine(model, mesh=mesh, world=world, forward=forward, schedule=schedule)

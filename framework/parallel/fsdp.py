@@ -13,6 +13,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
+from framework.modules.first_weights import fill
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.parallel.dealing import dealing
@@ -25,6 +26,7 @@ import_dynamo()  # the first operation on shards would, in each of the workers: 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
 
 
+FILLS = True  # takes a model without numbers, and gives each process its part of them
 REMEDIES = ({"reshard_after_forward": False},)  # options with which a model may run that does not without
 
 
@@ -79,8 +81,6 @@ def sharded(
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if cpu_offload else OffloadPolicy()
     compute = _DTYPES[param_dtype]
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[reduce_dtype])
-    if not cpu_offload:
-        model.to(world.device)  # every rank has built the same full weights: sharding only drops what others keep
     if compute is not None:  # running statistics in 16 bits would not move
         for layer in model.modules():
             if isinstance(layer, BATCH_NORMS):
@@ -93,6 +93,7 @@ def sharded(
         copy_views(block)
         frees = reshard_after_forward and block is not model  # the backward pass begins with what is left of the model
         fully_shard(block, mesh=over, reshard_after_forward=frees, mp_policy=precision, offload_policy=offload)
+    fill(model, device=world.device, parameters_on=torch.device("cpu") if cpu_offload else None)
     without_averages(model)
     reshard_after_evaluation(model)
     assert isinstance(model, FSDPModule)

@@ -26,7 +26,6 @@ def fsdp_tensor(
 ) -> Engine:
     """Cut the linear layers over the inner axis of the mesh, then shard everything over the outer. Collective."""
     ignore_known()
-    model.to(world.device)
     mesh = world.mesh(shard=shard, tensor=tensor)
     tensors.cut_layers(model, mesh=mesh["tensor"], sequence=sequence)
     return fsdp.sharded(model, mesh=mesh, world=world, forward=forward, **options)
@@ -37,7 +36,7 @@ def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object)
     return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model)
 
 
-exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # it is sharded as in `fsdp`
+exact_options, FILLS, REMEDIES = fsdp.exact_options, fsdp.FILLS, fsdp.REMEDIES  # it is sharded as in `fsdp`
 
 
 def ignore_known() -> None:

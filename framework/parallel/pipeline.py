@@ -13,10 +13,11 @@ from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import OwnForward, Uncut
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, ScheduleName
 
+FILLS = True  # takes a model without numbers
+
 
 def pipeline(model: nn.Module, *, world: World, forward: Forward, pipeline: int | None, schedule: ScheduleName) -> Engine:
     """Cut the model over all processes. Collective."""
-    model.to(world.device)
     return PipelineEngine(model, mesh=world.mesh(pipeline=pipeline), world=world, forward=forward, schedule=schedule)
 
 

@@ -19,6 +19,8 @@ from framework.parallel.fsdp_tensor import ignore_known
 from framework.parallel.pipelining.chain import Stage
 from framework.parallel.pipelining.engine import PipelineEngine
 
+FILLS = True  # takes a model without numbers
+
 
 def pipeline_fsdp_tensor(
     model: nn.Module,
@@ -33,7 +35,6 @@ def pipeline_fsdp_tensor(
 ) -> Engine:
     """Cut the model into stages (outermost axis), shard each (middle axis), cut its layers (last axis). Collective."""
     ignore_known()
-    model.to(world.device)
     mesh = world.mesh(pipeline=pipeline, shard=shard, tensor=tensor)
     num_parts = mesh["tensor"].size()
     styles = tensors.styles_of(model, num_parts=num_parts) if num_parts > 1 else {}

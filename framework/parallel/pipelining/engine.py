@@ -17,11 +17,12 @@ from framework.engine.buffers import Buffers
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, MicroBatch, Step
 from framework.engine.sums import Sums, add
+from framework.modules.first_weights import fill
 from framework.modules.tensors import Tree, by_mesh, local, whole
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
-from framework.parallel.pipelining.own_forward import chain_for
+from framework.parallel.pipelining.own_forward import OwnForward, chain_for
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, make_schedule, waiting_share
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import is_view
@@ -60,6 +61,8 @@ class PipelineEngine(Engine):
         self._forward = forward
         self._schedule = schedule
         self._dtype = next(model.parameters()).dtype
+        if isinstance(self._chain, OwnForward):  # which keeps what it needs of the tensors by their ids
+            fill(model, device=world.device)
         self._num_stages = self._size * STAGES_PER_RANK[schedule]
         self._spans = self._chain.spans(num_stages=self._num_stages, example=forward.example)
         self._stages = self._chain.keep_own(self._spans, rank=self._rank, size=self._size)
@@ -67,6 +70,7 @@ class PipelineEngine(Engine):
             stage.forward = partial(self._run_stage, stage, number)
             if shard_stage is not None:
                 shard_stage(stage)
+        fill(model, device=world.device, stages=list(self._stages.values()))
         send = self._broadcast if self._data else None
         self._buffers = {
             number: Buffers(model, among=self._chain.buffers(stage, self._spans[number]), broadcast=send)
