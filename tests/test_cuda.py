@@ -11,8 +11,8 @@ import torch
 
 from framework import compose
 from framework.build.training import Builder
-from framework.checkpoint.canonical import full_weights
 from framework.checkpoint.copies import HostCopies
+from framework.checkpoint.gathering import gathered, state_of
 from framework.data.digits import Digits
 from framework.data.loader import Loader
 from framework.data.order import Order
@@ -169,7 +169,7 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
         trainer.take(step)
         step = next(following)
         counted.append(seen())
-    norm = sum(float(torch.linalg.vector_norm(value)) for value in full_weights(trainer.engine.module, world=found).values())
+    norm = sum(float(torch.linalg.vector_norm(value)) for value in gathered(state_of(trainer.engine.module), world=found).tensors)
     found.groups.leave()
     found.agreement.barrier()
     return [str(found.device), counted[2:], norm if rank == 0 else None]
