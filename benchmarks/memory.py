@@ -79,7 +79,7 @@ def living_bytes() -> int:
 
 
 PEAK_MODEL = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=8", "dataset.num_train=16",
-              "dataset.num_val=1", "dataset.num_test=1", "dataset.vocab_size=8192", "model=gpt", "model.dim=1024", "model.num_layers=12",
+              "dataset.num_val=1", "dataset.num_test=1", "dataset.vocab_size=8192", "model=gpt", "model.dim=1024", "model.num_layers=8",
               "model.num_heads=8", "global_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=4", "trainer.eval_every=null",
               "checkpoint.every=2", "rehearse=false"]  # fmt: skip
 PEAKS = {  # the overrides, and on how many processes a parameter, with its gradient and moments, is

@@ -284,6 +284,7 @@ def _write_weights(weights: Gathered, directory: RunDirectory, *, world: World, 
     try:
         if world.rank == 0:
             with replacing(directory.weights) as beside:
+                beside.unlink()  # write_safetensors makes its file
                 write_safetensors(beside, weights.kinds, weights.tensors, metadata=metadata)
             flush_directory(directory.path)
     finally:
