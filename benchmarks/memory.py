@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,6 +91,8 @@ PEAKS = {  # the overrides, and on how many processes a parameter, with its grad
     "tensor, 2": (["parallel=tensor", "launch.nproc_per_node=2"], 2),
     "pipeline, 2": (["parallel=pipeline", "micro_batch_size=1", "launch.nproc_per_node=2"], 2),
 }
+# what is freed goes back at once, or the allocator's habits are measured
+ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PHASES = ("build", "resume", "train", "save", "results")
 
 PEAK_RUN = RUN.replace("note_after_second_step", "note_peaks")
@@ -110,12 +113,22 @@ def note_peaks(folder: str) -> None:
 
         def run(*args, **kwargs):  # type: ignore[no-untyped-def]
             gc.collect()
-            Path("/proc/self/clear_refs").write_text("5")
-            before.append(_memory("VmRSS"))
-            result = original(*args, **kwargs)
-            peaks[phase] = max(peaks.get(phase, 0), _memory("VmHWM") - before[0])
-            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(peaks))
-            return result
+            before.append(own_memory())
+            seen, is_over = [own_memory()], threading.Event()
+
+            def look() -> None:
+                while not is_over.wait(0.001):
+                    seen.append(own_memory())
+
+            looking = threading.Thread(target=look)
+            looking.start()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                is_over.set()
+                looking.join()
+                peaks[phase] = max(peaks.get(phase, 0), max(seen) - before[0])
+                Path(folder, f"{os.getpid()}.json").write_text(json.dumps(peaks))
 
         setattr(holder, name, run)
 
@@ -124,10 +137,10 @@ def note_peaks(folder: str) -> None:
         watched(holder, name, phase)
 
 
-def _memory(field: str) -> int:
-    """Return a field of this process's status, in bytes."""
+def own_memory() -> int:
+    """Return the bytes of memory that this process has from the machine, without pages of files, which it can have back."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def print_peaks() -> None:
@@ -142,7 +155,7 @@ def print_peaks() -> None:
                 resume = [] if begin is None else [f"run.resume={begin}"]
                 values = {"ROOT": str(ROOT), "FOLDER": str(notes), "OVERRIDES": [*command, *more, *resume]}
                 header = "".join(f"{key} = {value!r}\n" for key, value in values.items())
-                subprocess.run([sys.executable, "-c", header + PEAK_RUN], capture_output=True, check=True)
+                subprocess.run([sys.executable, "-c", header + PEAK_RUN], capture_output=True, check=True, env=ENVIRONMENT)
             for path in notes.glob("*.json"):
                 for phase, size in json.loads(path.read_text()).items():
                     peaks[phase] = max(peaks.get(phase, 0), size)

@@ -103,7 +103,7 @@ def derived(task: "Task") -> Callable[[dict[str, float]], dict[str, float]]:
 def model(node: Node, *, seed: int, draws: int = 1, is_filled: bool = True) -> "nn.Module":
     """Build the model, its weights drawn from the run's seed: the same on every rank, under every strategy.
 
-    `draws`: in which format (`run.draws`). Not filled, it has no numbers until `first_weights.fill` gives it those (format 2).
+    `draws`: in which format (`run.draws`). Not filled, in format 2, it has no numbers until `first_weights.fill`.
     """
     import torch
 
@@ -118,11 +118,6 @@ def model(node: Node, *, seed: int, draws: int = 1, is_filled: bool = True) -> "
     if isinstance(built, torch.nn.Module) and node.get("parts"):
         give_parts(built, node["parts"])
     return built
-
-
-def fills(parallel: Node) -> bool:
-    """Return whether a strategy takes a model without numbers, and fills it once it is cut (`FILLS` in its module)."""
-    return getattr(inspect.getmodule(locate(parallel["_target_"])), "FILLS", False)
 
 
 def shapes_of(node: Node, *, seed: int) -> "nn.Module":

@@ -19,7 +19,7 @@ from framework.config.code import own_modules
 from framework.config.init_from import entries_of
 from framework.config.renamed import first_target
 from framework.config.schema import RunConfig
-from framework.config.targets import component
+from framework.config.targets import component, locate
 from framework.data.loader import Loader, Splits, load_shared
 from framework.data.order import Order
 from framework.data.source import Dataset, Selected, Source, Split
@@ -104,12 +104,8 @@ class Builder:
         return self.metrics.observe if self.config.metric else None
 
     def model(self, *, is_filled: bool = True) -> nn.Module:
-        """Return the model with its weights drawn from the seed, in the precision's type.
-
-        Not filled, it waits for the strategy to give each process the weights that it keeps, if the strategy does so.
-        """
-        config = self.config
-        is_filled |= config.run.draws == 1 or not components.fills(config.parallel)
+        """Return the model with weights drawn from the seed, in the precision's type; or to be filled, if its strategy does."""
+        config, is_filled = self.config, is_filled or not hasattr(locate(self.config.parallel["_target_"]), "fills")
         model = components.model(config.model, seed=config.seed, draws=config.run.draws, is_filled=is_filled)
         return torch_internals.cast(model, self.precision.parameters)
 
@@ -146,13 +142,9 @@ class Builder:
         config, precision = self.config, self.precision
         example = components.example(self.dataset.info, dtype=precision.parameters)
         return Forward(
-            self.task,
-            seed=config.seed,
-            devices=self.world.devices,
-            autocast=precision.autocast,
-            example=example,
+            self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, example=example,
             observe=self.observe,
-        )
+        )  # fmt: skip
 
     def splits(self, engine: Engine) -> Splits:
         """Return this rank's part of the dataset, loaded at its first use."""

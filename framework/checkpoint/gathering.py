@@ -12,7 +12,7 @@ from framework.modules.tensors import whole
 
 
 @dataclass(frozen=True)
-class Gathered:
+class OnRank0:
     """Tensors that ranks have, plain or sharded, by name: what each is, and on rank 0 the whole ones, one by one.
 
     Every rank has to go through `tensors`, which are collective, to their end.
@@ -26,7 +26,7 @@ class Gathered:
             pass
 
 
-def gathered(own: Mapping[str, Tensor], *, world: World) -> Gathered:
+def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
     """Gather tensors, each from the first rank that has it. Collective; no rank but 0 gets the names of all."""
     kinds: dict[str, tuple[torch.dtype, Sequence[int]]] = {name: (value.dtype, value.shape) for name, value in own.items()}
     senders: dict[str, int] = {}
@@ -53,7 +53,7 @@ def gathered(own: Mapping[str, Tensor], *, world: World) -> Gathered:
                 dtype, shape = kinds[name]
                 yield world.agreement.receive(torch.empty(shape, dtype=dtype), source=senders[name])
 
-    return Gathered({name: kinds[name] for name in order}, stream())
+    return OnRank0({name: kinds[name] for name in order}, stream())
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:

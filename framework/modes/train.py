@@ -16,7 +16,7 @@ import numpy as np
 from framework.build.stored_data import OF_STORE
 from framework.build.training import Builder
 from framework.checkpoint.canonical import misfit, restore
-from framework.checkpoint.gathering import Gathered, gathered, state_of
+from framework.checkpoint.gathering import OnRank0, gathered, state_of
 from framework.checkpoint.kept import extra_state
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.checkpoint.shard_file import write_safetensors
@@ -279,7 +279,7 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
     world.agreement.together(draw, what="the results not written", rank_0_only=True)
 
 
-def _write_weights(weights: Gathered, directory: RunDirectory, *, world: World, metadata: dict[str, str]) -> None:
+def _write_weights(weights: OnRank0, directory: RunDirectory, *, world: World, metadata: dict[str, str]) -> None:
     """Write the weights on rank 0, as they come. Collective."""
     try:
         if world.rank == 0:

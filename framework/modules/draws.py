@@ -42,8 +42,8 @@ class _Later:
     operations: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
-class Draws(TorchDispatchMode):
-    """Notes, within its context, what is to be written into new tensors of the CPU. Draws each by a key of the seed.
+class LaterDraws(TorchDispatchMode):
+    """Notes, within its context, what is to be written into new tensors of the CPU. LaterDraws each by a key of the seed.
 
     A tensor read by the constructor has the key of its turn among those; `draw` is given the name that is the others' key.
     """
@@ -56,7 +56,7 @@ class Draws(TorchDispatchMode):
         self._later: dict[int, _Later] = {}
         self._reads = _Reads(self)
 
-    def __enter__(self) -> "Draws":
+    def __enter__(self) -> "LaterDraws":
         self._modes = ExitStack()
         self._modes.enter_context(as_one_operation(self._put_off_whole))
         self._modes.enter_context(self._reads)
@@ -72,7 +72,7 @@ class Draws(TorchDispatchMode):
             if function in _EMPTY:
                 return self._noted(function(*args, **kwargs))
             if function in _DRAWN and self._draws_itself(kwargs):
-                empty = torch.empty(args[0], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+                empty = torch.empty(args[0], **{name: kwargs[name] for name in ("dtype", "device") if name in kwargs})
                 if empty.device.type == "cpu" and empty.is_floating_point():
                     self._put_off(self._noted(empty), _DRAWN[function], (empty,), {})
                     return empty
@@ -157,13 +157,13 @@ def fills_its_memory(tensor: Tensor) -> bool:
 
 
 class _Reads(TorchFunctionMode):
-    """Draws a tensor before it is read in a way that a dispatch mode does not see."""
+    """LaterDraws a tensor before it is read in a way that a dispatch mode does not see."""
 
     _FUNCTIONS = {getattr(Tensor, name) for name in (
         "numpy", "tolist", "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "__array__",
         "__deepcopy__", "__reduce_ex__", "__dlpack__", "__cuda_array_interface__") if hasattr(Tensor, name)}  # fmt: skip
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: LaterDraws) -> None:
         super().__init__()
         self._draws, self._is_off = draws, False
 

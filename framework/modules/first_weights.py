@@ -3,24 +3,27 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from framework.modules.draws import Draws, fills_its_memory
+from framework.modules.draws import LaterDraws, fills_its_memory
 from framework.modules.tensors import local
+from framework.runtime.memory import give_back_freed
 from framework.runtime.torch_internals import shard_offsets
 from framework.runtime.torch_memory import memory_of, replace_tensors
 
+Strategy = TypeVar("Strategy", bound=Callable[..., object])
 Place = tuple[slice, ...]  # of a part in its tensor; empty: all of it
-Source = Callable[[Place], Tensor]  # gives a part of a tensor, on the CPU; called once
+Origin = Callable[[Place], Tensor]  # gives a part of a tensor, on the CPU; called once
 
 
 class FirstWeights:
     """Where the parameters of a model without numbers get their first ones from: `draws`, unless `give` says otherwise."""
 
-    def __init__(self, module: nn.Module, draws: Draws) -> None:
+    def __init__(self, module: nn.Module, draws: LaterDraws) -> None:
         """Leave the module's parameters without memory, on "meta". Buffers are drawn at once, and what shares memory."""
         named = named_tensors(module)
         first_names: dict[int, str] = {}
@@ -28,33 +31,33 @@ class FirstWeights:
             first_names.setdefault(id(tensor), name)
         uses = Counter(memory_of(named[name]) for name in first_names.values())
         self._first_name = {name: first_names[id(tensor)] for name, tensor in named.items()}
-        self._sources: dict[str, Source] = {}
+        self._origins: dict[str, Origin] = {}
         emptied: dict[int, Tensor] = {}
         for name in first_names.values():
             tensor = named[name]
             is_alone = uses[memory_of(tensor)] == 1 and fills_its_memory(tensor)
             if isinstance(tensor, nn.Parameter) and draws.holds(tensor) and is_alone:
-                self._sources[name] = _Drawn(draws, tensor.detach(), name)
+                self._origins[name] = _Drawn(draws, tensor.detach(), name)
                 emptied[id(tensor)] = torch.empty_like(tensor, device="meta")
             else:
                 draws.draw(tensor, name)
         replace_tensors(module, lambda tensor: emptied.get(id(tensor), tensor))
-        draws.draw_rest(but=[source.tensor for source in self._sources.values() if isinstance(source, _Drawn)])
+        draws.draw_rest(but=[origin.tensor for origin in self._origins.values() if isinstance(origin, _Drawn)])
 
-    def give(self, name: str, source: Source) -> None:
-        """Let a tensor, by any of its names, get its numbers from a source."""
-        self._sources[self._first_name[name]] = source
+    def give(self, name: str, origin: Origin) -> None:
+        """Let a tensor, by any of its names, get its numbers from an origin."""
+        self._origins[self._first_name[name]] = origin
 
-    def take(self, name: str) -> Source:
+    def take(self, name: str) -> Origin:
         """Return where a tensor gets its numbers from, and forget it."""
-        return self._sources.pop(self._first_name[name])
+        return self._origins.pop(self._first_name[name])
 
 
 @dataclass
 class _Drawn:
     """A tensor that is still to be drawn, by this name."""
 
-    draws: Draws
+    draws: LaterDraws
     tensor: Tensor
     name: str
 
@@ -68,7 +71,7 @@ _FIRST: WeakKeyDictionary[nn.Module, FirstWeights] = WeakKeyDictionary()
 
 def build_drawn(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
     """Return a model with its numbers, each tensor drawn by a key of its name."""
-    draws = Draws(seed)
+    draws = LaterDraws(seed)
     with draws:
         module = make()
     for name, tensor in named_tensors(module).items():
@@ -79,7 +82,7 @@ def build_drawn(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
 
 def build_empty(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
     """Return the same model without numbers, as far as it can be, until `fill` gives it the same ones."""
-    draws = Draws(seed)
+    draws = LaterDraws(seed)
     with draws:
         module = make()
     _FIRST[module] = FirstWeights(module, draws)
@@ -89,6 +92,12 @@ def build_empty(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
 def first_weights(module: nn.Module) -> FirstWeights | None:
     """Return where a model without numbers gets them from; None if it has them."""
     return _FIRST.get(module)
+
+
+def fills(strategy: Strategy) -> Strategy:
+    """Mark a strategy that takes a model without numbers, and fills it once it is cut."""
+    strategy.fills = True  # type: ignore[attr-defined]
+    return strategy
 
 
 @torch.no_grad()
@@ -103,6 +112,7 @@ def fill(
     weights = _FIRST.pop(model, None)
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     filled: dict[int, Tensor] = {}
+    kept = [0]  # bytes of whole tensors that the C library may have kept
 
     def with_numbers(tensor: Tensor) -> Tensor:
         there = (parameters_on if isinstance(tensor, nn.Parameter) else None) or device
@@ -112,9 +122,16 @@ def fill(
             assert weights is not None
             filled[id(tensor)] = new = torch.empty_like(tensor, device=there)
             local(new).copy_(weights.take(names[id(tensor)])(_place(tensor)))
+            kept[0] += tensor.nbytes
+            if kept[0] > _MOST_KEPT:
+                kept[0] = 0
+                give_back_freed()
         return filled[id(tensor)]
 
     replace_tensors(model, with_numbers, stages=stages)
+
+
+_MOST_KEPT = 256 << 20
 
 
 def _place(tensor: Tensor) -> Place:

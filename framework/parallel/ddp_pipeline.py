@@ -5,13 +5,15 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.parallel.pipeline import FILLS, problems
+from framework.modules.first_weights import fills
+from framework.parallel.pipeline import problems
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.schedules import ScheduleName
 
-__all__ = ["FILLS", "ddp_pipeline", "problems"]  # the layers are cut as in `pipeline`
+__all__ = ["ddp_pipeline", "problems"]  # the layers are cut as in `pipeline`
 
 
+@fills
 def ddp_pipeline(
     model: nn.Module, *, world: World, forward: Forward, replicate: int | None, pipeline: int | None, schedule: ScheduleName
 ) -> Engine:

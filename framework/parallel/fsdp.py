@@ -13,7 +13,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.first_weights import fill
+from framework.modules.first_weights import fill, fills
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.parallel.dealing import dealing
@@ -26,7 +26,6 @@ import_dynamo()  # the first operation on shards would, in each of the workers: 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
 
 
-FILLS = True  # takes a model without numbers, and gives each process its part of them
 REMEDIES = ({"reshard_after_forward": False},)  # options with which a model may run that does not without
 
 
@@ -44,6 +43,7 @@ class Offloading(ShardOptions):
     cpu_offload: bool
 
 
+@fills
 def fsdp(model: nn.Module, *, world: World, forward: Forward, shard: int | None, **options: Unpack[Offloading]) -> Engine:
     """Shard the model, block by block: one block's parameters are gathered at a time. Collective."""
     return sharded(model, mesh=world.mesh(shard=shard), world=world, forward=forward, **options)

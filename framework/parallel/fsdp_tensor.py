@@ -9,11 +9,13 @@ from typing_extensions import Unpack
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
+from framework.modules.first_weights import fills
 from framework.parallel import fsdp
 from framework.parallel import tensor as tensors
 from framework.runtime.torch_internals import REDISTRIBUTION_LOG
 
 
+@fills
 def fsdp_tensor(
     model: nn.Module,
     *,
@@ -36,7 +38,7 @@ def problems(model: nn.Module, *, tensor: int, sequence: bool, **others: object)
     return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model)
 
 
-exact_options, FILLS, REMEDIES = fsdp.exact_options, fsdp.FILLS, fsdp.REMEDIES  # it is sharded as in `fsdp`
+exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # it is sharded as in `fsdp`
 
 
 def ignore_known() -> None:

@@ -7,15 +7,15 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
+from framework.modules.first_weights import fills
 from framework.modules.parts import chain_of
 from framework.parallel.pipelining.chain import stray_parameters, weighty
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import OwnForward, Uncut
 from framework.parallel.pipelining.schedules import STAGES_PER_RANK, ScheduleName
 
-FILLS = True  # takes a model without numbers
 
-
+@fills
 def pipeline(model: nn.Module, *, world: World, forward: Forward, pipeline: int | None, schedule: ScheduleName) -> Engine:
     """Cut the model over all processes. Collective."""
     return PipelineEngine(model, mesh=world.mesh(pipeline=pipeline), world=world, forward=forward, schedule=schedule)

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
+from framework.modules.first_weights import fills
 from framework.modules.parts import chain_of, separate
 from framework.parallel import fsdp
 from framework.parallel import pipeline as pipelines
@@ -19,9 +20,8 @@ from framework.parallel.fsdp_tensor import ignore_known
 from framework.parallel.pipelining.chain import Stage
 from framework.parallel.pipelining.engine import PipelineEngine
 
-FILLS = True  # takes a model without numbers
 
-
+@fills
 def pipeline_fsdp_tensor(
     model: nn.Module,
     *,

@@ -16,7 +16,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.first_weights import fill
+from framework.modules.first_weights import fill, fills
 from framework.modules.parts import blocks_of, own_answer
 from framework.modules.structure import has_dropout
 from framework.modules.trace import traced
@@ -25,9 +25,7 @@ from framework.runtime.torch_compiler import import_dynamo
 import_dynamo()  # as in fsdp.py
 
 
-FILLS = True  # takes a model without numbers
-
-
+@fills
 def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool) -> Engine:
     """Cut the model's linear layers over all processes, and with `sequence` the tokens between them. Collective."""
     mesh = world.mesh(tensor=tensor)
