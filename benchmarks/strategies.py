@@ -49,6 +49,7 @@ def strategies(count: int) -> dict[str, list[str]]:
         "pp+fsdp+tp": ["parallel=pp+fsdp+tp", "parallel.pipeline=2", f"parallel.shard={half}", "parallel.tensor=1"],
         "context": ["parallel=context", f"parallel.replicate={half}", "parallel.context=2"],
         "local-sgd": ["parallel=local-sgd"],
+        "diloco": ["parallel=diloco"],
         "parameter-server, sync": ["parallel=parameter-server"],
         "parameter-server, async": ["parallel=parameter-server", "parallel.mode=async"],
     }  # fmt: skip

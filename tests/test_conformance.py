@@ -76,7 +76,7 @@ def layouts(strategy: str) -> list[tuple[int, list[str]]]:
 
 
 # and says so; it has a test of its own, as has the asynchronous mode of the parameter server, which is synchronous by default
-NOT_EQUAL = ["local-sgd"]
+NOT_EQUAL = ["local-sgd", "diloco"]
 CASES = [
     (strategy, *layout)
     for strategy in options("parallel")

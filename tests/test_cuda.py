@@ -24,6 +24,7 @@ from framework.training.trainer import Trainer
 from tests import fake_cuda
 from tests.emulated_tensors import Emulated
 from tests.fake_cuda import BYTES, RACES, WAITS, call, call_ranks
+from tests.test_conformance import NOT_EQUAL
 
 RUN = ["trainer.max_epochs=null", "trainer.max_steps=12", "trainer.log_every=5", "checkpoint.every=null"]
 TOKENS = ["model=gpt", "model.dim=16", "model.num_layers=2", "dataset=synthetic", "dataset.kind=tokens",
@@ -216,7 +217,8 @@ def test_what_must_decide_in_a_step_waits_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "pipeline", "context", "local-sgd"))]
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "pipeline", "context", "local-sgd", "diloco"))],
 )
 def test_no_strategy_waits_in_a_step(strategy: str) -> None:
     line = [*TOKENS, f"parallel={strategy}", "launch.nproc_per_node=2"]
@@ -224,7 +226,7 @@ def test_no_strategy_waits_in_a_step(strategy: str) -> None:
     assert [device for device, _, _ in ranks] == ["cuda:0", "cuda:1"]
     for _, counted, _ in ranks:
         assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0], counted
-    if strategy != "local-sgd":  # whose processes meet now and then only
+    if strategy not in NOT_EQUAL:  # whose processes meet now and then only
         ((_, _, alone),) = call_ranks(steps_of_rank, 1, line=TOKENS)
         assert ranks[0][2] == pytest.approx(alone, rel=1e-5)
 
