@@ -88,6 +88,8 @@ VARIANTS = [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.stati
           ("ddp", 2, ["parallel.find_unused_parameters=true"]),
           ("fsdp", 2, ["trainer.activation_checkpointing=true", "parallel.reshard_after_forward=false"]),
           ("fsdp", 2, ["parallel.cpu_offload=true"]),
+          ("context", 2, ["parallel.attention=ring"]),
+          ("context", 4, ["parallel.context=2", "parallel.attention=ring"]),
           *(("pipeline", 2, [f"parallel.schedule={name}"]) for name in ("gpipe", "interleaved", "zero-bubble")),
           ("pp+fsdp+tp", 4, ["parallel.pipeline=2", "parallel.shard=1", "parallel.tensor=2"]),
           ("pp+fsdp+tp", 8, ["parallel.pipeline=2", "parallel.shard=2", "parallel.tensor=2"]),
@@ -143,7 +145,6 @@ REFUSED |= {(strategy, *key[1:]): line for key, line in REFUSED.items() if key[0
 REFUSED |= {
     ("pp+fsdp+tp", ranks, RESNET18): "parallel: TorchvisionClassifier ... only these can be sharded ..." for ranks in (2, 3, 4)
 }
-REFUSED["context", 3, "gpt, tied"] = "parallel.context: 3 ... 4 heads"
 REFUSED |= {("fsdp+tp", 3, model): REFUSED["tensor", 3, model] for model in ("vit", "gpt, tied", "cnn with BatchNorm")}
 
 
@@ -194,7 +195,7 @@ CROSSED = [(*case, model) for case in CASES for model in MODELS
            if (case[0], case[1], model) not in REFUSED and (model not in AT_MOST_TWO_RANKS or case[1] <= 2)
            and (model != RESNET18 or case[0] in ("ddp", "fsdp", "pipeline"))]  # fmt: skip
 CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with BatchNorm", "gpt, tied")
-            if "parallel.tensor=2" not in variant[2] or model == "gpt, tied"]  # fmt: skip
+            if model == "gpt, tied" or not ("parallel.tensor=2" in variant[2] or "context" in variant[0])]  # fmt: skip
 
 
 # the whole, and the variants of a strategy, are for `-m slow`

@@ -16,7 +16,7 @@ EXECUTION = (
 
 # null is what a run did before there were these keys
 _LATER = ("trainer.limit_batches", "trainer.overfit_batches", "dataset.tokenizer", "optimizer.iteration",
-          "trainer.deterministic")  # fmt: skip
+          "trainer.deterministic", "parallel.attention")  # fmt: skip
 
 
 def identity(config: dict[str, Any]) -> str:
