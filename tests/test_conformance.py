@@ -90,6 +90,7 @@ VARIANTS = [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.stati
           ("fsdp", 2, ["parallel.cpu_offload=true"]),
           ("context", 2, ["parallel.attention=ring"]),
           ("context", 4, ["parallel.context=2", "parallel.attention=ring"]),
+          ("fsdp+context", 4, ["parallel.context=2", "parallel.attention=ring", "trainer.activation_checkpointing=true"]),
           *(("pipeline", 2, [f"parallel.schedule={name}"]) for name in ("gpipe", "interleaved", "zero-bubble")),
           ("pp+fsdp+tp", 4, ["parallel.pipeline=2", "parallel.shard=1", "parallel.tensor=2"]),
           ("pp+fsdp+tp", 8, ["parallel.pipeline=2", "parallel.shard=2", "parallel.tensor=2"]),
@@ -134,8 +135,9 @@ REFUSED = {
     ("tensor", 3, "cnn with BatchNorm"): "parallel.tensor: 3 ... features ... CNN",
     ("tensor", 4, "cnn with BatchNorm"): "parallel.tensor: 4 ... features ... CNN",
 }
+CONTEXTS = ("context", "fsdp+context")
 ANSWERS_NOT = "parallel: {} ... mixers()"
-REFUSED |= {("context", ranks, model): ANSWERS_NOT.format(kind) for ranks in (2, 3, 4) for model, kind in [
+REFUSED |= {(strategy, ranks, model): ANSWERS_NOT.format(kind) for strategy in CONTEXTS for ranks in (2, 3, 4) for model, kind in [
     ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
 NO_CHAIN = "parallel: {} ... chain()"
 REFUSED |= {("pipeline", ranks, model): NO_CHAIN.format(kind) for ranks in (2, 3, 4) for model, kind in [
@@ -161,7 +163,7 @@ def test_what_a_strategy_cannot_do_is_refused_before_the_start(
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "context", "fsdp+tp"])
+@pytest.mark.parametrize("strategy", ["tensor", *CONTEXTS, "fsdp+tp"])
 def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tmp_path: Path) -> None:
     mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, 2))
     line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh, "launch.nproc_per_node=2"]
@@ -207,7 +209,15 @@ def crossed() -> Iterator[Any]:
         for optimizer in OPTIMIZERS if ranks <= 2 and model == "cnn with BatchNorm" else ["adamw"]:
             is_plain = (strategy, ranks, mesh) in CASES and optimizer == "adamw"
             is_extra = strategy in ("ddp", "fsdp") and ranks in (2, 3) and model == "cnn with BatchNorm"
-            is_one_of_many = strategy in ("hsdp", "fsdp+tp", "pp+fsdp+tp", "ddp+pp", "auto", "ddp+mp")  # made of the others
+            is_one_of_many = strategy in (
+                "hsdp",
+                "fsdp+tp",
+                "fsdp+context",
+                "pp+fsdp+tp",
+                "ddp+pp",
+                "auto",
+                "ddp+mp",
+            )  # made of the others
             is_quick = is_plain and not is_one_of_many and (model in QUICK.get(ranks, []) or is_extra)
             marks = [] if is_quick else [pytest.mark.slow]
             case = f"{name(strategy, ranks, mesh)}-{model}-{optimizer}"
@@ -245,7 +255,7 @@ def one_process_whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     [
         pytest.param(*case, id=name(*case), marks=[] if case[0] in ("ddp", "fsdp", "pipeline") else [pytest.mark.slow])
         for case in CASES
-        if case[1] == 3 and case[0] != "context"  # a CNN has no tokens
+        if case[1] == 3 and case[0] not in CONTEXTS  # a CNN has no tokens
     ],
 )
 def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(
