@@ -1,16 +1,22 @@
 """Bytes that each process holds for each parameter of the model, under each strategy, against the arithmetic.
 
     python benchmarks/memory.py
+    python benchmarks/memory.py peak
 
 Measured at the end of an optimizer step of AdamW in float32: the storages of all living tensors of the process, which are
 the parameters, their gradients, the optimizer's state, and, small here, the batch.
+
+`peak`: the most that a process takes from the machine while it builds, resumes, trains, saves and writes the final
+weights, beyond what it had before it built. The arithmetic leaves out activations and what the allocator keeps.
 """
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +79,95 @@ def living_bytes() -> int:
     return sum(storages.values())
 
 
+PEAK_MODEL = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=8", "dataset.num_train=16",
+              "dataset.num_val=1", "dataset.num_test=1", "dataset.vocab_size=8192", "model=gpt", "model.dim=1024", "model.num_layers=8",
+              "model.num_heads=8", "global_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=4", "trainer.eval_every=null",
+              "checkpoint.every=2", "rehearse=false"]  # fmt: skip
+PEAKS = {  # the overrides, and on how many processes a parameter, with its gradient and moments, is
+    "single": (["parallel=single"], 1),
+    "ddp, 2": (["parallel=ddp", "launch.nproc_per_node=2"], 1),
+    "fsdp, 2": (["parallel=fsdp", "launch.nproc_per_node=2"], 2),
+    "fsdp, 4": (["parallel=fsdp", "launch.nproc_per_node=4"], 4),
+    "tensor, 2": (["parallel=tensor", "launch.nproc_per_node=2"], 2),
+    "pipeline, 2": (["parallel=pipeline", "micro_batch_size=1", "launch.nproc_per_node=2"], 2),
+}
+# what is freed goes back at once, or the allocator's habits are measured
+ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+PHASES = ("build", "resume", "train", "save", "results")
+
+PEAK_RUN = RUN.replace("note_after_second_step", "note_peaks")
+
+
+def note_peaks(folder: str) -> None:
+    """Have every process write down, for each phase, the most memory that it took from the machine since before the build."""
+    from framework.build.training import Builder
+    from framework.checkpoint.saver import Saver
+    from framework.modes import train as mode
+    from framework.training.trainer import Trainer
+
+    peaks: dict[str, int] = {}
+    before: list[int] = []
+
+    def watched(holder: object, name: str, phase: str) -> None:
+        original = getattr(holder, name)
+
+        def run(*args, **kwargs):  # type: ignore[no-untyped-def]
+            gc.collect()
+            before.append(own_memory())
+            seen, is_over = [own_memory()], threading.Event()
+
+            def look() -> None:
+                while not is_over.wait(0.001):
+                    seen.append(own_memory())
+
+            looking = threading.Thread(target=look)
+            looking.start()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                is_over.set()
+                looking.join()
+                peaks[phase] = max(peaks.get(phase, 0), max(seen) - before[0])
+                Path(folder, f"{os.getpid()}.json").write_text(json.dumps(peaks))
+
+        setattr(holder, name, run)
+
+    for holder, name, phase in [(Builder, "trainer", "build"), (mode, "_continue", "resume"), (Trainer, "train_step", "train"),
+                                (Saver, "save", "save"), (mode, "_leave_results", "results")]:  # fmt: skip
+        watched(holder, name, phase)
+
+
+def own_memory() -> int:
+    """Return the bytes of memory that this process has from the machine, without pages of files, which it can have back."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def print_peaks() -> None:
+    print(f"{'strategy':12} {'most of any rank, MB':>22}" + "".join(f" {phase:>9}" for phase in PHASES))
+    for name, (overrides, share) in PEAKS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            command = [*PEAK_MODEL, *overrides, f"run.root={folder}/runs"]
+            peaks: dict[str, int] = {}
+            for more in (["trainer.max_steps=2", "name=first"], ["name=second"]):
+                (notes := Path(folder, "notes")).mkdir(exist_ok=True)
+                begin = next(iter(Path(folder).glob("runs/first/*")), None)
+                resume = [] if begin is None else [f"run.resume={begin}"]
+                values = {"ROOT": str(ROOT), "FOLDER": str(notes), "OVERRIDES": [*command, *more, *resume]}
+                header = "".join(f"{key} = {value!r}\n" for key, value in values.items())
+                subprocess.run([sys.executable, "-c", header + PEAK_RUN], capture_output=True, check=True, env=ENVIRONMENT)
+            for path in notes.glob("*.json"):
+                for phase, size in json.loads(path.read_text()).items():
+                    peaks[phase] = max(peaks.get(phase, 0), size)
+            (summary,) = Path(folder).glob("runs/second/*/summary.json")
+            whole = json.loads(summary.read_text())["parameters"] * 4
+        weights, state = whole / share, 4 * whole / share
+        arithmetic = {"build": weights, "resume": weights + 2 * whole / share, "train": state, "save": state + 3 * whole / share,
+                      "results": state}  # fmt: skip
+        print(f"{name:12} {'measured':>22}" + "".join(f" {peaks[phase] / 1e6:9.0f}" for phase in PHASES))
+        print(f"{'':12} {'arithmetic':>22}" + "".join(f" {arithmetic[phase] / 1e6:9.0f}" for phase in PHASES), flush=True)
+
+
 def measure(overrides: list[str]) -> tuple[int, list[int]]:
     """Return the number of parameters, and each rank's bytes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -95,4 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    print_peaks() if sys.argv[1:] == ["peak"] else main()

@@ -49,7 +49,10 @@ def strategies(count: int) -> dict[str, list[str]]:
         "ddp+pp": ["parallel=ddp+pp", f"parallel.replicate={half}", "parallel.pipeline=2"],
         "pp+fsdp+tp": ["parallel=pp+fsdp+tp", "parallel.pipeline=2", f"parallel.shard={half}", "parallel.tensor=1"],
         "context": ["parallel=context", f"parallel.replicate={half}", "parallel.context=2"],
+        "context, ring": ["parallel=context", f"parallel.replicate={half}", "parallel.context=2", "parallel.attention=ring"],
+        "fsdp+context": ["parallel=fsdp+context", f"parallel.shard={half}", "parallel.context=2"],
         "local-sgd": ["parallel=local-sgd"],
+        "diloco": ["parallel=diloco"],
         "parameter-server, sync": ["parallel=parameter-server"],
         "parameter-server, async": ["parallel=parameter-server", "parallel.mode=async"],
     }  # fmt: skip

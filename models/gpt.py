@@ -131,7 +131,7 @@ class Attention(nn.Module):
 
 
 class CausalMix(nn.Module):
-    """Give queries and keys their positions, then average the values.
+    """Give queries and keys their positions, shape (T,) or 0 to T - 1, then average the values.
 
     It has no parameters, and it is the only place where tokens meet: the rest of the model treats each on its own.
     """
@@ -140,9 +140,10 @@ class CausalMix(nn.Module):
         super().__init__()
         self.dropout = dropout
 
-    def forward(self, q_BNTE: Tensor, k_BNTE: Tensor, v_BNTE: Tensor) -> Tensor:
+    def forward(self, q_BNTE: Tensor, k_BNTE: Tensor, v_BNTE: Tensor, positions: Tensor | None = None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(rotate(q_BNTE), rotate(k_BNTE), v_BNTE, dropout_p=dropout, is_causal=True)
+        q_BNTE, k_BNTE = rotate(q_BNTE, positions), rotate(k_BNTE, positions)
+        return F.scaled_dot_product_attention(q_BNTE, k_BNTE, v_BNTE, dropout_p=dropout, is_causal=True)
 
 
 class MLP(nn.Module):
@@ -157,16 +158,20 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x_BTD)))
 
 
-def rotate(x_BNTE: Tensor) -> Tensor:
+def rotate(x_BNTE: Tensor, positions: Tensor | None = None) -> Tensor:
     """Turn each pair (i, i + E/2) of a head by an angle proportional to the token's position.
 
-    The product of a turned query and a turned key then depends on the distance of the two tokens only.
+    The product of a turned query and a turned key then depends on the distance of the two tokens only. Positions: (T,), or
+    None for 0 to T - 1.
     """
     num_tokens, head_dim = x_BNTE.shape[-2:]
     dtype = torch.promote_types(x_BNTE.dtype, torch.float32)  # a 16-bit cosine would blur far positions
     is_plain = type(x_BNTE) is Tensor and not torch.compiler.is_compiling()  # no tracer's stand-in
     table = kept_rotary_table if is_plain else rotary_table
-    cos, sin = table(num_tokens, head_dim, dtype, x_BNTE.device)
+    if positions is None:
+        cos, sin = table(num_tokens, head_dim, dtype, x_BNTE.device)
+    else:
+        cos, sin = rotary_angles(positions, head_dim, dtype)
     first, second = x_BNTE.to(dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BNTE.dtype)
 
@@ -187,9 +192,13 @@ def rotary_table(num_tokens: int, head_dim: int, dtype: torch.dtype, device: tor
 
     They are no buffers: `.to(dtype)` would round these, and they would never recover.
     """
-    positions = torch.arange(num_tokens, dtype=torch.float64, device=device)
-    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
-    angles = torch.outer(positions, ROTARY_BASE ** (-2 * pairs / head_dim))
+    return rotary_angles(torch.arange(num_tokens, device=device), head_dim, dtype)
+
+
+def rotary_angles(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the same for tokens at some positions, (T,)."""
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
+    angles = torch.outer(positions.double(), ROTARY_BASE ** (-2 * pairs / head_dim))
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

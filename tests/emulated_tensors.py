@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map
 
 TYPES = {"emu", "cuda"}  # of devices that are emulated
@@ -176,3 +177,48 @@ for _name, _theirs in {
     "alltoall_base": "alltoall_base",
 }.items():
     setattr(GlooForEmulated, _name, _by_gloo(_theirs))
+
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _functional(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answer for the collectives that DTensor uses, which name their group."""
+    if operation.namespace != "_c10d_functional":
+        return NotImplemented
+    given = {a.name: value for a, value in zip(operation._schema.arguments, args)} | kwargs
+    name, tensor = operation._opname, args[0]
+    if "group_name" not in given:  # it has been waited for
+        return Emulated(tensor.stored, tensor.device)
+    group: Any = distributed_c10d._resolve_process_group(given["group_name"])
+    gloo, source = group._gloo, tensor.stored.contiguous()
+    size, rest = group.size(), source.shape[1:]
+    if name in ("all_reduce", "all_reduce_", "broadcast", "broadcast_"):
+        result = tensor.stored if name.endswith("_") else source.clone()
+    elif name == "all_gather_into_tensor":
+        result = source.new_empty(source.shape[0] * size, *rest)
+    elif name == "reduce_scatter_tensor":
+        result = source.new_empty(source.shape[0] // size, *rest)
+    else:
+        result = source.new_empty(sum(given["output_split_sizes"]), *rest)
+    options = dist.AllreduceOptions() if name.startswith("all_reduce") else dist.ReduceScatterOptions()
+    if "reduce_op" in given:
+        options.reduceOp = _REDUCTIONS[given["reduce_op"]]
+    if name.startswith("all_reduce"):
+        gloo.allreduce([result], options).wait()
+    elif name.startswith("broadcast"):
+        broadcast = dist.BroadcastOptions()
+        broadcast.rootRank = given["src"]
+        gloo.broadcast([result], broadcast).wait()
+    elif name == "all_gather_into_tensor":
+        gloo._allgather_base(result, source).wait()
+    elif name == "reduce_scatter_tensor":
+        gloo._reduce_scatter_base(result, source, options).wait()
+    else:
+        gloo.alltoall_base(result, source, given["output_split_sizes"], given["input_split_sizes"]).wait()
+    if given.get("reduce_op") == "avg":
+        result /= size
+    return tensor if name.endswith("_") else Emulated(result, tensor.device)
+
+
+INSTEAD.append(_functional)

@@ -140,7 +140,7 @@ def test_a_run_goes_on_under_another_strategy(
 LONGER = [*RUN, "trainer.max_steps=16"]
 CHAINS = [
     [("ddp", 2), ("fsdp", 3), ("tensor", 2), ("single", None), ("hsdp", 4), ("ddp", 4)],
-    [("zero", 3), ("context", 4), ("fsdp+tp", 4), ("zero", 2), ("dp", None), ("fsdp", 2)],
+    [("zero", 3), ("context", 4), ("fsdp+tp", 4), ("fsdp+context", 4), ("zero", 2), ("dp", None), ("fsdp", 2)],
     [("ddp", 2), ("fsdp", 3), ("pipeline", 2), ("tensor", 2), ("single", None), ("hsdp", 4), ("ddp", 4)],
     [("parameter-server", 3), ("pp+fsdp+tp", 4), ("ddp+pp", 4), ("model-parallel", None), ("auto", 2), ("pp+fsdp+tp", 2)],
 ]

@@ -12,7 +12,7 @@ from framework.build import components
 from framework.config.folders import options
 from framework.data.order import Order
 from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, slow_but
-from tests.test_conformance import MODELS, NOT_EQUAL, RUN, SMALL, layouts, name
+from tests.test_conformance import CONTEXTS, MODELS, NOT_EQUAL, RUN, SMALL, layouts, name
 from tests.test_resume import after_step, crash
 
 STRATEGIES = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL)]
@@ -75,7 +75,7 @@ STEPS = {
 }
 WHOLE = "the task has a step of its own"
 REFUSED = {
-    **{(task, strategy): WHOLE for task in STEPS for strategy in ("pipeline", "ddp+pp", "context")},
+    **{(task, strategy): WHOLE for task in STEPS for strategy in ("pipeline", "ddp+pp", *CONTEXTS)},
     **{(task, "pp+fsdp+tp"): "does not answer chain()" for task in STEPS},
     **{("GradientPenalty", strategy): "2 processes" for strategy in ("fsdp", "hsdp", "tensor", "fsdp+tp")},
 }

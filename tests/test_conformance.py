@@ -76,7 +76,7 @@ def layouts(strategy: str) -> list[tuple[int, list[str]]]:
 
 
 # and says so; it has a test of its own, as has the asynchronous mode of the parameter server, which is synchronous by default
-NOT_EQUAL = ["local-sgd"]
+NOT_EQUAL = ["local-sgd", "diloco"]
 CASES = [
     (strategy, *layout)
     for strategy in options("parallel")
@@ -88,6 +88,9 @@ VARIANTS = [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.stati
           ("ddp", 2, ["parallel.find_unused_parameters=true"]),
           ("fsdp", 2, ["trainer.activation_checkpointing=true", "parallel.reshard_after_forward=false"]),
           ("fsdp", 2, ["parallel.cpu_offload=true"]),
+          ("context", 2, ["parallel.attention=ring"]),
+          ("context", 4, ["parallel.context=2", "parallel.attention=ring"]),
+          ("fsdp+context", 4, ["parallel.context=2", "parallel.attention=ring", "trainer.activation_checkpointing=true"]),
           *(("pipeline", 2, [f"parallel.schedule={name}"]) for name in ("gpipe", "interleaved", "zero-bubble", "zbv")),
           ("pipeline", 2, ["parallel.balance=time"]),
           ("pp+fsdp+tp", 4, ["parallel.pipeline=2", "parallel.shard=1", "parallel.tensor=2"]),
@@ -133,8 +136,9 @@ REFUSED = {
     ("tensor", 3, "cnn with BatchNorm"): "parallel.tensor: 3 ... features ... CNN",
     ("tensor", 4, "cnn with BatchNorm"): "parallel.tensor: 4 ... features ... CNN",
 }
+CONTEXTS = ("context", "fsdp+context")
 ANSWERS_NOT = "parallel: {} ... mixers()"
-REFUSED |= {("context", ranks, model): ANSWERS_NOT.format(kind) for ranks in (2, 3, 4) for model, kind in [
+REFUSED |= {(strategy, ranks, model): ANSWERS_NOT.format(kind) for strategy in CONTEXTS for ranks in (2, 3, 4) for model, kind in [
     ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
 NO_CHAIN = "parallel: {} ... chain()"
 REFUSED |= {("pipeline", ranks, model): NO_CHAIN.format(kind) for ranks in (2, 3, 4) for model, kind in [
@@ -144,7 +148,6 @@ REFUSED |= {(strategy, *key[1:]): line for key, line in REFUSED.items() if key[0
 REFUSED |= {
     ("pp+fsdp+tp", ranks, RESNET18): "parallel: TorchvisionClassifier ... only these can be sharded ..." for ranks in (2, 3, 4)
 }
-REFUSED["context", 3, "gpt, tied"] = "parallel.context: 3 ... 4 heads"
 REFUSED |= {("fsdp+tp", 3, model): REFUSED["tensor", 3, model] for model in ("vit", "gpt, tied", "cnn with BatchNorm")}
 
 
@@ -161,7 +164,7 @@ def test_what_a_strategy_cannot_do_is_refused_before_the_start(
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "context", "fsdp+tp"])
+@pytest.mark.parametrize("strategy", ["tensor", *CONTEXTS, "fsdp+tp"])
 def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tmp_path: Path) -> None:
     mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, 2))
     line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh, "launch.nproc_per_node=2"]
@@ -195,7 +198,7 @@ CROSSED = [(*case, model) for case in CASES for model in MODELS
            if (case[0], case[1], model) not in REFUSED and (model not in AT_MOST_TWO_RANKS or case[1] <= 2)
            and (model != RESNET18 or case[0] in ("ddp", "fsdp", "pipeline"))]  # fmt: skip
 CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with BatchNorm", "gpt, tied")
-            if "parallel.tensor=2" not in variant[2] or model == "gpt, tied"]  # fmt: skip
+            if model == "gpt, tied" or not ("parallel.tensor=2" in variant[2] or "context" in variant[0])]  # fmt: skip
 
 
 # the whole, and the variants of a strategy, are for `-m slow`
@@ -207,7 +210,15 @@ def crossed() -> Iterator[Any]:
         for optimizer in OPTIMIZERS if ranks <= 2 and model == "cnn with BatchNorm" else ["adamw"]:
             is_plain = (strategy, ranks, mesh) in CASES and optimizer == "adamw"
             is_extra = strategy in ("ddp", "fsdp") and ranks in (2, 3) and model == "cnn with BatchNorm"
-            is_one_of_many = strategy in ("hsdp", "fsdp+tp", "pp+fsdp+tp", "ddp+pp", "auto", "ddp+mp")  # made of the others
+            is_one_of_many = strategy in (
+                "hsdp",
+                "fsdp+tp",
+                "fsdp+context",
+                "pp+fsdp+tp",
+                "ddp+pp",
+                "auto",
+                "ddp+mp",
+            )  # made of the others
             is_quick = is_plain and not is_one_of_many and (model in QUICK.get(ranks, []) or is_extra)
             marks = [] if is_quick else [pytest.mark.slow]
             case = f"{name(strategy, ranks, mesh)}-{model}-{optimizer}"
@@ -245,7 +256,7 @@ def one_process_whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     [
         pytest.param(*case, id=name(*case), marks=[] if case[0] in ("ddp", "fsdp", "pipeline") else [pytest.mark.slow])
         for case in CASES
-        if case[1] == 3 and case[0] != "context"  # a CNN has no tokens
+        if case[1] == 3 and case[0] not in CONTEXTS  # a CNN has no tokens
     ],
 )
 def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(

@@ -11,8 +11,8 @@ import torch
 
 from framework import compose
 from framework.build.training import Builder
-from framework.checkpoint.canonical import full_weights
 from framework.checkpoint.copies import HostCopies
+from framework.checkpoint.gathering import gathered, state_of
 from framework.data.digits import Digits
 from framework.data.loader import Loader
 from framework.data.order import Order
@@ -24,6 +24,7 @@ from framework.training.trainer import Trainer
 from tests import fake_cuda
 from tests.emulated_tensors import Emulated
 from tests.fake_cuda import BYTES, RACES, WAITS, call, call_ranks
+from tests.test_conformance import NOT_EQUAL
 
 RUN = ["trainer.max_epochs=null", "trainer.max_steps=12", "trainer.log_every=5", "checkpoint.every=null"]
 TOKENS = ["model=gpt", "model.dim=16", "model.num_layers=2", "dataset=synthetic", "dataset.kind=tokens",
@@ -169,7 +170,9 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
         trainer.take(step)
         step = next(following)
         counted.append(seen())
-    norm = sum(float(torch.linalg.vector_norm(value)) for value in full_weights(trainer.engine.module, world=found).values())
+    norm = sum(
+        float(torch.linalg.vector_norm(value)) for value in gathered(state_of(trainer.engine.module), world=found).tensors
+    )
     found.groups.leave()
     found.agreement.barrier()
     return [str(found.device), counted[2:], norm if rank == 0 else None]
@@ -214,7 +217,8 @@ def test_what_must_decide_in_a_step_waits_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "pipeline", "context", "local-sgd"))]
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "pipeline", "context", "local-sgd", "diloco"))],
 )
 def test_no_strategy_waits_in_a_step(strategy: str) -> None:
     line = [*TOKENS, f"parallel={strategy}", "launch.nproc_per_node=2"]
@@ -222,7 +226,7 @@ def test_no_strategy_waits_in_a_step(strategy: str) -> None:
     assert [device for device, _, _ in ranks] == ["cuda:0", "cuda:1"]
     for _, counted, _ in ranks:
         assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0], counted
-    if strategy != "local-sgd":  # whose processes meet now and then only
+    if strategy not in NOT_EQUAL:  # whose processes meet now and then only
         ((_, _, alone),) = call_ranks(steps_of_rank, 1, line=TOKENS)
         assert ranks[0][2] == pytest.approx(alone, rel=1e-5)
 

@@ -22,7 +22,7 @@ from framework.training.recovery import Recovery
 from framework.training.trainer import Trainer
 from tests.checkpoint.sealing import edit
 from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, note_steps, slow_but
-from tests.test_conformance import MODELS, layouts
+from tests.test_conformance import CONTEXTS, MODELS, NOT_EQUAL, layouts
 from tests.test_conformance import RUN as CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 
@@ -228,7 +228,7 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(action: str, tmp_path: Pa
 
 
 IMAGES = [*CONFORMANCE, *MODELS["vit"], "checkpoint.every=4"]  # steps 1 to 5 see 66 samples
-TWO_RANKS = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", "context")]
+TWO_RANKS = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *CONTEXTS)]
 
 
 @pytest.fixture(scope="module")
@@ -245,11 +245,11 @@ def test_any_strategy_gets_over_it(
     strategy: str, ranks: int, mesh: list[str], action: str, one_process: dict[str, Ended], tmp_path: Path
 ) -> None:
     line = [*IMAGES, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, action]
-    if strategy == "local-sgd":
+    if strategy in NOT_EQUAL:
         line += ["parallel.sync_every=2", "trainer.eval_every=4"]
     ended = finished(*line, root=tmp_path / "runs", before=bad_batches(80, everywhere=True))
     assert "of step 7 is not finite: " in ended.output
-    if strategy != "local-sgd":  # which is not equal to one process, and says so
+    if strategy not in NOT_EQUAL:  # which is not equal to one process, and says so
         assert_close(ended, one_process[action])
 
 

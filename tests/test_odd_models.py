@@ -11,16 +11,16 @@ import pytest
 from framework.config.folders import CONF
 from tests.harness import Ended, assert_close, command, finished
 from tests.parallel.test_model_parallel import on_emulated
-from tests.test_conformance import CASES, RUN, SMALL, name
+from tests.test_conformance import CASES, CONTEXTS, RUN, SMALL, name
 
 NODE = "_target_: tests.odd_models.{}\nin_channels: null\nimage_size: null\nnum_classes: null\ndim: 12\n"
 MODELS = ["OneBlock", "Woven", "Chained", "Unused", "Scalar"]
 LINE = [*RUN, *SMALL, "optimizer=adamw", "optimizer.lr=0.01", "trainer.ema_decay=0.8", "trainer.eval_every=3"]
-SHARDED = ("fsdp", "hsdp", "fsdp+tp", "pp+fsdp+tp")
+SHARDED = ("fsdp", "hsdp", "fsdp+tp", "fsdp+context", "pp+fsdp+tp")
 
 PAIRS = [case for case in CASES if case[1] <= 2]
 TAKES_NONE = {  # what a strategy asks and a model does not answer
-    "context": "does not answer mixers()",
+    **dict.fromkeys(CONTEXTS, "does not answer mixers()"),
     **dict.fromkeys(("pipeline", "ddp+pp", "pp+fsdp+tp"), "does not answer chain()"),
 }
 
@@ -49,7 +49,7 @@ def one(odd: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Ca
 def refusal(strategy: str, model: str) -> str | None:
     if strategy in ("pipeline", "ddp+pp") and model in ("OneBlock", "Unused", "Scalar"):
         return f"parallel: pipeline: 2 stages, but {model} has 1 block; take fewer"  # which its forward enters three times
-    if strategy == "context" or model != "Chained":
+    if strategy in CONTEXTS or model != "Chained":
         asked = TAKES_NONE.get(strategy)
         if asked is not None:
             return f"parallel: {model} {asked}"

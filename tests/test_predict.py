@@ -25,7 +25,7 @@ from framework.modes import predict
 from framework.runtime.preemption import PREEMPTION
 from framework.tasks.classification import Classification
 from tests.harness import Ended, Says, command, finished, wait_for
-from tests.test_conformance import layouts
+from tests.test_conformance import CONTEXTS, layouts
 from tests.test_evaluate import RUN as TOKENS
 
 IMAGES = ["dataset=synthetic", "dataset.num_train=32", "dataset.num_val=7", "dataset.num_test=15", "dataset.image_size=8", "model=cnn",
@@ -106,7 +106,7 @@ def test_every_strategy_writes_the_same(
     trained = run("tokens")
     shutil.copytree(trained.directory, tmp_path / "copy", ignore=shutil.ignore_patterns("predictions", ".predict"))
     line = [f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh]
-    if strategy == "context":
+    if strategy in CONTEXTS:
         refused = command("mode=predict", f"run.dir={tmp_path / 'copy'}", *line, root=tmp_path / "none")
         assert refused.code == 78 and "mode: takes the outputs of whole samples" in refused.output
         return

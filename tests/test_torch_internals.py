@@ -286,4 +286,4 @@ def uses_of_privates(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "framework").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_private_names_are_in_two_files(path: Path) -> None:
-    assert uses_of_privates(path) == [] or path.name in ("torch_internals.py", "torch_compiler.py")
+    assert uses_of_privates(path) == [] or path.name in ("torch_internals.py", "torch_compiler.py", "torch_memory.py")

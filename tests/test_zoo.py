@@ -8,7 +8,7 @@ import pytest
 
 from framework.config.folders import options
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
-from tests.test_conformance import NOT_EQUAL, layouts, name
+from tests.test_conformance import CONTEXTS, NOT_EQUAL, layouts, name
 from tests.test_resume import after_step, crash
 from tests.zoo import IMAGES, TOKENS, make
 
@@ -34,13 +34,13 @@ NO_CHAIN, NO_ROW, UNSHARDED = (
 )
 PIPELINES = ("pipeline", "ddp+pp")
 ALONE = ("dp", "model-parallel")  # one process
-ALL = [strategy for strategy, *_ in STRATEGIES if strategy not in (*ALONE, "context", *PIPELINES, "pp+fsdp+tp")]
+ALL = [strategy for strategy, *_ in STRATEGIES if strategy not in (*ALONE, *CONTEXTS, *PIPELINES, "pp+fsdp+tp")]
 LISTED = ("functional dropout", "spectral norm", "weight norm")  # an nn.Sequential, or a chain()
 NOT_IN_A_ROW = ["hf resnet", "timm convnext", "timm swin", "torchvision swin", "torchvision densenet", "layer drop", "codebook", "queue",
                 "frozen part", "moe", "one moe", "unet", "autograd function", "gradient penalty", "hf mixtral", "x-transformers", "lstm",
                 "nn.MultiheadAttention"]  # fmt: skip
 REFUSED = {
-    **{(model, "context"): "does not answer mixers()" for model in (*IMAGES, *TOKENS)},
+    **{(model, strategy): "does not answer mixers()" for model in (*IMAGES, *TOKENS) for strategy in CONTEXTS},
     **{(model, "pp+fsdp+tp"): UNSHARDED for model in (*IMAGES, *TOKENS) if model not in LISTED},
     **{(model, strategy): NO_ROW for model in NOT_IN_A_ROW for strategy in PIPELINES},
     **{(model, strategy): "divides the features of no linear layer" for strategy in ("tensor", "fsdp+tp")

@@ -100,16 +100,21 @@ def derived(task: "Task") -> Callable[[dict[str, float]], dict[str, float]]:
     return getattr(task, "derived", lambda means: {})
 
 
-def model(node: Node, *, seed: int) -> "nn.Module":
-    """Build the model, its weights drawn from the run's seed: the same on every rank, under every strategy."""
+def model(node: Node, *, seed: int, draws: int = 1, is_filled: bool = True) -> "nn.Module":
+    """Build the model, its weights drawn from the run's seed: the same on every rank, under every strategy.
+
+    `draws`: in which format (`run.draws`). Not filled, in format 2, it has no numbers until `first_weights.fill`.
+    """
     import torch
 
+    from framework.modules.first_weights import build_drawn, build_empty
     from framework.modules.parts import give_parts
     from framework.randomness import key, seed_generators
 
     torch.manual_seed(key(seed, "weights"))  # on every device
     seed_generators(key(seed, "weights"))
-    built = component({name: value for name, value in node.items() if name not in (*INIT, "parts")})()
+    make = component({name: value for name, value in node.items() if name not in (*INIT, "parts")})
+    built = make() if draws == 1 else (build_drawn if is_filled else build_empty)(make, seed=seed)
     if isinstance(built, torch.nn.Module) and node.get("parts"):
         give_parts(built, node["parts"])
     return built

@@ -19,7 +19,7 @@ from framework.config.code import own_modules
 from framework.config.init_from import entries_of
 from framework.config.renamed import first_target
 from framework.config.schema import RunConfig
-from framework.config.targets import component
+from framework.config.targets import component, locate
 from framework.data.loader import Loader, Splits, load_shared
 from framework.data.order import Order
 from framework.data.source import Dataset, Selected, Source, Split
@@ -103,9 +103,11 @@ class Builder:
         """What takes the outputs in evaluations."""
         return self.metrics.observe if self.config.metric else None
 
-    def model(self) -> nn.Module:
-        """Return the model with its weights drawn from the seed, in the precision's type."""
-        return torch_internals.cast(components.model(self.config.model, seed=self.config.seed), self.precision.parameters)
+    def model(self, *, is_filled: bool = True) -> nn.Module:
+        """Return the model with weights drawn from the seed, in the precision's type; or to be filled, if its strategy does."""
+        config, is_filled = self.config, is_filled or not hasattr(locate(self.config.parallel["_target_"]), "fills")
+        model = components.model(config.model, seed=config.seed, draws=config.run.draws, is_filled=is_filled)
+        return torch_internals.cast(model, self.precision.parameters)
 
     def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
         """Return the model's modules in a table (framework/modules/summary.py); `example`: if the data tell no shapes."""
@@ -140,13 +142,9 @@ class Builder:
         config, precision = self.config, self.precision
         example = components.example(self.dataset.info, dtype=precision.parameters)
         return Forward(
-            self.task,
-            seed=config.seed,
-            devices=self.world.devices,
-            autocast=precision.autocast,
-            example=example,
+            self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, example=example,
             observe=self.observe,
-        )
+        )  # fmt: skip
 
     def splits(self, engine: Engine) -> Splits:
         """Return this rank's part of the dataset, loaded at its first use."""
@@ -207,7 +205,7 @@ class Builder:
         config, world, store, saving = self.config, self.world, self.store(), self.config.checkpoint
         sinks = components.sinks(config.logger) if world.rank == 0 else {}
         recorder = Recorder(self.directory, world=world, sinks=sinks)
-        module = self.model()
+        module = self.model(is_filled=False)
         module.train()  # once, as in any loop: a library may give it in eval mode, and an author may override train()
         structure.freeze_parameters(module, config.trainer.freeze)
         if config.model.get("init_from") and store.is_empty:

@@ -16,7 +16,7 @@ from framework.checkpoint.shard_file import Inventory, inventory_of, read_tensor
 from framework.checkpoint.state import STATE
 from framework.checkpoint.tensors import stored_chunks
 from framework.distributed.world import World
-from framework.modules.tensors import whole, whole_like
+from framework.modules.tensors import whole_like
 
 
 def state_tensors(held: Held) -> dict[str, Tensor]:
@@ -194,32 +194,3 @@ def _optimizer_targets(inventory: Inventory, module: nn.Module, optimizer: Optim
 
 def _optimized(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def full_weights(module: nn.Module, *, world: World) -> dict[str, Tensor]:
-    """Return the whole model on the CPU of rank 0, a separate tensor for every name; on other ranks, their part.
-
-    Collective: shards are gathered one by one, and rank 0 receives what it does not have.
-    """
-    # copies: tied weights must not share memory
-    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    return on_rank_0(
-        {name: whole(value).detach().to("cpu", copy=True).contiguous() for name, value in state.items()}, world=world
-    )
-
-
-def on_rank_0(own: dict[str, Tensor], *, world: World) -> dict[str, Tensor]:
-    """Return on rank 0 the CPU tensors that any rank has, each from the first that has it; elsewhere its own. Collective."""
-    found = dict(own)
-    held = world.agreement.gather({name: (value.shape, value.dtype) for name, value in own.items()})
-    senders: dict[str, int] = {}
-    for rank, names in enumerate(held):
-        for name in names:
-            senders.setdefault(name, rank)
-    for name, sender in senders.items():
-        if sender != 0 and world.rank == 0:
-            shape, dtype = held[sender][name]
-            found[name] = world.agreement.receive(torch.empty(shape, dtype=dtype), source=sender)
-        elif sender == world.rank != 0:
-            world.agreement.send(own[name], to=0)
-    return found

@@ -5,8 +5,9 @@ reader reads both. Its writer makes two copies of all tensors with the interpret
 """
 
 import json
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,15 +38,28 @@ def write_shard(path: Path, chunks: Mapping[Chunk, Tensor]) -> dict[str, Any]:
     """
     # the largest numbers first, so that each begins where its type may
     order = sorted(chunks, key=lambda chunk: (-chunks[chunk].element_size(), chunk))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", PLACES: json.dumps(
-        {chunk.name: {"saved_offsets": chunk.offsets} for chunk in order})}}  # fmt: skip
+    places = {chunk.name: {"saved_offsets": chunk.offsets} for chunk in order}
+    kinds = {chunk.name: (chunks[chunk].dtype, chunk.sizes) for chunk in order}
+    metadata = {"format": "pt", PLACES: json.dumps(places)}
+    return write_safetensors(path, kinds, (chunks[chunk] for chunk in order), metadata=metadata)
+
+
+Kinds = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # of tensors: type and shape
+
+
+def write_safetensors(path: Path, kinds: Kinds, tensors: Iterable[Tensor], *, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Write a new file of tensors, which may come one by one, in the order of their kinds, and flush it.
+
+    Returns its size and checksum, as a manifest has them. Larger numbers have to come before smaller ones.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for chunk in order:
-        begin, end = end, end + chunks[chunk].numel() * chunks[chunk].element_size()
-        header[chunk.name] = {"dtype": dtype_name(chunks[chunk].dtype), "shape": chunk.sizes, "data_offsets": [begin, end]}
+    for name, (dtype, shape) in kinds.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return write_hashed(path, [struct.pack("<Q", len(text)) + text], (_memory(chunks[chunk]) for chunk in order))
+    return write_hashed(path, [struct.pack("<Q", len(text)) + text], map(_memory, tensors))
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,6 +17,7 @@ from framework.checkpoint.kept import set_extra_state
 from framework.checkpoint.stored import NUM_LISTED, Stored, listed, stored_tensors, tensors_of
 from framework.config.init_from import InitFile
 from framework.distributed.world import World
+from framework.modules.first_weights import Place, first_weights
 from framework.runtime.exits import NoValidCheckpoint
 from framework.runtime.files import checksum
 from framework.runtime.log import LOGGER
@@ -94,20 +97,33 @@ def load_file(path: Path, module: nn.Module) -> Fit:
 def load_tensors(tensors: Mapping[str, Stored], module: nn.Module) -> Fit:
     """Copy the fitting tensors of files into the model, in the model's dtypes; return the fit.
 
-    The model is whole, and on the CPU: no strategy has changed it yet. Of a file, only what fits is read.
+    The model is on the CPU: no strategy has changed it yet. Of a file, only what fits is read. A parameter without numbers
+    (framework/modules/first_weights.py) reads, when it is cut, the part that this rank has.
     """
-    fit = Fit.of(tensors, module)
-    state = module.state_dict()
+    fit, state, waiting = Fit.of(tensors, module), module.state_dict(), first_weights(module)
     for path in dict.fromkeys(stored.path for stored in tensors.values()):
         here = {name: stored for name, stored in tensors.items() if stored.path == path}
-        with safe_open(path, framework="pt") as file:
-            for name in filter(here.__contains__, fit.fitting):
-                value = file.get_tensor(here[name].name)
-                state[name].copy_(value.t() if here[name].is_transposed else value)
-            is_named_alike = all(stored.name == name for name, stored in here.items())
-            if not fit.faults and is_named_alike and EXTRA_STATE in (metadata := file.metadata() or {}):
-                set_extra_state(module, parse_json(metadata[EXTRA_STATE]))
+        file = safe_open(path, framework="pt")  # closed when nothing reads from it any more
+        for name in filter(here.__contains__, fit.fitting):
+            read = partial(_read, file, here[name])
+            if state[name].is_meta:
+                assert waiting is not None
+                waiting.give(name, read)
+            else:
+                state[name].copy_(read(()))
+        is_named_alike = all(stored.name == name for name, stored in here.items())
+        if not fit.faults and is_named_alike and EXTRA_STATE in (metadata := file.metadata() or {}):
+            set_extra_state(module, parse_json(metadata[EXTRA_STATE]))
     return fit
+
+
+def _read(file: Any, stored: Stored, place: Place) -> Tensor:
+    """Return a part of a tensor as the model gets it; an empty place is all of it."""
+    if not place:
+        whole: Tensor = file.get_tensor(stored.name)
+        return whole.t() if stored.is_transposed else whole
+    part = file.get_slice(stored.name)
+    return part[place[::-1]].t() if stored.is_transposed else part[place]  # type: ignore[no-any-return]
 
 
 def warm_start(module: nn.Module, entries: Sequence[InitFile], *, digests: Mapping[str, str], world: World) -> None:

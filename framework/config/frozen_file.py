@@ -62,9 +62,19 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def frozen_draws(directory: Path) -> int | None:
+    """Return how the run in this directory draws its first weights (`run.draws`), or None if nothing has been frozen there."""
+    run = _frozen_run(directory)
+    return run.get("draws", 1) if run else None
+
+
 def frozen_run_id(directory: Path) -> str | None:
     """Return the id of the run in this directory, or None if no configuration has been frozen there."""
+    return _frozen_run(directory).get("id")
+
+
+def _frozen_run(directory: Path) -> dict[str, Any]:
     try:
-        return yaml.safe_load((directory / "config.yaml").read_text())["run"]["id"]
+        return dict(yaml.safe_load((directory / "config.yaml").read_text())["run"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
-        return None
+        return {}

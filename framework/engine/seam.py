@@ -149,8 +149,11 @@ class Engine(Protocol):
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
 
-    def can_pause(self, step: int) -> bool:
-        """Return whether any strategy can continue from the state after this many steps."""
+    def meet(self, step: int, *, is_last: bool) -> bool:
+        """Let ranks that train apart agree after this many steps, taken or left out, if it is time; after the last, it is.
+
+        Returns whether any strategy can continue from the state.
+        """
         return True
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
@@ -197,8 +200,8 @@ class EngineAround(Engine):
     def sync_buffers(self) -> None:
         self._engine.sync_buffers()
 
-    def can_pause(self, step: int) -> bool:
-        return self._engine.can_pause(step)
+    def meet(self, step: int, *, is_last: bool) -> bool:
+        return self._engine.meet(step, is_last=is_last)
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return self._engine.make_optimizer(build, trained)

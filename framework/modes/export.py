@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from framework.build.training import Builder
-from framework.checkpoint.canonical import full_weights
+from framework.checkpoint.gathering import state_of
 from framework.config.frozen_file import digest_of, recall
 from framework.data.loader import as_tensors
 from framework.data.source import Dataset
@@ -141,7 +141,8 @@ def _compared(name: str, make: Callable[[], Program], module: nn.Module, samples
 
 def _safetensors(model: LoadedModel, build: Builder) -> bytes:
     facts = {"run_id": build.config.run.id, "config_hash": digest_of(recall(build.directory.path)), "step": str(model.step)}
-    return save(full_weights(model.module, world=build.world), metadata={"format": "pt"} | facts)
+    weights = {name: value.clone() for name, value in state_of(model.module).items()}  # tied ones must not share memory
+    return save(weights, metadata={"format": "pt"} | facts)
 
 
 def _pt2(module: nn.Module, samples: Tree) -> tuple[bytes, Program]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from framework.build.training import Builder
-from framework.checkpoint.canonical import on_rank_0
+from framework.checkpoint.gathering import gathered
 from framework.config.frozen_file import digest_of, recall
 from framework.data.loader import load_shared
 from framework.data.source import Source
@@ -71,7 +71,8 @@ def _facts(build: Builder, model: LoadedModel) -> dict[str, str]:
 
 def _write(recording: "Recording", file: PredictionsFile | None, world: World) -> None:
     """Let rank 0 write what the ranks have recorded of a batch. Collective. Unfit on every rank if it cannot be written."""
-    rows = on_rank_0(recording.taken(), world=world)
+    found = gathered(recording.taken(), world=world)
+    rows = dict(zip(found.kinds, found.tensors))
     faults = world.agreement.gather(recording.fault)
     if not any(faults):
         add = (lambda: file.add(rows)) if file is not None else (lambda: "")

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from framework.build.stored_data import OF_STORE
 from framework.build.training import Builder
-from framework.checkpoint.canonical import full_weights, misfit, restore
+from framework.checkpoint.canonical import misfit, restore
+from framework.checkpoint.gathering import OnRank0, gathered, state_of
 from framework.checkpoint.kept import extra_state
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
+from framework.checkpoint.shard_file import write_safetensors
 from framework.checkpoint.state import kept_of
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
 from framework.config.code import loaded_unseen
+from framework.distributed.world import World
 from framework.loggers.sink import RunInfo, Samples
 from framework.modules.flops import device_name
 from framework.modules.structure import batch_dependent_layers
@@ -262,31 +262,33 @@ def _warn_of_low_rate(trainer: Trainer) -> None:
 def _leave_results(trainer: Trainer, build: Builder) -> None:
     """Write the weights and the curves. Collective: the weights are gathered."""
     run, saving, directory = build.config.run, build.config.checkpoint, build.directory
-    gather = trainer.world.agreement.gather
-    trainer.world.at("the results", step=trainer.progress.step)
+    world, module = trainer.world, trainer.engine.module
+    world.at("the results", step=trainer.progress.step)
+    extra = {name: value for part in world.agreement.gather(extra_state(module))[::-1] for name, value in part.items()}
+    metadata = {"format": "pt"} | ({EXTRA_STATE: json.dumps(extra)} if extra else {})
     with trainer.update.averaged():  # the evaluated weights are the final weights
-        weights = full_weights(trainer.engine.module, world=trainer.world)
-    extra = {name: value for part in gather(extra_state(trainer.engine.module))[::-1] for name, value in part.items()}
+        weights = gathered(state_of(module), world=world)
+        write = partial(_write_weights, weights, directory, world=world, metadata=metadata)
+        world.agreement.together(write, what="the results not written")
 
-    def write() -> None:
-        _write_weights(weights, directory, extra=extra)
+    def draw() -> None:
         restarts, title = directory.read_summary().get("continued_at", []), f"{build.config.name}/{run.id}"
         paths = directory.metrics, directory.curves
         draw_curves(*paths, title=title, restarts=restarts, monitor=saving.monitor, mode=saving.direction)
 
-    trainer.world.agreement.together(write, what="the results not written", rank_0_only=True)
+    world.agreement.together(draw, what="the results not written", rank_0_only=True)
 
 
-def _write_weights(weights: dict[str, Tensor], directory: RunDirectory, *, extra: dict[str, Any]) -> None:
-    metadata = {"format": "pt"}  # one key: with more, their order varies
-    if extra:
-        metadata[EXTRA_STATE] = json.dumps(extra)
-    with replacing(directory.weights) as beside:
-        try:
-            save_file(weights, beside, metadata=metadata)
-        except SafetensorError as error:  # safetensors raises it when the disk is full
-            raise OSError(str(error)) from error
-    flush_directory(directory.path)
+def _write_weights(weights: OnRank0, directory: RunDirectory, *, world: World, metadata: dict[str, str]) -> None:
+    """Write the weights on rank 0, as they come. Collective."""
+    try:
+        if world.rank == 0:
+            with replacing(directory.weights) as beside:
+                beside.unlink()  # write_safetensors makes its file
+                write_safetensors(beside, weights.kinds, weights.tensors, metadata=metadata)
+            flush_directory(directory.path)
+    finally:
+        weights.drain()  # where nothing can be written, too: others send
 
 
 def _close_record(trainer: Trainer, status: str, **values: Any) -> None:

@@ -76,7 +76,6 @@ class AveragedWeights:
 
     def __init__(self, trained: list[Trainable], *, share: Callable[[int], float]) -> None:
         self.share = share
-        self.after_update: Callable[[int], None] = lambda step: None  # where ranks differ, an engine makes them agree
         self._parameters: list[Tensor] = [item.parameter for item in trained]
         self.tensors = {item.name: item.parameter.detach().clone() for item in trained}
 
@@ -86,7 +85,6 @@ class AveragedWeights:
         if share := self.share(step):
             for averages, parameters in zip(by_mesh(self.tensors.values()), by_mesh(self._parameters)):
                 move_all_towards(averages, parameters, share=share)
-        self.after_update(step)
 
     @torch.no_grad()
     def swap(self) -> None:

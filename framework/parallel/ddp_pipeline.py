@@ -5,6 +5,7 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
+from framework.modules.first_weights import fills
 from framework.parallel.pipeline import exact_options, problems
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.schedules import ScheduleName
@@ -14,6 +15,7 @@ from framework.parallel.pipelining.times import Balance
 __all__ = ["ddp_pipeline", "exact_options", "problems"]  # the layers are cut as in `pipeline`
 
 
+@fills
 def ddp_pipeline(
     model: nn.Module,
     *,
@@ -26,7 +28,6 @@ def ddp_pipeline(
     balance: Balance = "operations",
 ) -> Engine:
     """Cut the model along the inner axis of the mesh, and replicate the stages along the outer. Collective."""
-    model.to(world.device)
     mesh = world.mesh(replicate=replicate, pipeline=pipeline)
     return PipelineEngine(
         model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype, balance=balance

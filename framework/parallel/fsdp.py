@@ -13,6 +13,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
+from framework.modules.first_weights import fill, fills
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.parallel.dealing import dealing
@@ -42,6 +43,7 @@ class Offloading(ShardOptions):
     cpu_offload: bool
 
 
+@fills
 def fsdp(model: nn.Module, *, world: World, forward: Forward, shard: int | None, **options: Unpack[Offloading]) -> Engine:
     """Shard the model, block by block: one block's parameters are gathered at a time. Collective."""
     return sharded(model, mesh=world.mesh(shard=shard), world=world, forward=forward, **options)
@@ -79,8 +81,6 @@ def sharded(
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if cpu_offload else OffloadPolicy()
     compute = _DTYPES[param_dtype]
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[reduce_dtype])
-    if not cpu_offload:
-        model.to(world.device)  # every rank has built the same full weights: sharding only drops what others keep
     if compute is not None:  # running statistics in 16 bits would not move
         for layer in model.modules():
             if isinstance(layer, BATCH_NORMS):
@@ -93,6 +93,7 @@ def sharded(
         copy_views(block)
         frees = reshard_after_forward and block is not model  # the backward pass begins with what is left of the model
         fully_shard(block, mesh=over, reshard_after_forward=frees, mp_policy=precision, offload_policy=offload)
+    fill(model, device=world.device, parameters_on=torch.device("cpu") if cpu_offload else None)
     without_averages(model)
     reshard_after_evaluation(model)
     assert isinstance(model, FSDPModule)

@@ -9,12 +9,14 @@ from typing_extensions import Unpack
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
+from framework.modules.first_weights import fills
 from framework.parallel import fsdp
 from framework.parallel import tensor as tensors
 from framework.parallel.vocabulary import stays_cut
 from framework.runtime.torch_internals import REDISTRIBUTION_LOG
 
 
+@fills
 def fsdp_tensor(
     model: nn.Module,
     *,
@@ -27,7 +29,6 @@ def fsdp_tensor(
 ) -> Engine:
     """Cut the linear layers over the inner axis of the mesh, then shard everything over the outer. Collective."""
     ignore_known()
-    model.to(world.device)
     mesh = world.mesh(shard=shard, tensor=tensor)
     # FSDP shards even parts only
     tensors.cut_layers(model, mesh=mesh["tensor"], sequence=sequence, keeps_cut=stays_cut(forward.task), evenly=True)

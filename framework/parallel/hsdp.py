@@ -6,11 +6,13 @@ from typing_extensions import Unpack
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
+from framework.modules.first_weights import fills
 from framework.parallel.fsdp import REMEDIES, Offloading, exact_options, problems, sharded
 
 __all__ = ["REMEDIES", "exact_options", "hsdp", "problems"]  # it is sharded as in `fsdp`
 
 
+@fills
 def hsdp(
     model: nn.Module, *, world: World, forward: Forward, replicate: int | None, shard: int | None, **options: Unpack[Offloading]
 ) -> Engine:

@@ -63,8 +63,8 @@ def exact_options(**options: object) -> None:
 class LocalSGD(EngineAround):
     """An Engine whose gradients come from this process's samples only, after the first `sync_first` steps.
 
-    After every `sync_every`-th step, parameters, their moving average and optimizer state are averaged over the processes.
-    All processes are equal then, and only then can a checkpoint be saved.
+    After every `sync_every`-th step, and the last, parameters, their moving average and optimizer state are averaged over the
+    processes. All processes are equal then, and only then can a checkpoint be saved.
     Source: Lin et al. 2020, "Don't use large mini-batches, use local SGD"; averaged momentum: Yu et al. 2019.
     """
 
@@ -73,15 +73,14 @@ class LocalSGD(EngineAround):
         self._plain = engine
         self._sync_every = sync_every
         self._sync_first = sync_first
-        self._index = 0  # of the latest step
+        self._is_local = False  # the latest step
         self._num_samples = 0  # of this rank in it
         self._optimizer: torch.optim.Optimizer | None = None
         self._weights_average: AveragedWeights | None = None
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        self._index = index
         self._num_samples = step.num_own_samples
-        is_local = index >= self._sync_first
+        self._is_local = is_local = index >= self._sync_first
         if is_local:  # weighted by this process's number of samples, not by the global number
             step = step._replace(num_samples=max(1, self._num_samples))
         self._plain.averaged_over = 1 if is_local else self.dp_size
@@ -91,10 +90,10 @@ class LocalSGD(EngineAround):
         return sums
 
     def weigh(self, sums: Sums, *, num_samples: int) -> None:
-        if self._index < self._sync_first:
-            self._engine.weigh(sums, num_samples=num_samples)
-        else:
+        if self._is_local:
             weigh_gradients(self.module, sums, num_samples=self._num_samples, among_ranks=False)
+        else:
+            self._engine.weigh(sums, num_samples=num_samples)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this process's norm; return the root of its mean square over the processes, equal on all."""
@@ -105,35 +104,25 @@ class LocalSGD(EngineAround):
     def warm_up(self, step: Step) -> None:
         pass
 
-    def sync_buffers(self) -> None:
-        self._engine.sync_buffers()
-        # at the end of a run; elsewhere the processes are equal, and rounding must not change them
-        if self._optimizer is not None and not self.can_pause(self._index + 1):
-            self._average_all()
-
     def use_average(self, average: Average | None) -> None:
         self._engine.use_average(average)
-        if isinstance(average, AveragedWeights):
-            self._weights_average = average
-            average.after_update = self._agree_on_average
-
-    def _agree_on_average(self, step: int) -> None:
-        if self._weights_average is not None and (step + 1) % self._sync_every == 0:
-            self._average(self._weights_average.tensors.values())
-
-    def can_pause(self, step: int) -> bool:
-        return step % self._sync_every == 0 or step <= self._sync_first
+        self._weights_average = average if isinstance(average, AveragedWeights) else None
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         self._optimizer = build(trained)
-        self._optimizer.register_step_post_hook(
-            lambda *_: self._average_all() if (self._index + 1) % self._sync_every == 0 else None
-        )
         return self._optimizer
+
+    def meet(self, step: int, *, is_last: bool) -> bool:
+        if step <= self._sync_first:  # they are equal, and rounding must not change them
+            return True
+        is_due = step % self._sync_every == 0 or is_last
+        if is_due:  # here, not in the optimizer's step, which may be left out (fp16, divergence)
+            self._average_all()
+        return is_due
 
     def _average_all(self) -> None:
         assert self._optimizer is not None
-        if self._weights_average is not None and not self.can_pause(self._index + 1):  # else it follows the update
+        if self._weights_average is not None:
             self._average(self._weights_average.tensors.values())
         self._average(p.data for p in self.module.parameters() if p.requires_grad)
         states = (self._optimizer.state[p] for p in self.module.parameters() if p in self._optimizer.state)

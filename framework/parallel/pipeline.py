@@ -7,6 +7,7 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
+from framework.modules.first_weights import fills
 from framework.modules.parts import chain_of
 from framework.modules.trace import traced
 from framework.parallel.pipelining.chain import stray_parameters, weighty
@@ -17,6 +18,7 @@ from framework.parallel.pipelining.sent import SendDtype
 from framework.parallel.pipelining.times import Balance
 
 
+@fills
 def pipeline(
     model: nn.Module,
     *,
@@ -28,7 +30,6 @@ def pipeline(
     balance: Balance = "operations",
 ) -> Engine:
     """Cut the model over all processes. Collective."""
-    model.to(world.device)
     mesh = world.mesh(pipeline=pipeline)
     return PipelineEngine(
         model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype, balance=balance

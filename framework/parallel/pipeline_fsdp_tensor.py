@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
+from framework.modules.first_weights import fills
 from framework.modules.parts import chain_of, separate
 from framework.parallel import fsdp
 from framework.parallel import pipeline as pipelines
@@ -23,6 +24,7 @@ from framework.parallel.pipelining.times import Balance
 from framework.parallel.vocabulary import stays_cut
 
 
+@fills
 def pipeline_fsdp_tensor(
     model: nn.Module,
     *,
@@ -38,7 +40,6 @@ def pipeline_fsdp_tensor(
 ) -> Engine:
     """Cut the model into stages (outermost axis), shard each (middle axis), cut its layers (last axis). Collective."""
     ignore_known()
-    model.to(world.device)
     mesh = world.mesh(pipeline=pipeline, shard=shard, tensor=tensor)
     num_parts = mesh["tensor"].size()
     styles = tensors.styles_of(model, num_parts=num_parts, keeps_cut=stays_cut(forward.task)) if num_parts > 1 else {}

@@ -15,6 +15,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
+from framework.modules.first_weights import fill, fills
 from framework.modules.parts import own_answer
 from framework.modules.structure import has_dropout
 from framework.modules.trace import traced
@@ -26,14 +27,15 @@ from framework.runtime.torch_compiler import import_dynamo
 import_dynamo()  # as in fsdp.py
 
 
+@fills
 def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool | None) -> Engine:
     """Cut the model's linear layers over all processes, and with `sequence` the tokens between them. Collective.
 
     `sequence` None: where the model itself says that they can be cut.
     """
-    model.to(world.device)
     mesh = world.mesh(tensor=tensor)
     cut_layers(model, mesh=mesh, sequence=sequence, keeps_cut=stays_cut(forward.task))
+    fill(model, device=world.device)
     return DataParallelEngine(model, forward=forward, mesh=mesh, is_counted=world.rank == 0, broadcast=world.broadcast)
 
 

@@ -81,9 +81,9 @@ class Trainer:
                     step, steps = self.begin()
                     continue
             self.parts.agree_on_end()
+            can_pause = self.engine.meet(self.progress.step, is_last=self.is_over)
             if self.is_over or self.is_due(self.plan.settings.eval_every):
                 self.evaluate("val")
-            can_pause = self.engine.can_pause(self.progress.step)
             is_best = can_pause and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
             flags, has_row = (PREEMPTION.requested, self.saver.has_failed), self.is_due(self.plan.settings.log_every)
             asked_now, save_failed = self.world.agreement.any_flags(*flags, now=has_row)

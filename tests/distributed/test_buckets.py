@@ -69,7 +69,8 @@ MESSAGES = {
     "parallel=zero": 3,  # the gradients; the weights of each of two owners
     "parallel=ddp+pp parallel.replicate=2": 1,  # the gradients
     "parallel=local-sgd parallel.sync_every=1 parallel.sync_first=0": 2,  # the weights; AdamW's moments
-    "parallel=local-sgd parallel.sync_every=1 parallel.sync_first=9": 3,  # and the gradients
+    "parallel=local-sgd parallel.sync_every=1 parallel.sync_first=9": 1,  # the gradients
+    "parallel=diloco parallel.sync_every=1": 2,  # as local-sgd: the outer optimizer sends nothing
 }
 
 

@@ -21,6 +21,7 @@ from tests.test_any_to_any import STRATEGIES as STRATEGIES_OF_ALL
 from tests.test_any_to_any import line as line_of
 from tests.test_any_to_any import own_option  # noqa: F401  # a fixture
 from tests.test_bitwise import digest
+from tests.test_conformance import NOT_EQUAL
 from tests.test_resume import RUN, STRATEGIES
 
 NUM_KILLS = 20
@@ -123,7 +124,7 @@ EVERY = [*FROZEN_GPT, "trainer.max_steps=90", "trainer.eval_every=9", "checkpoin
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", [*STRATEGIES_OF_ALL, "local-sgd"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES_OF_ALL, *NOT_EQUAL])
 def test_twenty_kills_under_every_strategy_change_no_bit(
     strategy: str,
     own_option: Callable[[], None],  # noqa: F811
@@ -133,7 +134,7 @@ def test_twenty_kills_under_every_strategy_change_no_bit(
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     rng = random.Random(seed)
-    how = [*line_of(strategy), *(["parallel.sync_every=3"] if strategy == "local-sgd" else [])]
+    how = [*line_of(strategy), *(["parallel.sync_every=3"] if strategy in NOT_EQUAL else [])]
     num_ranks = int(how[1].partition("=")[2])
     whole = finished(*EVERY, *how, root=tmp_path / "whole", before=own_option)
     for number in range(NUM_KILLS):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
+from framework.modules.first_weights import fill
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.modules.trace import copied_with, on_meta
 
@@ -112,7 +113,7 @@ class Listed:
         cuts = cut([sum(costs[i] for i in group) for group in groups], num_stages=num_stages)
         return [range(groups[part[0]][0], groups[part[-1]][-1] + 1) for part in cuts]
 
-    def keep_own(self, spans: Sequence[range], *, own: Collection[int]) -> dict[int, Stage]:
+    def keep_own(self, spans: Sequence[range], *, own: Collection[int], device: torch.device) -> dict[int, Stage]:
         """Return the stages of one of the pipeline's processes, which has these, by number.
 
         The parameters and buffers of the other links are removed from the model, except weights that this process's links
@@ -130,6 +131,10 @@ class Listed:
                 if id(value) not in own_weights:
                     setattr(module, name, None)
         return stages
+
+    def fill(self, stages: Sequence[Stage], *, device: torch.device) -> None:
+        """Put what is left of the model on the device, with its numbers."""
+        fill(self.model, device=device, stages=stages)
 
     def buffers(self, stage: Stage, span: range) -> set[int]:
         """Return the ids of the buffers of a stage."""

@@ -69,11 +69,13 @@ class PipelineEngine(Engine):
         self._num_stages = len(self._owners)
         self._spans = agreed_spans(self._chain, owners=self._owners, balance=balance, forward=forward, world=world)
         self._sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
-        self._stages = self._chain.keep_own(self._spans, own=[n for n, rank in enumerate(self._owners) if rank == self._rank])
+        own = [n for n, rank in enumerate(self._owners) if rank == self._rank]
+        self._stages = self._chain.keep_own(self._spans, own=own, device=world.device)
         for number, stage in self._stages.items():
             stage.forward = partial(self._run_stage, stage, number)
             if shard_stage is not None:
                 shard_stage(stage)
+        self._chain.fill(list(self._stages.values()), device=world.device)
         send = self._broadcast if self._data else None
         self._buffers = {
             number: Buffers(model, among=self._chain.buffers(stage, self._spans[number]), broadcast=send)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from framework.modules.first_weights import fill, named_tensors
 from framework.modules.parts import blocks_of, chain_of
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.modules.trace import Trace, copied_with, follow, on_meta, traced
@@ -133,10 +134,10 @@ class OwnForward:
         """Return the numbers of each stage's links, for what each link costs."""
         return cut(costs, num_stages=num_stages)
 
-    def keep_own(self, spans: Sequence[range], *, own: Collection[int]) -> dict[int, Stage]:
+    def keep_own(self, spans: Sequence[range], *, own: Collection[int], device: torch.device) -> dict[int, Stage]:
         """Return the stages of one of the pipeline's processes, which has these, by number.
 
-        The model keeps only their weights and buffers.
+        The model keeps only their weights and buffers. What stands for the others is on the device.
         """
         links = {link for number in own for link in spans[number]}
         for module in self.model.modules():
@@ -145,8 +146,8 @@ class OwnForward:
                 if not self._links[id(tensor)] & links:
                     is_weight = isinstance(tensor, nn.Parameter)
                     delattr(module, name)
-                    absent = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-                    module.__dict__[name] = absent if is_weight else tensor
+                    absent = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+                    module.__dict__[name] = absent if is_weight else tensor.to(device)
         stages = {}
         for number, span in ((number, spans[number]) for number in own):
             stages[number] = Stage([self.blocks[link - 1] for link in span if 0 < link <= len(self.blocks)])
@@ -155,6 +156,12 @@ class OwnForward:
         for number, block in enumerate(self.blocks):
             block.forward = self._dispatch(number, block.forward)  # type: ignore[method-assign]
         return stages
+
+    def fill(self, stages: Sequence[Stage], *, device: torch.device) -> None:
+        """Put what is left of the model on the device, with its numbers."""
+        links = {name: self._links[id(tensor)] for name, tensor in named_tensors(self.model).items()}
+        fill(self.model, device=device, stages=stages)
+        self._links = defaultdict(set, {id(tensor): links[name] for name, tensor in named_tensors(self.model).items()})
 
     def _tensors(self, link: int) -> list[Tensor]:
         tensors = {id(t): t for t in self.model.parameters()}

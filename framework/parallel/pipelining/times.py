@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -60,7 +61,7 @@ def measured_costs(chain: Listed | OwnForward, *, forward: Forward) -> list[int]
     assert forward.example is not None
     states = generator_states(devices=forward.devices)
     try:
-        copied, copies = copied_with(chain.model, _cloned)
+        copied, copies = copied_with(chain.model, partial(_cloned, device=forward.device))
         copied.train()
         watch = _Watch(forward)
         inputs = _inputs(forward.example, device=forward.device)
@@ -71,8 +72,9 @@ def measured_costs(chain: Listed | OwnForward, *, forward: Forward) -> list[int]
         set_generator_states(states, devices=forward.devices)
 
 
-def _cloned(tensor: Tensor) -> Tensor:
-    clone = tensor.detach().clone()
+def _cloned(tensor: Tensor, *, device: torch.device) -> Tensor:
+    """Return a copy on the device; of a tensor without numbers, which do not matter here, one with some."""
+    clone = torch.full_like(tensor, 0.01, device=device) if tensor.is_meta else tensor.detach().to(device, copy=True)
     return nn.Parameter(clone, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
 
 

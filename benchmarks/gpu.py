@@ -1,0 +1,271 @@
+"""The checks of benchmarks/gpu.sh: runs of the real command on one device, compared with each other and with bare scripts."""
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SMALL = ["dataset=synthetic", "dataset.kind=tokens", "dataset.num_train=512", "dataset.num_val=8", "dataset.num_test=8",
+         "dataset.seq_len=64", "task=language_modeling", "model=gpt", "model.dim=128", "model.num_layers=4", "model.num_heads=4",
+         "global_batch_size=16", "trainer.max_epochs=null", "trainer.max_steps=24", "trainer.log_every=1",
+         "trainer.eval_every=null", "checkpoint.every=6", "rehearse=false"]  # fmt: skip
+SYNTHETIC_TOKENS = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=1024",
+                    "dataset.vocab_size=50304", "dataset.num_train=2048", "dataset.num_val=8", "dataset.num_test=8"]  # fmt: skip
+SYNTHETIC_IMAGES = ["dataset=synthetic", "dataset.kind=images", "dataset.image_size=224", "dataset.num_classes=1000",
+                    "dataset.num_train=2048", "dataset.num_val=8", "dataset.num_test=8"]  # fmt: skip
+RECIPES = {  # what of each recipe is another here: synthetic data, one device, a micro-batch a step
+    "gpt2": ["experiment=gpt2_124m", *SYNTHETIC_TOKENS, "parallel=single", "global_batch_size=12", "micro_batch_size=12"],
+    "resnet50": ["experiment=imagenet_resnet50", *SYNTHETIC_IMAGES, "parallel=single", "precision=bf16", "global_batch_size=256",
+                 "micro_batch_size=256"],
+}  # fmt: skip
+# calls after which the host has waited for the device
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+@dataclass
+class Ended:
+    """A run that has ended."""
+
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        text = (self.folder / "metrics.jsonl").read_text()
+        return [row for row in map(json.loads, text.splitlines()) if row["split"] == "train"]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.folder / "model.safetensors").read_bytes()
+
+
+class Failed(Exception):
+    """A check that has failed."""
+
+
+class Checks:
+    """Each method is a check: it returns a text, or raises `Failed`."""
+
+    def __init__(self, folder: Path, *, device: str) -> None:
+        self._folder, self._device = folder, device
+        self._numbers = itertools.count()
+
+    def run(self, *overrides: str, kill_after: int | None = None, may_fail: bool = False, folder: Path | None = None) -> Ended:
+        """Run the command; kill all its processes as soon as it has a checkpoint of step `kill_after`."""
+        folder = folder or self._folder / str(next(self._numbers))
+        command = [sys.executable, "train.py", *SMALL, f"device={self._device}", *overrides, f"run.dir={folder}"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   start_new_session=True)  # fmt: skip
+        if kill_after is not None:
+            while process.poll() is None and not (folder / f"checkpoints/step_{kill_after:08d}/manifest.json").exists():
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()[0]
+        if process.returncode and kill_after is None and not may_fail:
+            raise Failed(f"{' '.join(overrides)}: exit code {process.returncode}: {output.strip()[-500:]}")
+        return Ended(process.returncode, output, folder)
+
+    def bits(self) -> str:
+        """The same command gives the same bits twice, and after a kill -9."""
+        first, second = (self.run("trainer.deterministic=true") for _ in range(2))
+        self._same(first, second, what="twice")
+        killed = self.run("trainer.deterministic=true", kill_after=6)
+        after = self.run("trainer.deterministic=true", folder=killed.folder)
+        if "continuing from" not in after.output:
+            raise Failed("the killed run was over before it was killed")
+        self._same(first, after, what="killed and continued")
+        plain = self.run()
+        ratio = _step_s(first) / _step_s(plain)
+        return f"equal twice and after kill -9; trainer.deterministic takes {ratio:.2f} of a step without"
+
+    @staticmethod
+    def _same(one: Ended, other: Ended, *, what: str) -> None:
+        if one.losses != other.losses[-len(one.losses) :]:
+            raise Failed(f"{what}: losses differ: {one.losses[-1]} and {other.losses[-1]}")
+        if one.weights != other.weights:
+            raise Failed(f"{what}: the weights differ")
+
+    def strategies(self) -> str:
+        """Each strategy, with a group of one process, computes what no strategy does."""
+        expected = self.run("parallel=single").losses
+        found = []
+        for name in ("ddp", "fsdp", "zero", "tensor"):
+            difference = _difference(expected, self.run(f"parallel={name}").losses)
+            if difference > 1e-3:
+                raise Failed(f"{name}: losses differ by {difference:.1e}")
+            found.append(f"{name} {difference:.0e}")
+        return "losses differ from single's by " + ", ".join(found)
+
+    def precisions(self) -> str:
+        """Sixteen bits learn as thirty-two do."""
+        expected = self.run().losses
+        found = []
+        for overrides in (["precision=bf16"], ["precision=fp16"], ["precision=bf16", "parallel=fsdp"]):
+            difference = _difference(expected, self.run(*overrides).losses)
+            if not difference < 0.05:
+                raise Failed(f"{' '.join(overrides)}: losses differ by {difference:.3f}")
+            found.append(f"{' '.join(overrides)} {difference:.3f}")
+        return "losses differ from fp32's by " + ", ".join(found)
+
+    def compile(self) -> str:
+        """Compiled blocks compute the same, and are in use."""
+        run = self.run("trainer.compile=true", "trainer.max_steps=8")
+        if "trainer.compile is off" in run.output:
+            raise Failed("no C++ compiler was found")
+        difference = _difference(self.run("trainer.max_steps=8").losses, run.losses)
+        if difference > 1e-3:
+            raise Failed(f"losses differ by {difference:.1e}")
+        return f"losses differ from those without by {difference:.0e}"
+
+    def memory(self) -> str:
+        """Out of memory is an end with a reason, and with what needs less."""
+        run = self.run("dataset.seq_len=2048", "global_batch_size=512", "model.dim=1024", "model.num_layers=24", may_fail=True)
+        if run.code == 0 or "out of memory" not in run.output.lower():
+            raise Failed(f"exit code {run.code}: {run.output.strip()[-300:]}")
+        return next(line for line in run.output.splitlines() if "out of memory" in line.lower())[:160]
+
+    def waits(self) -> str:
+        """A step waits for the device nowhere: counted in a trace, of steps without a row."""
+        run = self.run("trainer.profile=true", "trainer.log_every=100", "checkpoint.every=null")
+        (trace,) = (run.folder / "profile").glob("*.json")
+        events = json.loads(trace.read_text())["traceEvents"]
+        steps = [event for event in events if str(event.get("name", "")).startswith("ProfilerStep") and "dur" in event]
+        begin, end = min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
+        found: dict[str, int] = {}
+        for event in events:
+            if event.get("cat") == "cuda_runtime" and begin <= event["ts"] <= end and event["name"].split("_v")[0] in WAITS:
+                found[event["name"]] = found.get(event["name"], 0) + 1
+        if found:
+            raise Failed(f"in {len(steps)} steps: {found}")
+        return f"none in {len(steps)} steps"
+
+    def gpt2(self) -> str:
+        """The GPT-2 recipe beside a bare script."""
+        return self._beside_bare("gpt2")
+
+    def resnet50(self) -> str:
+        """The ResNet-50 recipe beside a bare script."""
+        return self._beside_bare("resnet50")
+
+    def _beside_bare(self, name: str) -> str:
+        steps = ["trainer.max_steps=60", "trainer.log_every=10", "checkpoint.every=null"]
+        rows = self.run(*RECIPES[name], *steps).rows[2:]
+        ours, mfu = statistics.median(row["samples_per_s"] for row in rows), rows[-1].get("mfu")
+        command = [sys.executable, __file__, "--bare", name, "--device", self._device]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Failed(f"the bare script: {done.stderr.strip()[-500:]}")
+        bare = float(done.stdout.split()[-1])
+        shown = f", MFU {mfu:.1%}" if mfu is not None else ""
+        return f"{ours:.1f} samples a second{shown}; the bare script {bare:.1f}: {ours / bare:.2f}"
+
+
+CHECKS = ("bits", "strategies", "precisions", "compile", "memory", "waits", "gpt2", "resnet50")
+ON_CPU = ("bits", "strategies", "precisions")  # what a CPU can show
+
+
+def _difference(expected: list[float], found: list[float]) -> float:
+    return max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
+
+
+def _step_s(run: Ended) -> float:
+    return statistics.median(row["step_s"] for row in run.rows[8:])
+
+
+# --- the bare scripts: the recipes' models, one batch on the device, torch's own optimizers
+
+
+def bare(name: str, *, device: str) -> float:
+    """Return the samples a second of a loop as one writes it by hand."""
+    import torch
+    import torch.nn.functional as F
+
+    model, inputs, targets, optimizer = {"gpt2": _bare_gpt2, "resnet50": _bare_resnet50}[name](torch.device(device))
+    compiled = torch.compile(model) if name == "gpt2" else model
+    times: list[float] = []
+    for _ in range(60):
+        with torch.autocast(device, torch.bfloat16):
+            outputs = compiled(inputs)
+        loss = F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
+        loss.backward()
+        if name == "gpt2":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(times) % 10 == 9:
+            loss.item()  # as a loop does that prints now and then
+        times.append(time.perf_counter())
+    return len(targets) * 30 / (times[59] - times[29])
+
+
+def _bare_gpt2(device: Any) -> tuple[Any, Any, Any, Any]:
+    import torch
+
+    from models.gpt import GPT
+
+    model = GPT(vocab_size=50304, seq_len=1024, dim=768, num_layers=12, num_heads=12, tie_embeddings=True).to(device)
+    tokens = torch.randint(50304, (12, 1025), device=device)
+    is_fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=is_fused)
+    return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), optimizer
+
+
+def _bare_resnet50(device: Any) -> tuple[Any, Any, Any, Any]:
+    import torch
+
+    from models.resnet import ResNet
+
+    model = ResNet(in_channels=3, num_classes=1000, depth=50, stem="imagenet", norm="batch", zero_init_last_norm=True).to(
+        device
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    return model, torch.rand(256, 3, 224, 224, device=device), torch.randint(1000, (256,), device=device), optimizer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--only", nargs="+", choices=CHECKS)
+    parser.add_argument("--bare", choices=RECIPES)
+    given = parser.parse_args()
+    if given.bare:
+        print(bare(given.bare, device=given.device))
+        return 0
+    import torch
+
+    where = torch.cuda.get_device_name() if given.device == "cuda" else "this CPU"
+    print(f"torch {torch.__version__} on {where}", flush=True)
+    is_well = True
+    with tempfile.TemporaryDirectory() as folder:
+        checks = Checks(Path(folder), device=given.device)
+        for name in given.only or (CHECKS if given.device == "cuda" else ON_CPU):
+            check: Callable[[], str] = getattr(checks, name)
+            begin = time.monotonic()
+            try:
+                result = f"ok      {check()}"
+            except Failed as fault:
+                is_well, result = False, f"FAILED  {fault}"
+            print(f"{name:11} {time.monotonic() - begin:4.0f} s  {result}", flush=True)
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

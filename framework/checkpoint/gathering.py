@@ -1,0 +1,61 @@
+"""Tensors of all ranks on rank 0, one after the other: into a file, without any rank having all of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from framework.checkpoint.shard_file import Kinds
+from framework.distributed.world import World
+from framework.modules.tensors import whole
+
+
+@dataclass(frozen=True)
+class OnRank0:
+    """Tensors that ranks have, plain or sharded, by name: what each is, and on rank 0 the whole ones, one by one.
+
+    Every rank has to go through `tensors`, which are collective, to their end.
+    """
+
+    kinds: Kinds  # in the order of `tensors`; on other ranks than 0, of their own
+    tensors: Iterator[Tensor]  # on the CPU; none on other ranks than 0
+
+    def drain(self) -> None:
+        for _ in self.tensors:
+            pass
+
+
+def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
+    """Gather tensors, each from the first rank that has it. Collective; no rank but 0 gets the names of all."""
+    kinds: dict[str, tuple[torch.dtype, Sequence[int]]] = {name: (value.dtype, value.shape) for name, value in own.items()}
+    senders: dict[str, int] = {}
+
+    def deal(tables: list[Kinds]) -> list[set[str]]:
+        for rank, table in enumerate(tables):
+            for name, kind in table.items():
+                kinds.setdefault(name, kind)
+                senders.setdefault(name, rank)
+        return [{name for name, sender in senders.items() if sender == rank} for rank in range(len(tables))]
+
+    sent = world.agreement.dealt(dict(kinds), deal)
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))  # one order, of all names and of some
+
+    def stream() -> Iterator[Tensor]:
+        for name in order:
+            if name in own:
+                value = whole(own[name]).detach().to("cpu").contiguous()
+                if world.rank == 0:
+                    yield value
+                elif name in sent:
+                    world.agreement.send(value, to=0)
+            else:
+                dtype, shape = kinds[name]
+                yield world.agreement.receive(torch.empty(shape, dtype=dtype), source=senders[name])
+
+    return OnRank0({name: kinds[name] for name in order}, stream())
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a model's state under all its names; a module's other state is left out."""
+    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}

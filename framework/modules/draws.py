@@ -1,0 +1,182 @@
+"""A model's first weights, each drawn by a key of its own name when it is needed: a rank has only those that it keeps.
+
+A constructor runs as it is. What it would write at random into a new tensor, in place, is noted instead of carried out: the
+memory of such a tensor is not touched, and so not taken from the machine, until the tensor is drawn. A tensor that the
+constructor reads is drawn at once. Whoever draws a weight, in whatever order, draws the same numbers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from framework.randomness import key
+from framework.runtime.torch_internals import TorchDispatchMode
+from framework.runtime.torch_memory import HeldMemory, as_one_operation, memory_of
+
+aten = torch.ops.aten
+
+# what makes a tensor without numbers
+_EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
+          aten.new_empty_strided.default}  # fmt: skip
+# what makes a tensor of drawn numbers: to be drawn later as by what draws them in place
+_DRAWN = {aten.randn.default: aten.normal_.default, aten.rand.default: aten.uniform_.default}
+# what takes a tensor for its shape and type alone
+_UNREAD = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
+           aten.new_ones.default, aten.new_full.default}  # fmt: skip
+
+
+# what leaves nothing of the numbers before it
+_OVERWRITES = {aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default, aten.exponential_.default}
+
+
+@dataclass
+class _Later:
+    """What is still to be written into a piece of memory: operations in their order, each on the whole of it or on a view."""
+
+    held: HeldMemory
+    operations: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+
+class LaterDraws(TorchDispatchMode):
+    """Notes, within its context, what is to be written into new tensors of the CPU. LaterDraws each by a key of the seed.
+
+    A tensor read by the constructor has the key of its turn among those; `draw` is given the name that is the others' key.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed, self._num_early = seed, 0
+        self._first_seed = torch.default_generator.initial_seed()
+        self._new: dict[int, HeldMemory] = {}
+        self._later: dict[int, _Later] = {}
+        self._reads = _Reads(self)
+
+    def __enter__(self) -> "LaterDraws":
+        self._modes = ExitStack()
+        self._modes.enter_context(as_one_operation(self._put_off_whole))
+        self._modes.enter_context(self._reads)
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._modes.close()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self._reads.off():
+            if function in _EMPTY:
+                return self._noted(function(*args, **kwargs))
+            if function in _DRAWN and self._draws_itself(kwargs):
+                empty = torch.empty(args[0], **{name: kwargs[name] for name in ("dtype", "device") if name in kwargs})
+                if empty.device.type == "cpu" and empty.is_floating_point():
+                    self._put_off(self._noted(empty), _DRAWN[function], (empty,), {})
+                    return empty
+            if function.is_view or function in _UNREAD:
+                return function(*args, **kwargs)
+            if self._may_wait(function, args, kwargs):
+                self._put_off(args[0], function, args, kwargs)
+                return args[0]
+            self.read(*args, *kwargs.values())
+            return function(*args, **kwargs)
+
+    def read(self, *values: Any) -> None:
+        """Draw the tensors that are about to be read."""
+        for value in values:
+            if isinstance(value, (tuple, list)):
+                self.read(*value)
+            elif isinstance(value, Tensor) and (place := memory_of(value)) in self._later:
+                self._num_early += 1
+                self._carry_out(self._later.pop(place), "read", self._num_early)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is still to be drawn."""
+        return memory_of(tensor) in self._later
+
+    def draw(self, tensor: Tensor, name: str) -> None:
+        """Draw a tensor, if it is still to be drawn, by this name."""
+        if (later := self._later.pop(memory_of(tensor), None)) is not None:
+            self._carry_out(later, name)
+
+    def draw_rest(self, *, but: Sequence[Tensor] = ()) -> None:
+        """Draw what has no name, in the order in which it was made."""
+        named = set(map(memory_of, but))
+        for place in [place for place in self._later if place not in named]:
+            self._num_early += 1
+            self._carry_out(self._later.pop(place), "read", self._num_early)
+
+    def _noted(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            self._new[memory_of(tensor)] = HeldMemory(tensor.untyped_storage())
+        return tensor
+
+    def _draws_itself(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether numbers come from the generator that the run has seeded: not if the author seeds it, or another."""
+        return kwargs.get("generator") is None and torch.default_generator.initial_seed() == self._first_seed
+
+    def _may_wait(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an operation writes into a new tensor, in place, and reads no other."""
+        if not args or not isinstance(args[0], Tensor) or not function._schema.is_mutable:
+            return False
+        is_in_place = function._schema.name.endswith("_")
+        others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (Tensor, tuple, list))]
+        return is_in_place and not others and memory_of(args[0]) in self._new and self._draws_itself(kwargs)
+
+    def _put_off_whole(self, function: Any, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Put off what draws a tensor by several operations, some of which read it. Returns whether that can be."""
+        with self._reads.off():
+            has_own = any(isinstance(value, torch.Generator) for value in args)
+            may_wait = memory_of(tensor) in self._new and self._draws_itself(kwargs) and not has_own
+            if may_wait:
+                self._put_off(tensor, function, (tensor, *args), kwargs)
+            return may_wait
+
+    def _put_off(self, tensor: Tensor, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place = memory_of(tensor)
+        later = self._later.setdefault(place, _Later(self._new[place]))
+        if function in _OVERWRITES and fills_its_memory(tensor):
+            later.operations.clear()
+        later.operations.append((function, (tensor.detach(), *args[1:]), kwargs))
+
+    @torch.no_grad()
+    def _carry_out(self, later: _Later, *parts: int | str) -> None:
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(key(self._seed, "weights", *parts))
+        for function, args, kwargs in later.operations:
+            function(*args, **kwargs)
+        torch.default_generator.set_state(before)
+
+
+def fills_its_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is all that there is in its memory."""
+    return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+class _Reads(TorchFunctionMode):
+    """LaterDraws a tensor before it is read in a way that a dispatch mode does not see."""
+
+    _FUNCTIONS = {getattr(Tensor, name) for name in (
+        "numpy", "tolist", "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "__array__",
+        "__deepcopy__", "__reduce_ex__", "__dlpack__", "__cuda_array_interface__") if hasattr(Tensor, name)}  # fmt: skip
+
+    def __init__(self, draws: LaterDraws) -> None:
+        super().__init__()
+        self._draws, self._is_off = draws, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self._FUNCTIONS and not self._is_off:
+            with self.off():
+                self._draws.read(*args[:1])
+        return function(*args, **(kwargs or {}))
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        before, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = before

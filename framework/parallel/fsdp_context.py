@@ -1,0 +1,42 @@
+"""FSDP2 with context parallelism: parameters sharded over all processes, each sample's tokens cut over a group of them."""
+
+from torch import nn
+from typing_extensions import Unpack
+
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Demands, Engine
+from framework.modules.first_weights import fills
+from framework.parallel import context as contexts
+from framework.parallel import fsdp
+from framework.parallel.attention.fit import Attention
+
+exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # it is sharded as in `fsdp`
+
+
+@fills
+def fsdp_context(
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    shard: int | None,
+    context: int | None,
+    attention: Attention | None = None,
+    **options: Unpack[fsdp.Offloading],
+) -> Engine:
+    """Cut the tokens over the inner axis of the mesh, and shard the model over both. Collective.
+
+    Ranks that share samples have gradients of different tokens: their sum is taken as that of ranks with other samples.
+    """
+    mesh, everyone = world.mesh(shard=shard, context=context), world.mesh(shard=None)
+    cut = contexts.cut_tokens(model, forward=forward, group=mesh.get_group("context"), attention=attention)
+    engine = fsdp.sharded(model, mesh=everyone, world=world, forward=forward, **options)
+    return contexts.ContextEngine(engine, cut=cut, dp_rank=mesh.get_local_rank("shard"))
+
+
+def problems(
+    model: nn.Module, *, demands: Demands, context: int, attention: Attention | None = None, **others: object
+) -> list[str]:
+    """Return why this model's tokens cannot be cut, or it cannot be sharded."""
+    return contexts.problems(model, demands=demands, context=context, attention=attention) or fsdp.problems(model)
