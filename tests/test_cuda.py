@@ -218,7 +218,25 @@ def test_what_must_decide_in_a_step_waits_once() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "pipeline", "context", "local-sgd", "diloco"))],
+    [
+        "ddp",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "zero",
+                "fsdp",
+                "hsdp",
+                "tensor",
+                "fsdp+tp",
+                "pipeline",
+                "ddp+pp",
+                "context",
+                "fsdp+context",
+                "local-sgd",
+                "diloco",
+            )
+        ),
+    ],
 )
 def test_no_strategy_waits_in_a_step(strategy: str) -> None:
     line = [*TOKENS, f"parallel={strategy}", "launch.nproc_per_node=2"]
