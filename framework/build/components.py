@@ -100,7 +100,7 @@ def derived(task: "Task") -> Callable[[dict[str, float]], dict[str, float]]:
     return getattr(task, "derived", lambda means: {})
 
 
-def model(node: Node, *, seed: int, draws: int = 1, is_filled: bool = True) -> "nn.Module":
+def model(node: Node, *, seed: int, draws: int = 2, is_filled: bool = True) -> "nn.Module":
     """Build the model, its weights drawn from the run's seed: the same on every rank, under every strategy.
 
     `draws`: in which format (`run.draws`). Not filled, in format 2, it has no numbers until `first_weights.fill`.
@@ -121,14 +121,14 @@ def model(node: Node, *, seed: int, draws: int = 1, is_filled: bool = True) -> "
 
 
 def shapes_of(node: Node, *, seed: int) -> "nn.Module":
-    """Return the model without storage; or with it, if its constructor reads numbers, which there are none of without."""
+    """Return the model without storage; of one whose constructor reads numbers, with what it reads and computes."""
     import torch
 
     try:
         with torch.device("meta"):
             return model(node, seed=seed)
-    except Exception:  # whatever is wrong, the real model says better
-        return model(node, seed=seed)
+    except Exception:  # whatever is wrong, a constructor on the CPU says better
+        return model(node, seed=seed, is_filled=False)
 
 
 def optimizer_builder(node: Node) -> "BuildOptimizer":

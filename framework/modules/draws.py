@@ -2,7 +2,7 @@
 
 A constructor runs as it is. What it would write at random into a new tensor, in place, is noted instead of carried out: the
 memory of such a tensor is not touched, and so not taken from the machine, until the tensor is drawn. A tensor that the
-constructor reads is drawn at once. Whoever draws a weight, in whatever order, draws the same numbers.
+constructor reads is drawn at once. Whoever draws a weight, in whatever order, draws the same numbers; of a large one, a part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +34,13 @@ _UNREAD = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.defau
 _OVERWRITES = {aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default, aten.exponential_.default}
 
 
+# what treats each number alone, so that a tensor may be drawn a block at a time
+_ALONE = {"normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_", "random_", "fill_",
+          "zero_", "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "exp_", "log_", "sqrt_", "erfinv_", "tanh_",
+          "sigmoid_", "clamp_", "clamp_min_", "clamp_max_", "_no_grad_trunc_normal_"}  # fmt: skip
+_BLOCK = 1 << 20  # numbers; larger tensors are drawn in blocks of whole rows
+
+
 @dataclass
 class _Later:
     """What is still to be written into a piece of memory: operations in their order, each on the whole of it or on a view."""
@@ -41,9 +48,30 @@ class _Later:
     held: HeldMemory
     operations: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
+    @property
+    def whole(self) -> Tensor:
+        """What the first operation writes into."""
+        return self.operations[0][1][0]  # type: ignore[no-any-return]
+
+    def blocks(self) -> list[range]:
+        """Return the rows of the blocks that have keys of their own: one block, of a small tensor, or of one not so made."""
+        count = self.whole.shape[0] if self.whole.ndim else 1
+        size = max(1, _BLOCK * count // max(self.whole.numel(), 1))
+        is_made_so = all(
+            function.__name__.partition(".")[0] in _ALONE and args[0].shape == self.whole.shape and fills_its_memory(args[0])
+            for function, args, _ in self.operations
+        )
+        return [range(start, min(start + size, count)) for start in range(0, count, size if is_made_so else max(count, 1))]
+
+    @torch.no_grad()
+    def write(self, *block: Tensor) -> None:
+        """Carry the operations out on what they were given, or on a block instead."""
+        for function, args, kwargs in self.operations:
+            function(*(block or args[:1]), *args[1:], **kwargs)
+
 
 class LaterDraws(TorchDispatchMode):
-    """Notes, within its context, what is to be written into new tensors of the CPU. LaterDraws each by a key of the seed.
+    """Notes, within its context, what is to be written into new tensors of the CPU. Draws each by a key of the seed.
 
     A tensor read by the constructor has the key of its turn among those; `draw` is given the name that is the others' key.
     """
@@ -102,6 +130,29 @@ class LaterDraws(TorchDispatchMode):
         if (later := self._later.pop(memory_of(tensor), None)) is not None:
             self._carry_out(later, name)
 
+    def part(self, tensor: Tensor, name: str, place: tuple[slice, ...]) -> Tensor:
+        """Return a part of a tensor as `draw` would draw it; an empty place is all of it.
+
+        Only the blocks in which the part is are drawn, one at a time, if the tensor can be drawn in blocks.
+        """
+        later = self._later[memory_of(tensor)]
+        blocks = later.blocks()
+        if not place or len(blocks) == 1 or later.whole.shape != tensor.shape:
+            self.draw(tensor, name)
+            return tensor[place]
+        del self._later[memory_of(tensor)]
+        part = torch.empty(torch.empty_like(tensor, device="meta")[place].shape, dtype=tensor.dtype)
+        start, stop, _ = place[0].indices(len(tensor))
+        for number, rows in enumerate(blocks):
+            first, last = max(rows.start, start), min(rows.stop, stop)
+            if first < last:
+                drawn = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype)
+                with self._seeded(name, number):
+                    later.write(drawn)
+                inside = slice(first - rows.start, last - rows.start), *place[1:]
+                part[first - start : last - start] = drawn[inside]
+        return part
+
     def draw_rest(self, *, but: Sequence[Tensor] = ()) -> None:
         """Draw what has no name, in the order in which it was made."""
         named = set(map(memory_of, but))
@@ -142,13 +193,24 @@ class LaterDraws(TorchDispatchMode):
             later.operations.clear()
         later.operations.append((function, (tensor.detach(), *args[1:]), kwargs))
 
-    @torch.no_grad()
     def _carry_out(self, later: _Later, *parts: int | str) -> None:
+        blocks = later.blocks()
+        if len(blocks) == 1:
+            with self._seeded(*parts):
+                later.write()
+        for number, rows in enumerate(blocks if len(blocks) > 1 else ()):
+            with self._seeded(*parts, number):
+                later.write(later.whole[rows.start : rows.stop])
+
+    @contextmanager
+    def _seeded(self, *parts: int | str) -> Iterator[None]:
+        """Let torch draw by a key of the run's seed, and go on as before afterwards."""
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed(key(self._seed, "weights", *parts))
-        for function, args, kwargs in later.operations:
-            function(*args, **kwargs)
-        torch.default_generator.set_state(before)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
 
 
 def fills_its_memory(tensor: Tensor) -> bool:

@@ -62,8 +62,7 @@ class _Drawn:
     name: str
 
     def __call__(self, place: Place) -> Tensor:
-        self.draws.draw(self.tensor, self.name)
-        return self.tensor[place]
+        return self.draws.part(self.tensor, self.name, place)
 
 
 _FIRST: WeakKeyDictionary[nn.Module, FirstWeights] = WeakKeyDictionary()

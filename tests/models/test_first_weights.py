@@ -18,6 +18,7 @@ from framework.checkpoint import weights
 from framework.checkpoint.gathering import gathered, state_of
 from framework.config.folders import CONF
 from framework.distributed.world import World
+from framework.modules import draws
 from framework.modules.draws import LaterDraws
 from framework.modules.first_weights import build_drawn, build_empty, fill, named_tensors
 from models.gpt import GPT
@@ -83,8 +84,10 @@ def test_a_constructor_that_reads_what_it_draws_gets_what_it_says() -> None:
     assert len({float(t.flatten()[0]) for t in values_of(module).values() if t.numel() > 2}) > 12  # keys of their own
 
 
+@pytest.mark.parametrize("block", [draws._BLOCK, 7])
 @pytest.mark.parametrize("make", [Odd, gpt])
-def test_empty_and_filled_it_is_what_it_is_drawn_at_once(make: Any) -> None:
+def test_empty_and_filled_it_is_what_it_is_drawn_at_once(make: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "_BLOCK", block)
     torch.manual_seed(3)
     whole = build_drawn(make, seed=3)
     torch.manual_seed(3)
@@ -116,12 +119,12 @@ def test_a_weight_depends_on_its_name_and_the_seed_and_on_nothing_else() -> None
 
 def test_what_is_overwritten_is_not_drawn() -> None:
     torch.manual_seed(0)
-    draws = LaterDraws(0)
-    with draws:
+    noted = LaterDraws(0)
+    with noted:
         layer = nn.Linear(64, 64)
         for _ in range(3):
             nn.init.normal_(layer.weight)
-    (later,) = [later for later in draws._later.values() if len(later.operations) and later.operations[0][1][0].ndim == 2]
+    (later,) = [later for later in noted._later.values() if len(later.operations) and later.operations[0][1][0].ndim == 2]
     assert len(later.operations) == 1
 
 
@@ -200,6 +203,36 @@ def test_a_rank_reads_of_a_file_what_it_keeps(way: Any, tmp_path: Path, monkeypa
     for num_read, own, is_right in on_ranks(2, act, scratch=tmp_path):
         assert num_read == own < 0.7 * total
         assert is_right
+
+
+@pytest.mark.parametrize("way", [sharded, cut])
+def test_a_rank_draws_of_a_large_tensor_the_blocks_that_it_keeps(
+    way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> nn.Module:
+        layers = nn.Sequential(nn.Linear(6, 17), nn.ReLU(), nn.Linear(17, 6))
+        nn.init.trunc_normal_(layers[2].weight, std=0.5)
+        return layers
+
+    monkeypatch.setattr(draws, "_BLOCK", 24)
+    torch.manual_seed(0)
+    expected = values_of(build_drawn(make, seed=0))
+    counts: list[int] = []
+    write = draws._Later.write
+    monkeypatch.setattr(draws._Later, "write", lambda self, *block: (counts.append(len(block)), write(self, *block)))
+
+    def act(world: World) -> tuple[int, bool]:
+        torch.manual_seed(0)
+        module = build_empty(make, seed=0)
+        way(module, world)
+        fill(module, device=CPU)
+        found = gathered(state_of(module), world=world)
+        whole = dict(zip(found.kinds, found.tensors))
+        return sum(counts), world.rank > 0 or all(torch.equal(whole[name], value) for name, value in expected.items())
+
+    for num_blocks, is_right in on_ranks(2, act, scratch=tmp_path):
+        assert is_right
+        assert num_blocks < 5 + 6  # of the 17 rows in blocks of four, and the six in blocks of one
 
 
 def test_a_disk_that_is_full_on_rank_0_leaves_no_rank_waiting(tmp_path: Path) -> None:
