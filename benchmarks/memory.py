@@ -161,10 +161,10 @@ def print_peaks() -> None:
                     peaks[phase] = max(peaks.get(phase, 0), size)
             (summary,) = Path(folder).glob("runs/second/*/summary.json")
             whole = json.loads(summary.read_text())["parameters"] * 4
-        # DDP's buckets, made with the model, are the gradients; a save keeps its copy of weights and moments for the next
+        # DDP's constructor sends the weights from a copy; a save keeps its copy of weights and moments for the next
         weights, state = whole / share, 4 * whole / share
-        buckets = weights if name.startswith("ddp") else 0
-        arithmetic = {"build": weights + buckets, "resume": 3 * weights + buckets, "train": state, "save": state + 3 * weights,
+        sent = weights if name.startswith("ddp") else 0
+        arithmetic = {"build": weights + sent, "resume": 3 * weights, "train": state, "save": state + 3 * weights,
                       "results": state + 3 * weights}  # fmt: skip
         print(f"{name:12} {'measured':>22}" + "".join(f" {peaks[phase] / 1e6:9.0f}" for phase in PHASES))
         print(f"{'':12} {'arithmetic':>22}" + "".join(f" {arithmetic[phase] / 1e6:9.0f}" for phase in PHASES), flush=True)
