@@ -282,7 +282,7 @@ def test_fp16_skips_the_steps_that_overflow_and_learns_after_them(tmp_path: Path
     rows = [row for row in run.rows if row["split"] == "train"]
     skipped = [not moved for _, moved in steps]
     num_skipped = sum(skipped)
-    assert skipped[0] and not skipped[-1] and num_skipped < 12
+    assert skipped[0] and not all(skipped[-3:]) and num_skipped < 12
     assert [scale for scale, _ in steps] == [2.0 ** (23 - sum(skipped[:i])) for i in range(24)]
     assert [row["grad_norm"] is None for row in rows] == skipped
     assert loss_scale_of(run)["num_skipped"] == num_skipped
