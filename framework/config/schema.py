@@ -124,6 +124,10 @@ class PredictSection(Section):
     files: str | None
 
 
+class BenchSection(Section):
+    largest_mib: Annotated[int, Field(ge=1, le=1 << 14)]
+
+
 class ExportSection(Section):
     formats: Annotated[list[Literal["safetensors", "pt2", "onnx", "huggingface"]], Field(min_length=1)] | None
 
@@ -146,7 +150,7 @@ class RunConfig(Section):
     """The configuration of a run. The components' nodes are checked against the signatures of their `_target_`."""
 
     name: str
-    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel", "follow"]
+    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel", "follow", "bench"]
     seed: Count
     global_batch_size: Positive
     micro_batch_size: Positive | None
@@ -159,6 +163,7 @@ class RunConfig(Section):
     eval: EvalSection
     export: ExportSection
     predict: PredictSection
+    bench: BenchSection
     launch: LaunchSection
     device: Literal["auto", "cuda", "cpu"] = "auto"
     backend: BackendSection

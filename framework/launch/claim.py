@@ -77,7 +77,7 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
     """
     directory = RunDirectory(Path(config.run.dir))
     # evaluation and export of a run have a lock and a log of their own: the run itself may be in progress
-    is_beside = MODES[config.mode].about == "existing run"
+    is_beside = MODES[config.mode].about != "run"
     folder = folder_of(config.run, config.mode)
     if is_beside:
         PREEMPTION.says = "stopping"  # there are no steps

@@ -43,7 +43,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft = validate(composed)
     keys = [key.split(".") for key in composed.given]
     imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, *SEVERAL) for parts in keys)
-    imports &= not draft.call(_is_finished, otherwise=False)
+    imports &= not draft.call(_is_finished, otherwise=False) and not draft.call(lambda mode: MODES[mode].about == "machines")
     if imports:
         reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
         found = _check_data(draft, known=composed.known, needs_splits=not reads_folder)
@@ -58,7 +58,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft.check(backend_problems, device_problems, open_files_problems)
     if draft.call(lambda mode: MODES[mode].about == "existing run"):
         draft.check(writing_problems, folder_holds_samples)
-    else:
+    elif not draft.call(lambda mode: MODES[mode].about == "machines"):
         draft.check(*RULES)
         if imports:
             draft.check(monitors_are_metrics)

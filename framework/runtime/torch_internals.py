@@ -124,8 +124,9 @@ def num_operations(group: dist.ProcessGroup) -> int:
     return group._get_sequence_number_for_group()  # type: ignore[attr-defined, no-any-return]
 
 
-# torch 2.13 has renamed it
+# torch 2.13 has renamed them
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def without_buffer_sync() -> dict[str, bool]:
