@@ -34,9 +34,18 @@ class HookState:
     errors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by bucket and size: DDP rebuilds its buckets
 
 
-def register(wrapper: DistributedDataParallel, name: Name, *, group: dist.ProcessGroup) -> None:
-    """Let the wrapper sum its gradients by the hook of this name. Collective."""
-    if name == "powersgd":
+def register(wrapper: DistributedDataParallel, name: Name | Callable[..., Any], *, group: dist.ProcessGroup) -> None:
+    """Let the wrapper take the mean of its gradients by the hook of this name, or by one of the user's. Collective.
+
+    A hook gets the group and a bucket of gradients, and returns the mean in a future. What it keeps is in no checkpoint.
+    """
+    if not isinstance(name, str):
+
+        def run(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # typed: DDP reads the annotations
+            return name(group, bucket)  # type: ignore[no-any-return]
+
+        wrapper.register_comm_hook(group, run)
+    elif name == "powersgd":
         # before step 10, gradients are sent complete: the first ones are far from low rank
         state = PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=10)
         wrapper.register_comm_hook(state, powerSGD_hook)  # Vogels et al. 2019

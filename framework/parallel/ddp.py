@@ -1,6 +1,6 @@
 """DistributedDataParallel: every process holds the whole model; gradients are summed over processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
@@ -49,6 +49,7 @@ def ddp(
     forward: Forward,
     replicate: int | None,
     compression: Name | None,
+    hook: Callable[..., Any] | None = None,
     bitwise: int | None = None,
     **options: Unpack[DDPOptions],
 ) -> Engine:
@@ -56,19 +57,22 @@ def ddp(
     if bitwise is not None:
         return invariant(model, world=world, forward=forward, micro_batch_size=bitwise)
     mesh = world.mesh(replicate=replicate)
-    return replicated(model, world=world, forward=forward, mesh=mesh, compression=compression, **options)
+    return replicated(model, world=world, forward=forward, mesh=mesh, hook=hook or compression, **options)
 
 
-def problems(model: nn.Module, *, demands: Demands, compression: str | None = None, **others: object) -> list[str]:
-    """Return what a run asks for that compressed gradients exclude."""
-    if compression is None:
+def problems(
+    model: nn.Module, *, demands: Demands, compression: str | None = None, hook: object = None, **others: object
+) -> list[str]:
+    """Return what a run asks for that gradients which a hook sums exclude."""
+    if compression is None and hook is None:
         return []
-    found = []
+    key, value = ("compression", compression) if hook is None else ("hook", "a function of your own")
+    found = ["parallel.hook: and parallel.compression, which is a hook itself (one of them)"] if hook and compression else []
     if demands.own_step:
-        found.append(f"parallel.compression: {compression}, but not of gradients of a task's own step (null)")
+        found.append(f"parallel.{key}: {value}, but not of gradients of a task's own step (null)")
     if demands.bitwise:
         why = "which depends on how many processes there are (invariance=bitwise)"
-        found.append(f"parallel.compression: {compression}, {why} (null)")
+        found.append(f"parallel.{key}: {value}, {why} (null)")
     if demands.recovers and compression in ("int8", "top_k", "powersgd"):
         found.append(f"trainer.divergence.action: {demands.recovers}, but parallel.compression={compression} keeps what was "
                      "not finite for later steps (raise, or parallel.compression=null, fp16 or bf16)")  # fmt: skip
@@ -77,7 +81,7 @@ def problems(model: nn.Module, *, demands: Demands, compression: str | None = No
 
 def exact_options(**options: object) -> dict[str, object]:
     """Return the options with which this strategy computes what one process does."""
-    return options | {"compression": None}
+    return options | {"compression": None, "hook": None}
 
 
 def replicated(
@@ -87,12 +91,13 @@ def replicated(
     forward: Forward,
     mesh: DeviceMesh,
     make_optimizer: MakeOptimizer | None = None,
-    compression: Name | None = None,
+    hook: Name | Callable[..., Any] | None = None,
     **options: Any,
 ) -> Engine:
     """Return the Engine of a model that every rank holds whole. `options` are DistributedDataParallel's own. Collective.
 
-    If a process has several devices, the model must be on them already.
+    `hook`: what takes the mean of the gradients in place of their sum, by name, or a function of a group and a bucket. If a
+    process has several devices, the model must be on them already.
     """
     is_on_one = len(world.devices) == 1
     if is_on_one:
@@ -116,8 +121,8 @@ def replicated(
         **options,
     )
     trained_by_name = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if compression is not None:
-        register(wrapper, compression, group=wrapper.process_group)
+    if hook is not None:
+        register(wrapper, hook, group=wrapper.process_group)
     else:
         wrapper.register_comm_hook(wrapper.process_group, summed)
     return DataParallelEngine(
@@ -127,7 +132,7 @@ def replicated(
         mesh=mesh,
         dp_rank=world.rank,
         dp_size=world.world_size,
-        averaged_over=1 if compression is None else world.world_size,
+        averaged_over=1 if hook is None else world.world_size,
         set_sync=partial(set_gradient_sync, wrapper),
         broadcast=world.broadcast,
         make_optimizer=make_optimizer or dealing(world),

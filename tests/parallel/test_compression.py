@@ -41,6 +41,33 @@ def test_half_precision_sums_are_exact_after_a_resume(name: str, tmp_path: Path)
     assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
 
 
+SHORT = [*RUN, "trainer.max_epochs=null", "trainer.max_steps=6", "precision=fp64", "rehearse=false"]
+OWN = ["parallel.hook._target_=tests.own_parts.half_mean", "parallel.hook._partial_=true"]
+
+
+def test_a_hook_of_ones_own_takes_the_mean_of_the_gradients(tmp_path: Path) -> None:
+    plain = finished(*SHORT, root=tmp_path / "plain")
+    own = finished(*SHORT, *OWN, "parallel.hook.factor=4.0", root=tmp_path / "own")
+    for name, value in plain.weights.items():
+        assert torch.allclose(value, own.weights[name], rtol=0, atol=1e-12)
+
+
+def test_a_hook_may_be_an_object_that_keeps_a_state_and_what_it_returns_is_taken(tmp_path: Path) -> None:
+    """Replicas that never exchange gradients go apart, which the run finds out before it saves them."""
+    line = [*SHORT, "parallel.hook._target_=tests.own_parts.Silent"]
+    ended = command(*line, root=tmp_path)
+    assert ended.code != 0 and "is not the same on ranks 0 and 1" in ended.output, ended.output
+
+
+def test_a_hook_and_what_excludes_it_are_refused(tmp_path: Path) -> None:
+    both = command(*SHORT, *OWN, "parallel.hook.factor=1.0", "parallel.compression=fp16", root=tmp_path)
+    assert both.code == 78 and "parallel.hook: and parallel.compression" in both.output
+    bitwise = command(*SHORT, *OWN, "parallel.hook.factor=1.0", "invariance=bitwise", "micro_batch_size=8", root=tmp_path)
+    assert bitwise.code == 78 and "parallel.hook" in bitwise.output
+    lacking = command(*SHORT, OWN[0], "parallel.hook.factor=1.0", root=tmp_path)
+    assert lacking.code == 78 and "parallel.hook.group" in lacking.output
+
+
 class Bucket:
     """What a hook sees of DDP's bucket."""
 
