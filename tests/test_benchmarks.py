@@ -1,8 +1,13 @@
 """What the benchmarks count, as opposed to time, is checked here."""
 
 import importlib.util
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -52,3 +57,45 @@ def test_our_side_of_the_comparison_is_as_docs_comparison_says(name: str, tmp_pa
     loss, weights, *after_kill = load("comparison").measure(name, folder=tmp_path)
     assert float(loss) < 1e-12 and float(weights) < 1e-12
     assert after_kill == ["0", "0"]
+
+
+def ended(gpu: ModuleType, folder: Path, *, losses: list[float], weights: bytes) -> Any:
+    folder.mkdir()
+    rows = [{"split": "train", "step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "model.safetensors").write_bytes(weights)
+    return gpu.Ended(0, "", folder)
+
+
+def test_the_checks_of_a_gpu_find_other_bits(tmp_path: Path) -> None:
+    gpu = load("gpu")
+    first = ended(gpu, tmp_path / "a", losses=[2.0, 1.0], weights=b"w")
+    gpu.Checks._same(first, ended(gpu, tmp_path / "b", losses=[2.0, 1.0], weights=b"w"), what="twice")
+    for name, losses, weights in [("c", [2.0, 1.5], b"w"), ("d", [2.0, 1.0], b"v")]:
+        with pytest.raises(gpu.Failed, match="twice"):
+            gpu.Checks._same(first, ended(gpu, tmp_path / name, losses=losses, weights=weights), what="twice")
+
+
+def test_each_check_of_a_gpu_is_a_line_and_one_that_fails_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = load("gpu")
+
+    def fail(_: Any) -> str:
+        raise gpu.Failed("planted")
+
+    monkeypatch.setattr(gpu.Checks, "bits", lambda self: "equal")
+    monkeypatch.setattr(gpu.Checks, "precisions", fail)
+    for only, code in [("bits", 0), ("precisions", 1)]:
+        monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--only", only])
+        assert gpu.main() == code
+    out = capsys.readouterr().out
+    assert re.search(r"^bits +\d+ s  ok +equal$", out, flags=re.M) and re.search(r"FAILED +planted$", out, flags=re.M)
+    assert all(hasattr(gpu.Checks, name) for name in gpu.CHECKS)
+
+
+@pytest.mark.slow
+def test_the_checks_of_a_gpu_that_a_cpu_can_show_pass(tmp_path: Path) -> None:
+    line = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--only", "bits", "strategies"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count("ok  ") == 2, done.stdout + done.stderr
