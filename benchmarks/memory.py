@@ -143,24 +143,27 @@ def own_memory() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
+def peaks_of(overrides: list[str]) -> tuple[int, dict[str, int]]:
+    """Return the bytes of the whole model, and for each phase the most of any rank: of a run that goes on with another's state."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*PEAK_MODEL, *overrides, f"run.root={folder}/runs"]
+        for more in (["trainer.max_steps=2", "name=first"], ["name=second"]):
+            (notes := Path(folder, "notes")).mkdir(exist_ok=True)
+            begin = next(iter(Path(folder).glob("runs/first/*")), None)
+            resume = [] if begin is None else [f"run.resume={begin}"]
+            values = {"ROOT": str(ROOT), "FOLDER": str(notes), "OVERRIDES": [*command, *more, *resume]}
+            header = "".join(f"{key} = {value!r}\n" for key, value in values.items())
+            subprocess.run([sys.executable, "-c", header + PEAK_RUN], capture_output=True, check=True, env=ENVIRONMENT)
+        ranks = [json.loads(path.read_text()) for path in notes.glob("*.json")]
+        (summary,) = Path(folder).glob("runs/second/*/summary.json")
+        num_bytes = json.loads(summary.read_text())["parameters"] * 4
+    return num_bytes, {phase: max(rank.get(phase, 0) for rank in ranks) for phase in PHASES}
+
+
 def print_peaks() -> None:
     print(f"{'strategy':12} {'most of any rank, MB':>22}" + "".join(f" {phase:>9}" for phase in PHASES))
     for name, (overrides, share) in PEAKS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            command = [*PEAK_MODEL, *overrides, f"run.root={folder}/runs"]
-            peaks: dict[str, int] = {}
-            for more in (["trainer.max_steps=2", "name=first"], ["name=second"]):
-                (notes := Path(folder, "notes")).mkdir(exist_ok=True)
-                begin = next(iter(Path(folder).glob("runs/first/*")), None)
-                resume = [] if begin is None else [f"run.resume={begin}"]
-                values = {"ROOT": str(ROOT), "FOLDER": str(notes), "OVERRIDES": [*command, *more, *resume]}
-                header = "".join(f"{key} = {value!r}\n" for key, value in values.items())
-                subprocess.run([sys.executable, "-c", header + PEAK_RUN], capture_output=True, check=True, env=ENVIRONMENT)
-            for path in notes.glob("*.json"):
-                for phase, size in json.loads(path.read_text()).items():
-                    peaks[phase] = max(peaks.get(phase, 0), size)
-            (summary,) = Path(folder).glob("runs/second/*/summary.json")
-            whole = json.loads(summary.read_text())["parameters"] * 4
+        whole, peaks = peaks_of(overrides)
         # DDP's constructor sends the weights from a copy; a save keeps its copy of weights and moments for the next
         weights, state = whole / share, 4 * whole / share
         sent = weights if name.startswith("ddp") else 0

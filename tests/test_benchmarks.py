@@ -33,6 +33,19 @@ def test_a_process_holds_what_the_arithmetic_says(strategy: str) -> None:
     assert sum(ranks) / len(ranks) / num_parameters == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_process_takes_no_more_than_its_part_of_the_model_to_build_load_and_save_it() -> None:
+    memory = load("memory")
+    overrides, share = memory.PEAKS["fsdp, 2"]
+    whole, peaks = memory.peaks_of(overrides)
+    part, tensor = whole / share, 8192 * 1024 * 4  # the largest
+    assert peaks["build"] < 1.1 * (part + tensor)
+    assert peaks["resume"] < 1.1 * (3 * part + tensor)
+    assert peaks["save"] < 1.1 * (7 * part + tensor)
+    assert peaks["results"] < 1.1 * (7 * part + 2 * tensor)
+
+
 def test_lines_are_counted_without_blank_ones_comments_docstrings_and_what_the_benchmark_adds(tmp_path: Path) -> None:
     file = tmp_path / "file.py"
     file.write_text(
@@ -95,6 +108,7 @@ def test_each_check_of_a_gpu_is_a_line_and_one_that_fails_is_the_exit_code(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_checks_of_a_gpu_that_a_cpu_can_show_pass(tmp_path: Path) -> None:
     line = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--only", "bits", "strategies"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
