@@ -333,7 +333,7 @@ def prepare_framework() -> None:
     join = Groups.join
 
     def fake_join(groups: Groups, store: dist.Store) -> None:
-        groups.backend = groups.backend.replace("cuda:nccl", "cuda:fake_nccl")
+        groups.backend, groups.device = groups.backend.replace("cuda:nccl", "cuda:fake_nccl"), None  # which nothing can split
         join(groups, store)
 
     Groups.join = fake_join  # type: ignore[method-assign]

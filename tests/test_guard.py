@@ -91,11 +91,10 @@ class Twice(Agreement):
         super().__init__(None)
         self.factor = factor
 
-    def gather(self, value: Any) -> list[Any]:
-        if not isinstance(value, tuple):
-            return [value, value]
-        late, sketches, fault = value
-        return [value, (late, {name: [norm * self.factor, total] for name, (norm, total) in sketches.items()}, fault)]
+    def judged(self, value: Any, judge: Any) -> Any:
+        fault, sketches = value
+        theirs = {name: [norm * self.factor, total] for name, (norm, total) in sketches.items()}
+        return judge({0: value, 1: (fault, theirs)})
 
 
 def two(factor: float) -> Any:

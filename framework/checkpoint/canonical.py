@@ -91,13 +91,16 @@ def _matched(path: Path, held: Held, *, world: World) -> tuple[Inventory, dict[s
 
     Collective. ValueError, on every rank, where they do not fit each other.
     """
-    inventory = _inventory(path)
+    agreement = world.agreement
+    # a header for each rank that has saved: if all of N ranks read them, the file system would open N x N files
+    inventory = agreement.on_rank_0(lambda: _inventory(path), what=f"{path} could not be read")
     targets = _tensors_but_optimizer(held)
-    fresh = _fresh_parts(inventory, targets, held.module, names=set().union(*world.agreement.gather(set(targets))))
+    names = set[str]().union(*agreement.distinct(sorted(targets)).values())
+    fresh = _fresh_parts(inventory, targets, held.module, names=names)
     targets |= fresh
-    everywhere = set().union(*world.agreement.gather(set(targets)))
-    faults = world.agreement.gather(_fault(inventory, targets, everywhere=everywhere, is_fit=operator.eq))
-    if fault := next(filter(None, faults), ""):
+    everywhere = names.union(*agreement.distinct(sorted(fresh)).values())
+    faults = agreement.distinct(_fault(inventory, targets, everywhere=everywhere, is_fit=operator.eq))
+    if fault := next(filter(None, faults.values()), ""):
         raise ValueError(fault)
     return inventory, targets, fresh
 

@@ -47,7 +47,7 @@ class WritePlan:
         The ranks tell each other what they hold only if that has changed since the last call.
         """
         held = chunks_of(tensors)
-        if any(self.world.agreement.gather(held.keys() != self._held)):
+        if self.world.agreement.any(held.keys() != self._held):
             self._held = set(held)
             table = {chunk: part.numel() * part.element_size() for chunk, part in held.items()}
             self._mine = {chunk.name for chunk in self.world.agreement.dealt(table, deal)}

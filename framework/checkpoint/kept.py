@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from framework.checkpoint.held import Held
 from framework.checkpoint.state import Kept, SavedGroup
+from framework.distributed.world import World
 from framework.optim.update import group_values
 from framework.runtime.exits import Unfit
 from framework.runtime.problem import shown
@@ -125,6 +126,12 @@ def require_same_parts(states: Sequence[Mapping[str, Any]]) -> None:
         if odd := [name for name, value in other.items() if states[0].get(name, value) != value]:
             key = odd[0].replace("/", ".")
             raise Unfit(f"part.{key}: differs between the processes (sum, gather and any of the loop let them agree)")
+
+
+def kept_by_all(held: Held, *, initial: Sequence[Mapping[str, Any]], world: World) -> Kept:
+    """Return what all ranks keep. Collective. Unfit, on every rank, if they differ where they hold the same."""
+    mine = kept_here(held, initial=initial).model_dump()
+    return world.agreement.judged(mine, lambda found: merged([Kept.model_validate(part) for part in found.values()]))
 
 
 def merged(parts: Sequence[Kept]) -> Kept:

@@ -91,8 +91,8 @@ class Saver:
         self.settle()
         if grace_s is None or self.last is None:
             return False
-        times = self._world.agreement.gather((PREEMPTION.left_of(grace_s), self.last.seconds))
-        left, needed = min(left for left, _ in times), max(seconds for _, seconds in times)
+        agreement = self._world.agreement
+        left, needed = -agreement.largest(-PREEMPTION.left_of(grace_s)), agreement.largest(self.last.seconds)
         if left < needed and self._world.rank == 0:
             LOGGER.warning("no checkpoint of step %d: %.1f s of launch.grace_s are left, and the last one took %.1f s; the "
                            "run continues from that, of step %d",
@@ -138,7 +138,8 @@ class Saver:
     def _runs_in_background(self, tensors: dict[str, Tensor]) -> bool:
         if self._is_async is None:
             size = sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors.values()))
-            self._is_async = self._world.agreement.allows_threads and max(self._world.agreement.gather(size)) >= WORTH_A_THREAD
+            agreement = self._world.agreement
+            self._is_async = agreement.allows_threads and agreement.largest(size) >= WORTH_A_THREAD
         return self._is_async
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Committed:

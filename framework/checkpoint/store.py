@@ -1,11 +1,10 @@
 """A run's checkpoints: saved by all ranks, committed by one, verified on load, deleted only after their successor."""
 
-import functools
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +19,8 @@ from framework.runtime.files import flush_directory, make_directory
 from framework.runtime.lock import Claim
 from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,12 @@ class CheckpointStore:
         """
         target = self.directory / manifest.directory_name(step)
         staging = self.directory / f".tmp_{self.claim.token}_{target.name}"
-        together = functools.partial(self.world.agreement.together, what=f"checkpoint of step {step} not written")
+        agreement, what = self.world.agreement, f"checkpoint of step {step} not written"
         try:
-            together(lambda: self._clear(staging), rank_0_only=True)
-            files = together(lambda: self._write(staging, tensors))
-            together(lambda: self._commit(staging, target, files, state), rank_0_only=True)
+            agreement.on_rank_0(lambda: self._clear(staging), what=what)
+            written = agreement.together(lambda: self._write(staging, tensors), what=what)
+            files = agreement.to_rank_0(written)
+            agreement.on_rank_0(lambda: self._commit(staging, target, files, state), what=what)
         except DiskFailed:
             with suppress(OSError):
                 manifest.remove(staging)  # room for the summary, which reports it
@@ -91,9 +93,12 @@ class CheckpointStore:
     def is_among_best(self, value: float) -> bool:
         """Return whether a checkpoint with this monitored value would be kept for it."""
         sign = -1 if self.mode == "max" else 1
-        others = [other for path in manifest.candidates(self.directory) if (other := _monitor(path)) is not None]
-        num_better = sum(sign * other <= sign * value for other in others)
-        return self.world.agreement.from_rank_0(num_better < self.keep_best)
+
+        def is_among() -> bool:
+            others = [other for path in manifest.candidates(self.directory) if (other := _monitor(path)) is not None]
+            return sum(sign * other <= sign * value for other in others) < self.keep_best
+
+        return self._listed(is_among)
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps. DiskFailed on every rank if that cannot be done."""
@@ -105,12 +110,12 @@ class CheckpointStore:
                     manifest.discard(path)
             flush_directory(self.directory)
 
-        self.world.agreement.together(drop, what=what, rank_0_only=True)
+        self.world.agreement.on_rank_0(drop, what=what)
 
     @property
     def is_empty(self) -> bool:
         """Return whether there is nothing that looks like a checkpoint."""
-        return self.world.agreement.from_rank_0(not manifest.candidates(self.directory))
+        return self._listed(lambda: not manifest.candidates(self.directory))
 
     def newest_valid(
         self, *, back: int = 0, unfit: Callable[[Path, dict[str, Any]], str | None] = lambda path, state: None
@@ -120,12 +125,11 @@ class CheckpointStore:
         Passes over what is damaged, or why it is `unfit`, with a warning; NoValidCheckpoint, with a line for each, if that
         is all. `unfit`, collective, gets a path and a state.
         """
-        found = self.world.agreement.from_rank_0(manifest.candidates(self.directory))
+        found = self._listed(lambda: manifest.candidates(self.directory))
         reasons, is_damaged = list[str](), False
         for path in found[min(back, max(0, len(found) - 1)) :]:
-            reason, state = self._fault(path), dict[str, Any]()
+            reason, state = self._verified(path)
             if reason is None:
-                state = manifest.read_state(path)
                 reason = unfit(path, state)
             if reason is None:
                 for passed_over in reasons if self.world.rank == 0 else []:
@@ -140,31 +144,55 @@ class CheckpointStore:
 
     def named(self, path: Path) -> tuple[Path, dict[str, Any]]:
         """Return the checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
-        if reason := self._fault(path):
+        reason, state = self._verified(path)
+        if reason is not None:
             raise NoValidCheckpoint(f"{path}: {reason}")
-        return path, manifest.read_state(path)
+        return path, state
 
     def best(self) -> Path | None:
         """Return the best checkpoint, not verified; None if none is of an evaluated step."""
-        return self.world.agreement.from_rank_0(next(iter(self._best(manifest.candidates(self.directory))), None))
+        return self._listed(lambda: next(iter(self._best(manifest.candidates(self.directory))), None))
 
-    def _fault(self, path: Path) -> str | None:
-        """Return why a checkpoint is not valid, or None. The ranks share the work of reading it."""
-        fault = None
-        try:
-            files = manifest.read_manifest(path)
+    def _listed(self, look: Callable[[], _Result]) -> _Result:
+        """Return what rank 0, which alone lists the folder and reads what it needs of it, finds there. Collective."""
+        return self.world.agreement.on_rank_0(look, what=f"{self.directory} cannot be listed")  # type: ignore[no-any-return]
+
+    def _verified(self, path: Path) -> tuple[str | None, dict[str, Any]]:
+        """Return why a checkpoint is not valid, or None, and its state.
+
+        Rank 0 reads what lists and describes the files, since each rank that did would ask for every file; the ranks share
+        the files' contents.
+        """
+        files, state = dict[str, Any](), dict[str, Any]()
+
+        def describe() -> None:
+            files.update(manifest.read_manifest(path))
+            check_tensors(path, sorted(files.keys() - {STATE}))
+            state.update(manifest.read_state(path))
+            if (step := state["progress"]["step"]) != manifest.step_of(path):
+                raise Invalid(f"its state is of step {step}")
+
+        def verify_share() -> None:
             for name in sorted(files)[self.world.rank :: self.world.world_size]:
                 manifest.verify_file(path / name, files[name])
-            if self.world.rank == 0:
-                step = manifest.read_state(path)["progress"]["step"]
-                check_tensors(path, sorted(files.keys() - {STATE}))
-                if step != manifest.step_of(path):
-                    raise Invalid(f"its state is of step {step}")
-        except Invalid as error:
-            fault = str(error)
-        except OSError as error:
-            fault = f"cannot be read ({error.strerror})"
-        return next((f for f in self.world.agreement.gather(fault) if f is not None), None)
+
+        agreement = self.world.agreement
+        fault = _fault(describe) if self.world.rank == 0 else None
+        fault, files, state = agreement.from_rank_0((fault, files, state))
+        if fault is None:
+            fault = next((f for f in agreement.distinct(_fault(verify_share)).values() if f is not None), None)
+        return fault, state if fault is None else {}
+
+
+def _fault(look: Callable[[], None]) -> str | None:
+    """Return why what is looked at is not valid, or None."""
+    try:
+        look()
+    except Invalid as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None
 
 
 def _monitor(path: Path) -> float | None:

@@ -132,7 +132,7 @@ def warm_start(module: nn.Module, entries: Sequence[InitFile], *, digests: Mappi
     NoValidCheckpoint if a file is not the one whose digest is part of the run's identity. Rank 0 logs what does not fit.
     """
     own_fault = next(filter(None, map(_file_fault, digests.items())), "") if world.local_rank == 0 else ""
-    for fault in filter(None, world.agreement.gather(own_fault)):
+    for fault in filter(None, world.agreement.distinct(own_fault).values()):
         raise NoValidCheckpoint(f"model.init_from: {fault}")
     try:
         fit = load_tensors(stored_tensors(entries), module)

@@ -218,7 +218,7 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
         if is_my_turn and world.local_rank == 0:
             source = dataset.load(split)
         world.agreement.barrier()
-    if max(world.agreement.gather(world.local_world_size)) == 1:  # nodes may have different numbers of processes
+    if world.agreement.largest(world.local_world_size) == 1:  # nodes may have different numbers of processes
         assert source is not None
         return source
     offer, descriptors = None, dict[str, int]()
@@ -227,7 +227,7 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
         rest = {name: value for name, value in _fields(source).items() if name not in arrays}
         descriptors = {name: _memory_file(array) for name, array in arrays.items()}
         offer = type(source), rest, os.getpid(), descriptors
-    offered = world.agreement.gather(offer)[world.first_on_node]
+    offered = world.agreement.dealt((world.first_on_node, offer), lambda values: [values[first][1] for first, _ in values])
     if offered is None:
         return dataset.load(split) if source is None else source
     kind, rest, pid, files = offered

@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from framework.runtime.exits import DiskFailed
+from framework.runtime.plain import Invalid
+from framework.runtime.torch_internals import packed_object, unpacked_object
+
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -40,17 +45,91 @@ class Agreement:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a CPU tensor over all ranks, in place. Collective."""
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
-        return values
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank's `flag` is true. Collective."""
+        return bool(self.largest(float(flag)))
+
+    def largest(self, number: float) -> float:
+        """Return the largest of the ranks' numbers. Collective."""
+        return float(self._reduced(torch.tensor(number, dtype=torch.float64), dist.ReduceOp.MAX))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order, on every rank. Collective."""
+        """Return every rank's `value`, in rank order, on every rank. Collective.
+
+        What all ranks get grows with their number: for small values. See `distinct`, `to_rank_0`, `largest`.
+        """
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.group.size()
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def distinct(self, value: Any) -> dict[int, Any]:
+        """Return the different values that ranks have, each by the first rank that has it, in rank order, on every rank.
+
+        Collective. Values are plain data, without sets, and compared by their text (`repr`). If all are the same, 32 bytes
+        from each rank show it; if not, rank 0 gets each different value once.
+        """
+        found = self._distinct_on_rank_0(value)
+        return found if len(found) == 1 else self.from_rank_0(found)  # type: ignore[no-any-return]
+
+    def judged(self, value: Any, judge: Callable[[dict[int, Any]], _Result]) -> _Result:
+        """Return what `judge` makes of the values that `distinct` would return, on every rank. Collective.
+
+        Unlike these values, only the result reaches ranks that differ. What `judge` raises is raised on every rank.
+        """
+        found = self._distinct_on_rank_0(value)
+        if len(found) == 1:  # every rank has all that there is to judge
+            return judge(found)
+        result: _Result | None = None
+        fault: Exception | None = None
+        try:
+            result = judge(found) if found else None
+        except Exception as error:  # raised below, on every rank
+            fault = error
+        result, fault = self.from_rank_0((result, fault))
+        if fault is not None:
+            raise fault
+        return result  # type: ignore[return-value]  # rank 0's
+
+    def _distinct_on_rank_0(self, value: Any) -> dict[int, Any]:
+        """Return the different values on rank 0, by their first ranks; on other ranks nothing, unless all are the same."""
+        if self.group is None:
+            return {0: value}
+        digest = blake2b(repr(value).encode(), digest_size=16).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+        least, most = self._reduced(torch.cat([~mine, mine]), dist.ReduceOp.MAX).split(2)  # ~ reverses the order
+        if torch.equal(~least, most):
+            return {0: value}
+        packed, rank, size = packed_object(value), self.group.rank(), self.group.size()
+        sizes: dict[int, int] = {}
+        digests = set[bytes]()
+        for other, (theirs, num_bytes) in enumerate(self.to_rank_0((digest, packed.numel()))):
+            if theirs not in digests:
+                digests.add(theirs)
+                sizes[other] = num_bytes
+        asked = [torch.tensor([other in sizes]) for other in range(size)] if rank == 0 else None
+        is_asked = torch.empty(1, dtype=torch.bool)
+        dist.scatter(is_asked, asked, src=0, group=self.group)
+        if rank != 0:
+            if is_asked:
+                self.send(packed, to=0)
+            return {}
+        theirs = {other: self.receive(torch.empty(n, dtype=torch.uint8), source=other) for other, n in sizes.items() if other}
+        return {0: value} | {other: unpacked_object(part) for other, part in theirs.items()}
+
+    def to_rank_0(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in rank order, on rank 0; nothing on the other ranks. Collective."""
+        if self.group is None:
+            return [value]
+        packed = packed_object(value)
+        padded = torch.zeros(int(self.largest(packed.numel())), dtype=torch.uint8)
+        padded[: packed.numel()] = packed
+        parts = [torch.empty_like(padded) for _ in range(self.group.size())] if self.group.rank() == 0 else None
+        dist.gather(padded, parts, dst=0, group=self.group)
+        return [unpacked_object(part) for part in parts or []]
 
     def dealt(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
         """Return this rank's item of what `deal` makes of every rank's `value`, in rank order, on rank 0 alone. Collective.
@@ -59,33 +138,49 @@ class Agreement:
         """
         if self.group is None:
             return deal([value])[0]
-        is_first, size = self.group.rank() == 0, self.group.size()
-        values: list[Any] | None = [None] * size if is_first else None
-        dist.gather_object(value, values, dst=0, group=self.group)
+        values = self.to_rank_0(value)
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, deal(values) if values is not None else None, src=0, group=self.group)
+        dist.scatter_object_list(mine, deal(values) if values else None, src=0, group=self.group)
         return mine[0]
 
     def from_rank_0(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank. Collective."""
-        return self.gather(value)[0]
+        """Return rank 0's `value` on every rank. Collective; rank 0 does not wait for the others."""
+        return self._from(0, value)
 
-    def together(self, action: Callable[[], Any], *, what: str, rank_0_only: bool = False) -> list[Any]:
-        """Run `action`, which uses the disk, and return every rank's result: no rank is left waiting. Collective.
+    def on_rank_0(self, action: Callable[[], Any], *, what: str) -> Any:
+        """Run `action`, which uses the disk, on rank 0 alone, and return its result on every rank. Collective.
+
+        DiskFailed on every rank, saying `what` could not be done, where an OSError hits it. Rank 0 does not wait for the
+        others.
+        """
+        is_first = self.group is None or self.group.rank() == 0
+        result, fault = self.from_rank_0(_attempted(action) if is_first else None)
+        if fault is not None:
+            raise DiskFailed(f"{what}: rank 0: {fault}")
+        return result
+
+    def together(self, action: Callable[[], _Result], *, what: str) -> _Result:
+        """Run `action`, which uses the disk, on every rank, and return this rank's result when all are done. Collective.
 
         DiskFailed on every rank, saying `what` could not be done, where an OSError hits one of them.
         """
-        result, fault = None, None
-        if not rank_0_only or self.group is None or self.group.rank() == 0:
-            try:
-                result = action()
-            except OSError as error:
-                fault = " ".join(str(error).split())
-        outcomes = self.gather((result, fault))
-        for rank, (_, problem) in enumerate(outcomes):
+        result, fault = _attempted(action)
+        for rank, problem in self.distinct(fault).items():
             if problem is not None:
                 raise DiskFailed(f"{what}: rank {rank}: {problem}")
-        return [value for value, _ in outcomes]
+        return result  # type: ignore[return-value]  # without a fault there is a result
+
+    def _from(self, rank: int, value: Any) -> Any:
+        """Return one rank's value on every rank. Collective."""
+        box = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=rank, group=self.group)
+        return box[0]
+
+    def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(values, op=operation, group=self.group)
+        return values
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
@@ -123,3 +218,11 @@ class Agreement:
         (work, counts), self._flags = self._flags, None
         work.wait()
         return [bool(count) for count in counts.tolist()]
+
+
+def _attempted(action: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
+    """Return what an action that uses the disk returns, or the text of the error of the disk, or of what is on it."""
+    try:
+        return action(), None
+    except (OSError, Invalid) as error:
+        return None, " ".join(str(error).split())

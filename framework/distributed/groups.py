@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from framework.distributed.mpi import start as mpi
@@ -26,6 +27,7 @@ class Groups:
     rank: int
     world_size: int
     timeout: timedelta
+    device: torch.device | None = None  # the only one that NCCL uses in this process, if that is known
     _store: dist.Store = field(default_factory=dist.HashStore, init=False)
     _at_end: list[tuple[Callable[[], None], Callable[[], None]]] = field(default_factory=list, init=False)
 
@@ -33,8 +35,11 @@ class Groups:
         """Join the default group. Collective."""
         self._store = store
         set_group_timeout(self.timeout)
-        rank, world_size = self.rank, self.world_size
-        dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size, timeout=self._timeout)
+        # with its device, NCCL connects the ranks at once, and splits what it has for each axis of a mesh; without it, each
+        # axis would meet through the store
+        dist.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout, device_id=self.device
+        )
 
     def new_group(self) -> dist.ProcessGroup:
         """Return a group of all ranks for training, whose collectives pair with no others'. Collective."""

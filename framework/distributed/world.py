@@ -72,10 +72,13 @@ class World:
         if devices[0].type == "cuda":
             torch.cuda.set_device(devices[0])
             default_backend = f"cpu:gloo,cuda:{'nccl' if backend == 'auto' else backend}"
-        groups, control = Groups(default_backend, rank=rank, world_size=world_size, timeout=timeout), None
+        only = devices[0] if "nccl" in default_backend and len(devices) == 1 else None
+        groups, control = Groups(default_backend, rank=rank, world_size=world_size, timeout=timeout, device=only), None
         if world_size > 1:
             if world_size == place.local_world_size:
                 variables().setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else needs to reach us
+            # a rank connects to the ranks that it speaks to, not to all of them in each group, and asks the store for no others
+            variables().setdefault("TORCH_GLOO_LAZY_INIT", "1")
             # MPI's ranks know each other, and torch asks for a store only to have one
             store = dist.HashStore() if uses_mpi else attempt_store(environment, scratch=scratch, timeout=timeout)
             if not uses_mpi:

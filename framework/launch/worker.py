@@ -79,10 +79,8 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
         at_end.callback(world.stop)
         if config.launch.keeps_memory_on(world.device.type):
             keep_freed_memory()
-        digests = world.agreement.gather(frozen.digest)
-        if len(set(digests)) > 1:
-            odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-            raise RuntimeError(f"rank {odd} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
+        if odd := [rank for rank in world.agreement.distinct(frozen.digest) if rank]:
+            raise RuntimeError(f"rank {odd[0]} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
         try:
             code: Exit = locate(MODES[config.mode].worker)(Builder(config, world=world, token=frozen.token))
         except RunEnded as end:

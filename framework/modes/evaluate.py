@@ -47,7 +47,7 @@ def evaluate(build: Builder) -> Exit:
         }
         if world.rank == 0:
             print(_table(numbers_of(row)), flush=True)
-        world.agreement.together(lambda: _append(directory.evaluations, row), what="the result not written", rank_0_only=True)
+        world.agreement.on_rank_0(lambda: _append(directory.evaluations, row), what="the result not written")
     finally:
         splits.close()
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)

@@ -53,7 +53,7 @@ def export(build: Builder) -> Exit:
         else:
             content, remark = _made(name, model, samples=samples, build=build)
             write = partial(_write, path, content, remark)
-        (result,) = world.agreement.together(write, what=f"{path} not written")
+        result = world.agreement.together(write, what=f"{path} not written")
         print(f"{name:11}  {path}  {result}", flush=True)
     return Exit.FINISHED
 

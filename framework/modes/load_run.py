@@ -44,7 +44,7 @@ def load_run(build: Builder) -> LoadedModel:
     else:
         path = _verified(path, build)
         fault, step = _load(path, module), step_of(path)
-    for found in filter(None, world.agreement.gather(fault)):
+    for found in filter(None, world.agreement.distinct(fault).values()):
         raise NoValidCheckpoint(f"{path}: {found}")
     return LoadedModel(module, path, step)
 

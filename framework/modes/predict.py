@@ -43,7 +43,7 @@ def predict(build: Builder) -> Exit:
             for step in until_signal(loader, world):
                 engine.evaluate(step)
                 _write(recording, file, world)
-            world.agreement.together(file.commit if file else lambda: None, what="the predictions not written")
+            world.agreement.on_rank_0(file.commit if file else lambda: None, what="the predictions not written")
     finally:
         loader.close()
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
@@ -60,7 +60,7 @@ def _samples(build: Builder) -> tuple[list[str], Source]:
     if wanted.files is None:
         return [], load_shared(build.dataset, wanted.split, world=build.world)
     names, source = build.dataset.read_folder(Path(wanted.files))  # type: ignore[attr-defined]  # the preflight has looked
-    if any(others != names for others in build.world.agreement.gather(names)):
+    if len(build.world.agreement.distinct(names)) > 1:
         raise Unfit("predict.files: the folder changes while it is listed")
     return names, source
 
@@ -73,11 +73,11 @@ def _write(recording: "Recording", file: PredictionsFile | None, world: World) -
     """Let rank 0 write what the ranks have recorded of a batch. Collective. Unfit on every rank if it cannot be written."""
     found = gathered(recording.taken(), world=world)
     rows = dict(zip(found.kinds, found.tensors))
-    faults = world.agreement.gather(recording.fault)
-    if not any(faults):
+    fault = next(filter(None, world.agreement.distinct(recording.fault).values()), "")
+    if not fault:
         add = (lambda: file.add(rows)) if file is not None else (lambda: "")
-        faults = world.agreement.together(add, what="the predictions not written")
-    for fault in filter(None, faults):
+        fault = world.agreement.on_rank_0(add, what="the predictions not written")
+    if fault:
         raise Unfit(f"task: {fault}; its written(outputs) can return what mode=predict writes: tensors by name, samples first")
 
 

@@ -45,8 +45,7 @@ _NUM_SAMPLES = 8  # training samples for the loggers
 def train(build: Builder) -> Exit:
     """Train the run. Collective. Returns how it ended; an unexpected error is raised."""
     directory, world = build.directory, build.world
-    places = world.agreement.gather((socket.gethostname(), device_name(world.device)))
-    if world.rank == 0:
+    if places := world.agreement.to_rank_0((socket.gethostname(), device_name(world.device))):
         Provenance(directory.path).add_workers(hosts=[host for host, _ in places], devices=[device for _, device in places])
     gc.freeze()  # what has been imported stays: no collection need look at it
     trainer = build.trainer()
@@ -123,7 +122,7 @@ def _continue(trainer: Trainer, build: Builder) -> None:
             if theirs.exists():
                 write_rows(directory.metrics, (row for row in iterate_rows(theirs) if row["split"] != "test"))
 
-        world.agreement.together(take_over_rows, what=f"the rows of {path} not taken over", rank_0_only=True)
+        world.agreement.on_rank_0(take_over_rows, what=f"the rows of {path} not taken over")
     if world.rank == 0:
         LOGGER.info("continuing from %s", path)
 
@@ -209,7 +208,7 @@ def _open_record(trainer: Trainer, build: Builder) -> None:
         trainer.progress.began = min(trainer.progress.began, before)
     sizes: dict[str, tuple[int, bool]] = {}
     own = {name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}
-    for part in world.agreement.gather(own):  # a stage of a pipeline has a part of the parameters
+    for part in world.agreement.distinct(own).values():  # a stage of a pipeline has a part of the parameters
         sizes |= part
     num_parameters = sum(size for size, _ in sizes.values())
     num_trained = sum(size for size, is_trained in sizes.values() if is_trained)
@@ -264,7 +263,8 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
     run, saving, directory = build.config.run, build.config.checkpoint, build.directory
     world, module = trainer.world, trainer.engine.module
     world.at("the results", step=trainer.progress.step)
-    extra = {name: value for part in world.agreement.gather(extra_state(module))[::-1] for name, value in part.items()}
+    parts = list(world.agreement.distinct(extra_state(module)).values())
+    extra = {name: value for part in parts[::-1] for name, value in part.items()}
     metadata = {"format": "pt"} | ({EXTRA_STATE: json.dumps(extra)} if extra else {})
     with trainer.update.averaged():  # the evaluated weights are the final weights
         weights = gathered(state_of(module), world=world)
@@ -276,7 +276,7 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
         paths = directory.metrics, directory.curves
         draw_curves(*paths, title=title, restarts=restarts, monitor=saving.monitor, mode=saving.direction)
 
-    world.agreement.together(draw, what="the results not written", rank_0_only=True)
+    world.agreement.on_rank_0(draw, what="the results not written")
 
 
 def _write_weights(weights: OnRank0, directory: RunDirectory, *, world: World, metadata: dict[str, str]) -> None:

@@ -25,7 +25,7 @@ class Activations:
     def begun(self, loop: Loop) -> None:
         everything = dict(loop.module.named_modules())
         named = {name: part for name, part in everything.items() if any(fnmatchcase(name, p) for p in self.modules)}
-        if not any(loop.gather(bool(named))):
+        if not loop.any(bool(named)):
             pattern = self.modules[0] if self.modules else ""
             raise ValueError(f"modules={pattern}: matches no module ({nearest_name(pattern, [*everything])})")
         for name, part in named.items():
@@ -46,15 +46,13 @@ class Activations:
         self._sums, self._is_on = {}, loop.has_row
 
     def row(self, loop: Loop) -> dict[str, float]:
-        totals: dict[str, Tensor] = {}
-        for sums in loop.gather(self._sums):
-            for name, values in sums.items():
-                totals[name] = totals.get(name, 0.0) + values
-        self._sums = {}
-        if not totals:
+        names = sorted({name for some in loop.distinct(sorted(self._sums)) for name in some})
+        nothing = torch.zeros(3, dtype=torch.float64)
+        sums, self._sums = [self._sums.get(name, nothing) for name in names], {}
+        if not names:
             raise ValueError(f"modules={','.join(self.modules)}: none of them returns a tensor of floating-point numbers")
         columns = {}
-        for name, (squares, zeros, count) in sorted(totals.items()):
+        for name, (squares, zeros, count) in zip(names, loop.sum(torch.stack(sums))):
             columns[f"activation_rms:{name}"] = float((squares / count).sqrt())
             columns[f"activation_zeros:{name}"] = float(zeros / count)
         return columns

@@ -21,7 +21,7 @@ class Unfreeze:
         self.groups, self.every = groups, every
 
     def begun(self, loop: Loop) -> None:
-        names = [name for part in loop.gather(list(loop.trained())) for name in part]
+        names = [name for part in loop.distinct(list(loop.trained())) for name in part]
         for pattern in (pattern for group in self.groups for pattern in group):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(f"groups={pattern}: matches no parameter that is trained ({nearest_name(pattern, names)})")

@@ -119,6 +119,16 @@ def set_group_timeout(timeout: timedelta) -> None:
 NCCL_LATER = timedelta(minutes=1)  # its watchdog aborts the process: others are to say before that which rank hangs
 
 
+def packed_object(value: Any) -> Tensor:
+    """Return an object as bytes, as torch's own collectives of objects send it, for a CPU group."""
+    return distributed_c10d._object_to_tensor(value, torch.device("cpu"), None)[0]  # type: ignore[no-untyped-call,no-any-return]
+
+
+def unpacked_object(packed: Tensor) -> Any:
+    """Return the object of `packed_object`; more bytes may follow it."""
+    return distributed_c10d._tensor_to_object(packed, packed.numel(), None)  # type: ignore[no-untyped-call]
+
+
 def num_operations(group: dist.ProcessGroup) -> int:
     """Return how many operations this rank has begun on a gloo group."""
     return group._get_sequence_number_for_group()  # type: ignore[attr-defined, no-any-return]

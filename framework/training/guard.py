@@ -83,12 +83,13 @@ class Guard:
         self._notice()
         sketches = _sketches(self._module) if self._world.world_size > 1 else {}
         mine = {path for path in self._late if _place(path) not in self._known}
-        of_ranks = self._world.agreement.gather((mine, sketches, self._fault(sketches)))
+        agreement = self._world.agreement
+        late = set[str]().union(*agreement.distinct(sorted(mine)).values())
         self._late.clear()
-        self._warn(set().union(*(late for late, _, _ in of_ranks)), declared)
-        for fault in filter(None, (fault for _, _, fault in of_ranks)):
-            raise Unfit(f"model: {fault}")
-        _compare_replicas([theirs for _, theirs, _ in of_ranks])
+        self._warn(late, declared)
+        own = _of_one_rank(self._module, world_size=self._world.world_size)
+        shared = {name: sketch for name, sketch in sketches.items() if name not in own}
+        agreement.judged((self._fault(sketches), shared), _judge)
 
     def _warn(self, late: set[str], declared: Callable[[], Mapping[str, Iterable[object]]]) -> None:
         if not late:
@@ -96,7 +97,7 @@ class Guard:
         held, now = {key: digests(values) for key, values in declared().items()}, self._look(at_a_glance=False)
         places = {_place(path) for path in late if path in now and now[path] not in held.get(self._key(path), ())}
         self._known |= {_place(path) for path in late}
-        of_all = set().union(*self._world.agreement.gather(places))
+        of_all = set().union(*self._world.agreement.distinct(sorted(places)).values())
         for place in sorted(of_all) if self._world.rank == 0 else ():
             LOGGER.warning("%s has changed for the first time since the start, and no checkpoint holds it: if anything "
                            "depends on it, a run that is continued computes something else (docs/extend.md)",
@@ -130,9 +131,12 @@ class Guard:
         return found
 
 
-def _compare_replicas(of_ranks: Sequence[dict[str, list[float]]]) -> None:
+def _judge(of_ranks: Mapping[int, tuple[str, dict[str, list[float]]]]) -> None:
+    """Raise Unfit for a rank's fault, or ReplicasDiffer."""
+    for fault in filter(None, (fault for fault, _ in of_ranks.values())):
+        raise Unfit(f"model: {fault}")
     first: dict[str, tuple[int, list[float]]] = {}
-    for rank, sketches in enumerate(of_ranks):
+    for rank, (_, sketches) in of_ranks.items():
         for name, sketch in sketches.items():
             other, theirs = first.setdefault(name, (rank, sketch))
             if _differ(sketch, theirs, tolerance=_TOLERANCE):
@@ -172,6 +176,17 @@ def _sketches(module: nn.Module) -> dict[str, list[float]]:
             sketches.setdefault(mine.device, []).append(torch.stack(sketch))
     return {
         name: numbers for device in names for name, numbers in zip(names[device], torch.stack(sketches[device]).cpu().tolist())
+    }
+
+
+def _of_one_rank(module: nn.Module, *, world_size: int) -> set[str]:
+    """Return which names of `_sketches` no other rank has: those of tensors that are cut over all ranks."""
+    return {
+        _shard(name, tensor)
+        for name, tensor in model_tensors(module).items()
+        if hasattr(tensor, "device_mesh")
+        and tensor.device_mesh.size() == world_size
+        and not any(placement.is_replicate() for placement in tensor.placements)  # type: ignore[attr-defined]
     }
 
 

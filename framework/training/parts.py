@@ -99,8 +99,15 @@ class Loop:
         return self._world.agreement.sum(values.detach().double().cpu())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in the order of the ranks. Collective."""
+        """Return every rank's `value`, in the order of the ranks. Collective. For small values: see `distinct`."""
         return self._world.agreement.gather(value)
+
+    def distinct(self, value: Any) -> list[Any]:
+        """Return the different values that ranks have, plain data, in the order of the first rank with each. Collective.
+
+        Many ranks with the same names, for example, cost no more than one.
+        """
+        return list(self._world.agreement.distinct(value).values())
 
     def any(self, flag: bool) -> bool:
         """Return whether any rank's `flag` is true: the way to decide by what ranks see differently. Collective."""
@@ -111,7 +118,7 @@ class Loop:
         found = {name: gradient_of(p) for name, p in self.trained().items()}
         norms = {name: whole(torch.linalg.vector_norm(g)) for name, g in found.items() if g is not None}
         mine = dict(zip(norms, torch.stack(list(norms.values())).tolist() if norms else []))
-        return {name: norm for part in self.gather(mine)[::-1] for name, norm in part.items()}
+        return {name: norm for part in self.distinct(mine)[::-1] for name, norm in part.items()}
 
     def recompute(self) -> None:
         """Take the step's gradients anew, of the same batch and the same draws, with the weights as they are now. Collective.
@@ -209,7 +216,7 @@ class LoopParts:
     def agree_on_end(self) -> None:
         """Let every rank know that a part, on any of them, has stopped the run."""
         if self.by_name and self.loop.any(bool(self.loop.stopped)):
-            self.loop.stopped = next(filter(None, self.loop.gather(self.loop.stopped)))
+            self.loop.stopped = next(filter(None, self.loop.distinct(self.loop.stopped)))
 
     def evaluating(self) -> None:
         """A split is about to be measured."""

@@ -34,7 +34,7 @@ class Recorder:
     def open(self, run: RunInfo, **facts: Any) -> None:
         """Start or continue the record at `run.step`; `facts`, the counters among them, go into the summary."""
         what = "the run's record could not be opened"
-        self._world.agreement.together(lambda: self._open_files(run, facts), what=what, rank_0_only=True)
+        self._world.agreement.on_rank_0(lambda: self._open_files(run, facts), what=what)
         self._run = dataclasses.replace(run, record_id=self.record_id or "")
         self._each(lambda sink: sink.open(self._run))
 
@@ -67,7 +67,7 @@ class Recorder:
                 self._metrics.close()
                 self._metrics = MetricsFile(self.directory.metrics, step=step)
 
-        self._world.agreement.together(cut_back, what="the run's record could not be cut back", rank_0_only=True)
+        self._world.agreement.on_rank_0(cut_back, what="the run's record could not be cut back")
         summary = self.directory.read_summary()
         again = dataclasses.replace(self._run, step=step)
         self._each(lambda sink: sink.close(summary))
@@ -98,7 +98,7 @@ class Recorder:
                 self.directory.update_summary(is_flushed=False, **values)  # a checkpoint has all of them
                 self._note_code()
 
-        self._world.agreement.together(write, what="metrics not written", rank_0_only=True)
+        self._world.agreement.on_rank_0(write, what="metrics not written")
 
     def _note_code(self) -> None:
         loaded = loaded_unseen()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from framework.checkpoint.canonical import state_tensors
 from framework.checkpoint.held import Held
-from framework.checkpoint.kept import kept_here, merged
+from framework.checkpoint.kept import kept_by_all
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
 from framework.data.loader import Splits
@@ -260,7 +260,7 @@ class Trainer:
         self.engine.sync_buffers()
         self.parts.saving()
         self.tick()
-        kept = merged(self.world.agreement.gather(kept_here(self.held, initial=self.update.initial)))
+        kept = kept_by_all(self.held, initial=self.update.initial, world=self.world)
         flush = functools.partial(self.recorder.flush, **self.summary())
         state = self.state_dict() | {"kept": kept.model_dump()}
         self.saver.save(self.progress.step, state_tensors(self.held), state, flush=flush)

@@ -9,7 +9,7 @@ import torch
 
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
-from framework.runtime.exits import DiskFailed
+from framework.runtime.exits import DiskFailed, NoValidCheckpoint
 from framework.runtime.torch_internals import num_operations
 from tests.ranks import on_ranks
 
@@ -92,27 +92,88 @@ def test_the_others_are_asked_at_least_every_thousand_calls(alone: World) -> Non
     assert paces == {1e-9: 1000, 1e-5: 1000, 0.09: 1, 30.0: 1, 0.02: 5, 0.0: 5}
 
 
-@pytest.mark.parametrize("rank_0_only", [False, True])
-def test_an_action_gives_every_ranks_result(rank_0_only: bool, tmp_path: Path) -> None:
+def test_an_action_gives_each_rank_its_result_or_all_ranks_rank_0s(tmp_path: Path) -> None:
     def act(world: World) -> Any:
-        return world.agreement.together(lambda: f"done by {world.rank}", what="nothing done", rank_0_only=rank_0_only)
+        calls = list[int]()
 
-    second = None if rank_0_only else "done by 1"
-    assert on_ranks(2, act, scratch=tmp_path) == [["done by 0", second]] * 2
+        def action() -> str:
+            calls.append(world.rank)
+            return f"done by {world.rank}"
+
+        agreement = world.agreement
+        return agreement.together(action, what=""), agreement.on_rank_0(action, what=""), agreement.to_rank_0(calls)
+
+    both = [[0, 0], [1]]  # rank 0 alone has acted twice
+    assert on_ranks(2, act, scratch=tmp_path) == [("done by 0", "done by 0", both), ("done by 1", "done by 0", [])]
+
+
+def test_different_values_come_by_their_first_ranks(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        agreement = world.agreement
+        before = num_operations(agreement.group)
+        same = agreement.distinct([("name", 1.5)])
+        return (
+            same,
+            num_operations(agreement.group) - before,
+            agreement.distinct("ab"[world.rank % 2] * 1000 ** (world.rank % 2)),
+        )
+
+    expected = {0: [("name", 1.5)]}, 1, {0: "a", 1: "b" * 1000}  # one reduction is all that equal values need
+    assert on_ranks(4, act, scratch=tmp_path) == [expected] * 4
+    assert World.alone().agreement.distinct("a") == {0: "a"}
+
+
+def test_rank_0_judges_what_differs_and_all_ranks_learn_the_end(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        agreement = world.agreement
+
+        def judge(of_ranks: dict[int, int]) -> Any:
+            if 7 in of_ranks.values():
+                raise NoValidCheckpoint(f"seven, among {sorted(of_ranks)}")
+            return sorted(of_ranks.values())
+
+        found = [agreement.judged(1, judge), agreement.judged(world.rank, judge)]
+        for value in (7, world.rank + 5):
+            with pytest.raises(NoValidCheckpoint, match="seven") as end:
+                agreement.judged(value, judge)
+            found.append(str(end.value))
+        return found
+
+    assert on_ranks(3, act, scratch=tmp_path) == [[[1], [0, 1, 2], "seven, among [0]", "seven, among [0, 1, 2]"]] * 3
+
+
+def test_the_largest_number_and_any_flag_are_known_to_all(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        agreement = world.agreement
+        return agreement.largest(-2.0 - world.rank), agreement.any(world.rank == 1), agreement.any(False)
+
+    assert on_ranks(3, act, scratch=tmp_path) == [(-2.0, True, False)] * 3
+    assert World.alone().agreement.largest(3) == 3 and not World.alone().agreement.any(False)
 
 
 def test_a_disk_that_refuses_one_rank_fails_all_of_them(tmp_path: Path) -> None:
     def act(world: World) -> Any:
         def write() -> None:
+            if world.rank < 2:
+                raise OSError(errno.ENOSPC, f"No space left on device of {world.rank}")
+
+        def write_on_1() -> None:
             if world.rank == 1:
-                raise OSError(errno.ENOSPC, "No space left on device")
+                write()
 
-        with pytest.raises(DiskFailed) as failed:
-            world.agreement.together(write, what="checkpoint not written")
-        return str(failed.value)
+        texts = []
+        for run in (
+            lambda: world.agreement.together(write_on_1, what="checkpoint not written"),
+            lambda: world.agreement.on_rank_0(write, what="checkpoint not written"),
+        ):
+            with pytest.raises(DiskFailed) as failed:
+                run()
+            texts.append(str(failed.value))
+        return texts
 
-    for text in on_ranks(3, act, scratch=tmp_path):
-        assert "checkpoint not written" in text and "rank 1" in text and "No space left" in text
+    for texts in on_ranks(3, act, scratch=tmp_path):
+        for rank, text in zip((1, 0), texts):
+            assert "checkpoint not written" in text and f"rank {rank}" in text and f"No space left on device of {rank}" in text
 
 
 def test_another_error_in_an_action_is_not_swallowed(alone: World) -> None:
@@ -143,6 +204,7 @@ def test_one_process_agrees_with_itself_at_once(alone: World) -> None:
     assert agreement.gather("mine") == ["mine"] and agreement.from_rank_0(3) == 3
     assert agreement.any_flags(True, False) == [True, False]
     assert agreement.sum(torch.tensor(2.0)).item() == 2.0
-    assert agreement.together(lambda: 7, what="") == [7]
+    assert agreement.together(lambda: 7, what="") == agreement.on_rank_0(lambda: 7, what="") == 7
+    assert agreement.to_rank_0(7) == [7] and agreement.judged(7, len) == 1
     agreement.barrier()
     agreement.finish()

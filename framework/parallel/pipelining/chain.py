@@ -151,17 +151,19 @@ class Listed:
 
 def shared_weights(model: nn.Module, *, mesh: DeviceMesh) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
     """Return the weights that several processes of this pipeline have (tied weights), each with its group. Collective."""
-    axes = mesh.mesh_dim_names or ()
-    place = tuple(mesh.get_local_rank(axis) for axis in axes if axis != "pipeline")
-    mine = dict(model.named_parameters())
-    everyone: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(everyone, (sorted(mine), place))
-    holders: dict[tuple[Any, str], list[int]] = {}
-    for rank, (names, its_place) in enumerate(everyone):
+    axes, mine = list(mesh.mesh_dim_names or ()), dict(model.named_parameters())
+    group = mesh.get_group("pipeline")
+    stages: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(stages, list(mine), group=group)  # every pipeline has the same stages
+    holders: dict[str, tuple[int, ...]] = {}  # places in a pipeline
+    for place, names in enumerate(stages):
         for name in names:
-            holders.setdefault((its_place, name), []).append(rank)
+            holders[name] = *holders.get(name, ()), place
+    pipelines = mesh.mesh.movedim(axes.index("pipeline"), -1).reshape(-1, group.size()).tolist()
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for ranks in sorted({tuple(r) for r in holders.values() if len(r) > 1}):  # every rank makes every group
-        groups[ranks] = dist.new_group(list(ranks))
-    return [(parameter, groups[tuple(holders[place, name])]) for name, parameter in mine.items()
-            if len(holders[place, name]) > 1]  # fmt: skip
+    for places in sorted({places for places in holders.values() if len(places) > 1}):
+        for ranks in pipelines:  # every rank makes every group
+            made = dist.new_group([ranks[place] for place in places])
+            if dist.get_rank() in ranks:
+                groups[places] = made
+    return [(parameter, groups[holders[name]]) for name, parameter in mine.items() if holders[name] in groups]

@@ -1,0 +1,190 @@
+"""Many ranks: what they agree on among 64 processes, and what a run of 1,024 ranks sends, counted."""
+
+import errno
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed import fake_pg  # which registers the backend
+
+from framework import compose
+from framework.build.training import Builder
+from framework.checkpoint import chunks
+from framework.distributed import world as worlds
+from framework.distributed.groups import Groups
+from framework.distributed.world import World
+from framework.modes.train import train
+from framework.runtime.environment import Environment
+from framework.runtime.exits import DiskFailed, Exit
+from tests.ranks import on_ranks
+
+
+def test_64_processes_agree(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        agreement, last = world.agreement, world.world_size - 1
+
+        def write() -> int:
+            if world.rank == last:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return world.rank
+
+        said = [agreement.from_rank_0(f"from {world.rank}"), agreement.dealt(world.rank, lambda ranks: ranks[::-1])]
+        said.append(agreement.sum(torch.tensor([float(world.rank)])).item())
+        with pytest.raises(DiskFailed) as failed:
+            agreement.together(write, what="not written")
+        said.append(str(failed.value))
+        agreement.any_flags(world.rank == 40, False)
+        said.append(agreement.any_flags(False, False))
+        said.append(agreement.distinct({"half": world.rank // 32}))
+        agreement.finish()
+        return said
+
+    everyone = on_ranks(64, act, scratch=tmp_path, timeout_s=120.0)
+    assert [said.pop(1) for said in everyone] == list(range(63, -1, -1))
+    same = ["from 0", 2016.0, "not written: rank 63: [Errno 28] No space left on device", [True, False]]
+    assert everyone == [[*same, {0: {"half": 0}, 32: {"half": 1}}]] * 64
+
+
+class Done(dist.Work):
+    """An operation that has ended."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self._future.set_result([tensor])
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
+
+
+@dataclass
+class Wire:
+    """What one rank of many sends: the other ranks are played, and have what rank 0 has.
+
+    Rank 0's broadcasts and scatters are kept for another rank, which is played later, and takes them in the same order.
+    """
+
+    rank: int
+    kept: list[list[Tensor]]
+    calls: list[tuple[str, int]] = field(default_factory=list)  # each collective, and the bytes that every rank gets of it
+    to_rank_0: Counter[str] = field(default_factory=Counter)  # bytes of this rank
+    _taken: Iterator[list[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._taken = iter(self.kept)
+
+    def all_reduce(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        self._note("all_reduce", tensor)
+        return Done(tensor) if async_op else None
+
+    def broadcast(self, tensor: Tensor, src: int = 0, **_: Any) -> None:
+        self._note("broadcast", tensor)
+        if self.rank == 0:
+            self.kept.append([tensor.clone()])
+        else:
+            tensor.copy_(next(self._taken)[0])
+
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor] | None = None, **_: Any) -> None:
+        self._note("scatter", tensor)
+        if scatter_list is not None:
+            self.kept.append([part.clone() for part in scatter_list])
+            tensor.copy_(scatter_list[0])
+        else:
+            tensor.copy_(next(self._taken)[self.rank])
+
+    def gather(self, tensor: Tensor, gather_list: list[Tensor] | None = None, **_: Any) -> None:
+        self._note("gather", tensor[:0])
+        self.to_rank_0["gather"] += tensor.nbytes
+        for part in gather_list or ():
+            part.copy_(tensor)
+
+    def all_gather(self, parts: list[Tensor], tensor: Tensor, **_: Any) -> None:
+        self._note("all_gather", *parts)
+        for part in parts:
+            part.copy_(tensor)
+
+    def barrier(self, **_: Any) -> None:
+        self._note("barrier")
+
+    def _note(self, name: str, *received: Tensor) -> None:
+        self.calls.append((name, sum(tensor.nbytes for tensor in received)))
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wire]:
+    """Return how one rank of many is played: `play(rank, size, line, kept)` runs a command, and returns what it sends."""
+
+    def run(rank: int, num_ranks: int, line: list[str], kept: list[list[Tensor]]) -> Wire:
+        wire = Wire(rank, kept)
+        new_group = distributed_c10d.new_group
+        with monkeypatch.context() as patched:
+            for name in ("all_reduce", "broadcast", "scatter", "gather", "all_gather", "barrier"):
+                for module in (dist, distributed_c10d):
+                    patched.setattr(module, name, getattr(wire, name))
+            patched.setattr(dist, "new_group", lambda *ranks, **options: new_group(*ranks, **options | {"backend": "fake"}))
+            patched.setattr(worlds, "require_one_kind", lambda *_, **__: None)
+            patched.setattr(worlds, "num_operations", lambda group: 0)
+            patched.setattr(worlds, "attempt_store", lambda *_, **__: fake_pg.FakeStore())
+            patched.setattr(World, "_collectives", lambda self: (0, 0))
+            # what rank 0 is said to share with all others would be written by them, and they are not there
+            patched.setattr(chunks, "deal", lambda tables: [set(tables[0]), *(set() for _ in tables[1:])])
+            join = Groups.join
+
+            def fake_join(groups: Groups, store: dist.Store) -> None:
+                groups.backend = "fake"
+                join(groups, store)
+
+            patched.setattr(Groups, "join", fake_join)
+            place = Environment(rank=rank, local_rank=0, world_size=num_ranks, local_world_size=1, first_on_node=rank)
+            world = World.start(place, backend="gloo", timeout_s=20.0, scratch=None)
+            try:
+                assert train(Builder(compose(*line), world=world)) == Exit.FINISHED
+                world.groups.leave()
+            finally:
+                world.stop()
+        return wire
+
+    return run
+
+
+LINE = ["parallel=ddp", "trainer.max_epochs=null", "trainer.max_steps=5", "trainer.eval_every=2", "trainer.log_every=1", "checkpoint.every=2",
+        "checkpoint.async_save=false", "rehearse=false"]  # fmt: skip
+
+
+def test_what_every_rank_gets_does_not_grow_with_the_number_of_ranks(play: Callable[..., Wire], tmp_path: Path) -> None:
+    """Of a start, five steps, two evaluations and three saves; and of a resume, with a step and a save."""
+    sent: dict[int, list[Wire]] = {}
+    for num_ranks in (16, 1024):
+        folder = tmp_path / f"{num_ranks:04}"  # names of one length: they are sent, too
+        folder.mkdir()
+        for is_resume in (False, True):
+            if is_resume:  # as if it had been killed before its last save
+                shutil.rmtree(folder / "checkpoints" / "step_00000005")
+            kept: list[list[Tensor]] = []
+            first, last = (play(rank, num_ranks, [*LINE, f"run.dir={folder}"], kept) for rank in (0, num_ranks - 1))
+            assert first.calls == last.calls  # each collective has met its like
+            sent.setdefault(num_ranks, []).append(first)
+    for few, many in zip(sent[16], sent[1024]):
+        assert [name for name, _ in many.calls] == [name for name, _ in few.calls] and many.to_rank_0 == few.to_rank_0
+        # a row, and a save, have the memory of each rank, a number of 8 bytes: nothing else grows (times have more digits, or
+        # fewer, in a checkpoint's state)
+        growth = [more - less for (_, more), (_, less) in zip(many.calls, few.calls)]
+        assert all(abs(size) < 64 or size == 8 * (1024 - 16) for size in growth)
+        assert sum(size > 64 for size in growth) <= 12  # 5 rows of steps, their evaluations and saves
+        names = Counter(name for name, _ in many.calls)
+        assert "all_gather" not in names and names["broadcast"] and names["gather"]
+    begun, resumed = sent[1024]
+    # beside gradients: of what describes a model of 200 kB, not the model
+    assert sum(size for name, size in [*begun.calls, *resumed.calls] if name != "all_reduce") < 100_000
+    assert sum(name == "all_reduce" for name, _ in resumed.calls) < sum(name == "all_reduce" for name, _ in begun.calls)
