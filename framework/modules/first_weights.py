@@ -69,10 +69,12 @@ _FIRST: WeakKeyDictionary[nn.Module, FirstWeights] = WeakKeyDictionary()
 
 
 def build_drawn(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """Return a model with its numbers, each tensor drawn by a key of its name."""
+    """Return a model with its numbers, each tensor drawn by a key of its name. What is no model is returned as it is."""
     draws = LaterDraws(seed)
     with draws:
         module = make()
+    if not isinstance(module, nn.Module):
+        return module
     for name, tensor in named_tensors(module).items():
         draws.draw(tensor, name)
     draws.draw_rest()
@@ -84,7 +86,8 @@ def build_empty(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
     draws = LaterDraws(seed)
     with draws:
         module = make()
-    _FIRST[module] = FirstWeights(module, draws)
+    if isinstance(module, nn.Module):
+        _FIRST[module] = FirstWeights(module, draws)
     return module
 
 

@@ -38,7 +38,7 @@ def memory_of(tensor: Tensor) -> int:
     """Return the number of a tensor's memory, which views share; 0 if it has none."""
     try:
         return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # sparse
+    except (NotImplementedError, ValueError):  # sparse, or of a lazy module
         return 0
 
 
