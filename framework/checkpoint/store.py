@@ -54,8 +54,9 @@ class CheckpointStore:
             files = agreement.to_rank_0(written)
             agreement.on_rank_0(lambda: self._commit(staging, target, files, state), what=what)
         except DiskFailed:
-            with suppress(OSError):
-                manifest.remove(staging)  # room for the summary, which reports it
+            if self.world.rank == 0:  # of many ranks, each would list the folder, and ask for each file to go
+                with suppress(OSError):
+                    manifest.remove(staging)  # room for the summary, which reports it
             raise
 
     def _clear(self, staging: Path) -> None:

@@ -110,8 +110,8 @@ class Agreement:
             if theirs not in digests:
                 digests.add(theirs)
                 sizes[other] = num_bytes
-        asked = [torch.tensor([other in sizes]) for other in range(size)] if rank == 0 else None
-        is_asked = torch.empty(1, dtype=torch.bool)
+        asked = [torch.tensor([other in sizes], dtype=torch.uint8) for other in range(size)] if rank == 0 else None
+        is_asked = torch.empty(1, dtype=torch.uint8)
         dist.scatter(is_asked, asked, src=0, group=self.group)
         if rank != 0:
             if is_asked:
