@@ -249,7 +249,8 @@ def test_activations_of_a_module_that_returns_several_are_those_of_the_first(tmp
 def test_activations_that_are_no_numbers_are_refused() -> None:
     module = nn.Sequential(nn.Identity())
     part = Activations(modules=["0"])
-    loop: Any = SimpleNamespace(module=module, gather=lambda value: [value], is_padding=False, has_row=True)
+    alone = {"any": bool, "distinct": lambda value: [value]}
+    loop: Any = SimpleNamespace(module=module, **alone, is_padding=False, has_row=True)
     part.begun(loop)
     part.step_begun(loop)
     module(torch.arange(4))
