@@ -44,7 +44,9 @@ def bench(build: Builder) -> Exit:
     """Print a table of the default group's collectives, by size, and the latency of the agreements. Collective."""
     world, largest = build.world, build.config.bench.largest_mib << 20
     if world.world_size == 1:
-        raise Unfit("mode: bench, but one process has none to talk to (parallel=ddp launch.nproc_per_node=2)")
+        raise Unfit(
+            "mode: bench times messages between processes, and there is one process (parallel=ddp launch.nproc_per_node=2)"
+        )
     where = f"{world.world_size} processes, {world.groups.backend}, {world.device.type}"
     _print(world, f"{where}: float32, the slowest rank; GB/s by the bytes that cross a link")
     _print(world, f"{'':18} {'bytes':>12} {'us':>12} {'GB/s':>8}")
@@ -56,7 +58,7 @@ def bench(build: Builder) -> Exit:
             part = torch.zeros(per_rank, device=world.device)
             try:
                 seconds = _timed(lambda: collective.run(whole, part), world=world)  # noqa: B023  # called at once
-            except (RuntimeError, NotImplementedError) as error:  # on every rank: the back end has it not
+            except (RuntimeError, NotImplementedError) as error:  # on every rank: the back end does not have it
                 _print(world, f"{collective.name:18} {'-':>12}  {' '.join(str(error).split())[:80]}")
                 break
             rate = collective.share(world.world_size) * whole.nbytes / seconds / 1e9

@@ -28,12 +28,8 @@ _DRAWN = {aten.randn.default: aten.normal_.default, aten.rand.default: aten.unif
 # what takes a tensor for its shape and type alone
 _UNREAD = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
            aten.new_ones.default, aten.new_full.default}  # fmt: skip
-
-
 # what leaves nothing of the numbers before it
 _OVERWRITES = {aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default, aten.exponential_.default}
-
-
 # what treats each number alone, so that a tensor may be drawn a block at a time
 _ALONE = {"normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_", "random_", "fill_",
           "zero_", "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "exp_", "log_", "sqrt_", "erfinv_", "tanh_",
@@ -121,6 +117,10 @@ class LaterDraws(TorchDispatchMode):
                 self._num_early += 1
                 self._carry_out(self._later.pop(place), "read", self._num_early)
 
+    def forget(self, tensor: Tensor) -> None:
+        """Let what is written into a tensor from now on be written at once: something else, such as numpy, may see its memory."""
+        self._new.pop(memory_of(tensor), None)
+
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is still to be drawn."""
         return memory_of(tensor) in self._later
@@ -135,9 +135,9 @@ class LaterDraws(TorchDispatchMode):
 
         Only the blocks in which the part is are drawn, one at a time, if the tensor can be drawn in blocks.
         """
-        later = self._later[memory_of(tensor)]
-        blocks = later.blocks()
-        if not place or len(blocks) == 1 or later.whole.shape != tensor.shape:
+        later = self._later.get(memory_of(tensor))
+        blocks = later.blocks() if later is not None else []
+        if later is None or not place or len(blocks) == 1 or later.whole.shape != tensor.shape:
             self.draw(tensor, name)
             return tensor[place]
         del self._later[memory_of(tensor)]
@@ -172,6 +172,8 @@ class LaterDraws(TorchDispatchMode):
     def _may_wait(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether an operation writes into a new tensor, in place, and reads no other."""
         if not args or not isinstance(args[0], Tensor) or not function._schema.is_mutable:
+            return False
+        if torch.Tag.inplace_view in function.tags:  # t_(), for example, writes a shape
             return False
         is_in_place = function._schema.name.endswith("_")
         others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (Tensor, tuple, list))]
@@ -219,7 +221,7 @@ def fills_its_memory(tensor: Tensor) -> bool:
 
 
 class _Reads(TorchFunctionMode):
-    """LaterDraws a tensor before it is read in a way that a dispatch mode does not see."""
+    """Has a tensor drawn before it is read in a way that a dispatch mode does not see."""
 
     _FUNCTIONS = {getattr(Tensor, name) for name in (
         "numpy", "tolist", "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "__array__",
@@ -233,6 +235,7 @@ class _Reads(TorchFunctionMode):
         if function in self._FUNCTIONS and not self._is_off:
             with self.off():
                 self._draws.read(*args[:1])
+                self._draws.forget(args[0])
         return function(*args, **(kwargs or {}))
 
     @contextmanager

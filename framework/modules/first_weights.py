@@ -1,5 +1,6 @@
 """A model without numbers, which gets them once its strategy has cut it: a rank has only those that it keeps."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class FirstWeights:
             else:
                 draws.draw(tensor, name)
         replace_tensors(module, lambda tensor: emptied.get(id(tensor), tensor))
+        before = {name: weakref.ref(named[name]) for name in self._origins}
+        del named, tensor
+        for name, reference in before.items():  # the author has kept the parameter in a list, for example: it has its numbers
+            if (kept := reference()) is not None:
+                draws.draw(kept, name)
         draws.draw_rest(but=[origin.tensor for origin in self._origins.values() if isinstance(origin, _Drawn)])
 
     def give(self, name: str, origin: Origin) -> None:

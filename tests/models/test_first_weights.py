@@ -58,6 +58,13 @@ class Odd(nn.Module):
             torch.manual_seed(11)
             self.fixed = nn.Parameter(torch.randn(4) + torch.empty(4).uniform_())
         self.weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        self.turned = nn.Parameter(torch.empty(2, 7).normal_().t_())
+        seen = torch.empty(4)
+        array = seen.numpy()
+        seen.uniform_(3, 4)
+        self.least = float(array.min())  # numpy has the same memory
+        self.kept = [nn.Parameter(torch.empty(5).normal_())]  # a plain list, beside the module's own name for it
+        self.listed_too = self.kept[0]
         self.tied = nn.Linear(3, 4, bias=False)
         self.tied.weight = self.table.weight
 
@@ -80,6 +87,7 @@ def test_a_constructor_that_reads_what_it_draws_gets_what_it_says() -> None:
     assert torch.equal(module.own, torch.empty(4).normal_(generator=torch.Generator().manual_seed(5)))
     torch.manual_seed(11)
     assert torch.equal(module.fixed, torch.randn(4) + torch.empty(4).uniform_())
+    assert module.turned.shape == (7, 2) and module.turned.stride() == (1, 7) and 3 <= module.least <= 4
     assert module.plain.isfinite().all() and module.plain.std() > 0.01 and module.features.std() > 0.1
     assert len({float(t.flatten()[0]) for t in values_of(module).values() if t.numel() > 2}) > 12  # keys of their own
 
@@ -101,7 +109,8 @@ def test_empty_and_filled_it_is_what_it_is_drawn_at_once(make: Any, block: int, 
     again = {name: id(tensor) for name, tensor in named_tensors(module).items()}
     assert len(set(again.values())) == len(set(places.values()))  # what is tied stays tied
     if make is Odd:
-        assert torch.equal(module.plain, whole.plain) and module.norm == whole.norm
+        assert torch.equal(module.plain, whole.plain) and module.norm == whole.norm and module.least == whole.least
+        assert torch.equal(module.kept[0], whole.kept[0]) and torch.equal(module.kept[0], module.listed_too)
 
 
 def test_a_weight_depends_on_its_name_and_the_seed_and_on_nothing_else() -> None:
