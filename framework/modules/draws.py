@@ -118,7 +118,7 @@ class LaterDraws(TorchDispatchMode):
                 self._carry_out(self._later.pop(place), "read", self._num_early)
 
     def forget(self, tensor: Tensor) -> None:
-        """Let what is written into a tensor from now on be written at once: something else, such as numpy, may see its memory."""
+        """Write into a tensor at once from now on: something else, such as numpy, may see its memory."""
         self._new.pop(memory_of(tensor), None)
 
     def holds(self, tensor: Tensor) -> bool:
