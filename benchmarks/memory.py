@@ -2,12 +2,15 @@
 
     python benchmarks/memory.py
     python benchmarks/memory.py peak
+    python benchmarks/memory.py large
 
 Measured at the end of an optimizer step of AdamW in float32: the storages of all living tensors of the process, which are
 the parameters, their gradients, the optimizer's state, and, small here, the batch.
 
 `peak`: the most that a process takes from the machine while it builds, resumes, trains, saves and writes the final
 weights, beyond what it had before it built. The arithmetic leaves out activations and what the allocator keeps.
+
+`large`: the time and memory of a model that is built without its numbers, as under fsdp, tensor and pipelines.
 """
 
 import gc
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,6 +177,20 @@ def print_peaks() -> None:
         print(f"{'':12} {'arithmetic':>22}" + "".join(f" {arithmetic[phase] / 1e6:9.0f}" for phase in PHASES), flush=True)
 
 
+def print_large() -> None:
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from framework.modules.first_weights import build_empty
+    from models.gpt import GPT
+
+    before, start = own_memory(), time.perf_counter()
+    torch.manual_seed(0)
+    model = build_empty(lambda: GPT(vocab_size=128256, seq_len=8192, dim=8192, num_layers=80, num_heads=64), seed=0)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{count / 1e9:.1f} billion parameters: {time.perf_counter() - start:.1f} s, {(own_memory() - before) / 1e6:.0f} MB")
+
+
 def measure(overrides: list[str]) -> tuple[int, list[int]]:
     """Return the number of parameters, and each rank's bytes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -195,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    print_peaks() if sys.argv[1:] == ["peak"] else main()
+    {"peak": print_peaks, "large": print_large}.get(sys.argv[-1], main)()
