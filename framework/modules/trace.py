@@ -15,7 +15,7 @@ from framework.modules.tensors import Tree, call, map_tensors
 
 @dataclass(frozen=True)
 class Event:
-    """A module is entered (with its arguments) or left (with its outputs); or a parameter or buffer is used in an operation."""
+    """A module is entered (with its arguments) or left (with its outputs); or an operation (the value) uses a tensor of its."""
 
     kind: str  # enter, leave or use
     what: Any  # the model's own module or tensor
@@ -32,6 +32,14 @@ class Trace:
 
     def entered(self) -> set[nn.Module]:
         return {event.what for event in self.events if event.kind == "enter"}
+
+    def operations(self) -> dict[int, set[Any]]:
+        """Return the operations that use each parameter or buffer, by its id."""
+        found: dict[int, set[Any]] = {}
+        for event in self.events:
+            if event.kind == "use":
+                found.setdefault(id(event.what), set()).add(event.value)
+        return found
 
     def read_elsewhere(self) -> set[int]:
         """Return the ids of the parameters and buffers that are used outside of the call of a module that has them."""
@@ -106,9 +114,9 @@ def follow(model: nn.Module, inputs: Tree) -> Trace:
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
 
-    def use(tensor: Tensor) -> None:
+    def use(tensor: Tensor, operation: Callable[..., Any]) -> None:
         if id(tensor) in originals:
-            trace.events.append(Event("use", originals[id(tensor)]))
+            trace.events.append(Event("use", originals[id(tensor)], operation))
 
     example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
     try:
@@ -123,7 +131,7 @@ def follow(model: nn.Module, inputs: Tree) -> Trace:
 class _Uses(TorchFunctionMode):
     """Tells of each tensor that an operation takes and makes another tensor of."""
 
-    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+    def __init__(self, tell: Callable[[Tensor, Callable[..., Any]], None]) -> None:
         super().__init__()
         self._tell = tell
 
@@ -133,5 +141,5 @@ class _Uses(TorchFunctionMode):
             for given in (*args, *(kwargs or {}).values()):
                 for item in given if isinstance(given, (tuple, list)) else (given,):
                     if isinstance(item, Tensor):
-                        self._tell(item)
+                        self._tell(item, function)
         return result

@@ -1,12 +1,13 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the processes."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from typing_extensions import Unpack
 
 from framework.distributed.world import World
@@ -17,14 +18,12 @@ from framework.modules.first_weights import fill, fills
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.parallel.dealing import dealing
+from framework.parallel.gathered_types import Types
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_compiler import import_dynamo
-from framework.runtime.torch_internals import BATCH_NORMS, is_view
+from framework.runtime.torch_internals import is_view
 
 import_dynamo()  # the first operation on shards would, in each of the workers: so they inherit it from their warm parent
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
-
 
 REMEDIES = ({"reshard_after_forward": False},)  # options with which a model may run that does not without
 
@@ -46,7 +45,14 @@ class Offloading(ShardOptions):
 @fills
 def fsdp(model: nn.Module, *, world: World, forward: Forward, shard: int | None, **options: Unpack[Offloading]) -> Engine:
     """Shard the model, block by block: one block's parameters are gathered at a time. Collective."""
-    return sharded(model, mesh=world.mesh(shard=shard), world=world, forward=forward, **options)
+    return sharded(model, mesh=world.mesh(shard=shard), world=world, forward=forward, **typed(model, forward, options))
+
+
+def typed(model: nn.Module, forward: Forward, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `sharded`: those of a strategy, with the types that they name. Before layers are cut."""
+    chosen = {name: options[name] for name in ("param_dtype", "reduce_dtype")}
+    others = {name: value for name, value in options.items() if name not in chosen}
+    return others | {"types": Types.of(model, autocast=forward.autocast, **chosen)}
 
 
 def problems(model: nn.Module, **options: object) -> list[str]:
@@ -67,32 +73,27 @@ def sharded(
     mesh: DeviceMesh,
     world: World,
     forward: Forward,
+    types: Types,
     reshard_after_forward: bool,
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
     cpu_offload: bool = False,
 ) -> Engine:
     """Shard each block, and the rest of the model, over the mesh's `shard` axis; replicate over its `replicate` axis, if any.
 
-    Ranks along a `tensor` axis, over which the layers are cut already, work on the same samples.
+    `types` are those of the model before layers were cut. Ranks along a `tensor` axis, over which the layers are cut already,
+    work on the same samples.
     """
     is_cut = "tensor" in (mesh.mesh_dim_names or ())
     num_parts, over = (mesh["tensor"].size(), mesh["shard"]) if is_cut else (1, mesh)
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if cpu_offload else OffloadPolicy()
-    compute = _DTYPES[param_dtype]
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[reduce_dtype])
-    if compute is not None:  # running statistics in 16 bits would not move
-        for layer in model.modules():
-            if isinstance(layer, BATCH_NORMS):
-                fully_shard(layer, mesh=over, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
     # blocks that share a weight are gathered together with the rest of the model
     units = separate(blocks_of(model), model)
     if world.rank == 0:
         LOGGER.info("gathered at a time: %s", description(units, model))
     for block in [*units, model]:
-        copy_views(block)
         frees = reshard_after_forward and block is not model  # the backward pass begins with what is left of the model
-        fully_shard(block, mesh=over, reshard_after_forward=frees, mp_policy=precision, offload_policy=offload)
+        for unit, policy in types.policies(block, model):
+            copy_views(unit)
+            fully_shard(unit, mesh=over, reshard_after_forward=frees, mp_policy=policy, offload_policy=offload)
     fill(model, device=world.device, parameters_on=torch.device("cpu") if cpu_offload else None)
     without_averages(model)
     reshard_after_evaluation(model)

@@ -30,8 +30,9 @@ def fsdp_context(
     Ranks that share samples have gradients of different tokens: their sum is taken as that of ranks with other samples.
     """
     mesh, everyone = world.mesh(shard=shard, context=context), world.mesh(shard=None)
+    given = fsdp.typed(model, forward, options)
     cut = contexts.cut_tokens(model, forward=forward, group=mesh.get_group("context"), attention=attention)
-    engine = fsdp.sharded(model, mesh=everyone, world=world, forward=forward, **options)
+    engine = fsdp.sharded(model, mesh=everyone, world=world, forward=forward, **given)
     return contexts.ContextEngine(engine, cut=cut, dp_rank=mesh.get_local_rank("shard"))
 
 

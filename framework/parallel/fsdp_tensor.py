@@ -30,9 +30,10 @@ def fsdp_tensor(
     """Cut the linear layers over the inner axis of the mesh, then shard everything over the outer. Collective."""
     ignore_known()
     mesh = world.mesh(shard=shard, tensor=tensor)
+    given = fsdp.typed(model, forward, options)
     # FSDP shards even parts only
     tensors.cut_layers(model, mesh=mesh["tensor"], sequence=sequence, keeps_cut=stays_cut(forward.task), evenly=True)
-    return fsdp.sharded(model, mesh=mesh, world=world, forward=forward, **options)
+    return fsdp.sharded(model, mesh=mesh, world=world, forward=forward, **given)
 
 
 def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: object) -> list[str]:
