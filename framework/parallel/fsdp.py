@@ -1,14 +1,14 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the processes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from typing_extensions import Unpack
+from typing_extensions import NotRequired, TypedDict, Unpack
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
@@ -34,6 +34,8 @@ class ShardOptions(TypedDict):
     reshard_after_forward: bool
     param_dtype: Literal["bf16", "fp16", "fp32"] | None
     reduce_dtype: Literal["bf16", "fp16", "fp32"] | None
+    reduce_every: NotRequired[Literal["micro_batch"] | None]
+    prefetch: NotRequired[int | None]
 
 
 class Offloading(ShardOptions):
@@ -55,8 +57,10 @@ def typed(model: nn.Module, forward: Forward, options: Mapping[str, Any]) -> dic
     return others | {"types": Types.of(model, autocast=forward.autocast, **chosen)}
 
 
-def problems(model: nn.Module, **options: object) -> list[str]:
+def problems(model: nn.Module, *, prefetch: int | None = None, **options: object) -> list[str]:
     """Return why this model cannot be sharded."""
+    if prefetch is not None and prefetch < 1:
+        return [f"parallel.prefetch: {prefetch} is no number of blocks; take 1 or more, or null for what torch does"]
     scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
     return [f"the model's {scalar} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
             "ddp or zero"] if scalar else []  # fmt: skip
@@ -76,11 +80,15 @@ def sharded(
     types: Types,
     reshard_after_forward: bool,
     cpu_offload: bool = False,
+    reduce_every: Literal["micro_batch"] | None = None,
+    prefetch: int | None = None,
 ) -> Engine:
     """Shard each block, and the rest of the model, over the mesh's `shard` axis; replicate over its `replicate` axis, if any.
 
     `types` are those of the model before layers were cut. Ranks along a `tensor` axis, over which the layers are cut already,
-    work on the same samples.
+    work on the same samples. With `reduce_every` gradients are shards after each micro-batch, otherwise after the last: until then
+    a process holds those of the whole model. `prefetch`: blocks that are gathered ahead; None: as torch does, one in the
+    backward pass, and in the forward pass those that the CPU has come to.
     """
     is_cut = "tensor" in (mesh.mesh_dim_names or ())
     num_parts, over = (mesh["tensor"].size(), mesh["shard"]) if is_cut else (1, mesh)
@@ -98,6 +106,8 @@ def sharded(
     without_averages(model)
     reshard_after_evaluation(model)
     assert isinstance(model, FSDPModule)
+    if prefetch is not None:
+        prefetch_blocks(units, num_ahead=prefetch)
     return DataParallelEngine(
         model,
         forward=forward,
@@ -106,12 +116,19 @@ def sharded(
         dp_size=world.world_size // num_parts,
         averaged_over=1,
         is_counted=world.rank % num_parts == 0,
-        set_sync=model.set_requires_gradient_sync,
+        set_sync=model.set_requires_gradient_sync if reduce_every is None else model.set_requires_all_reduce,
         broadcast=world.broadcast,
         make_optimizer=dealing(world),
         data_group=over.get_group() if is_cut else None,
         forget=partial(reshard, model),
     )
+
+
+def prefetch_blocks(blocks: Sequence[nn.Module], *, num_ahead: int) -> None:
+    """Let each sharded block begin to gather the next ones: in the order of the list forward, in the reverse order backward."""
+    for ordered, name in ((blocks, "set_modules_to_forward_prefetch"), (blocks[::-1], "set_modules_to_backward_prefetch")):
+        for number, block in enumerate(ordered):
+            getattr(block, name)(list(ordered[number + 1 : number + 1 + num_ahead]))
 
 
 def without_averages(model: nn.Module) -> None:

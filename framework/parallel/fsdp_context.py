@@ -1,5 +1,7 @@
 """FSDP2 with context parallelism: parameters sharded over all processes, each sample's tokens cut over a group of them."""
 
+from typing import Any
+
 from torch import nn
 from typing_extensions import Unpack
 
@@ -37,7 +39,7 @@ def fsdp_context(
 
 
 def problems(
-    model: nn.Module, *, demands: Demands, context: int, attention: Attention | None = None, **others: object
+    model: nn.Module, *, demands: Demands, context: int, attention: Attention | None = None, **others: Any
 ) -> list[str]:
     """Return why this model's tokens cannot be cut, or it cannot be sharded."""
-    return contexts.problems(model, demands=demands, context=context, attention=attention) or fsdp.problems(model)
+    return contexts.problems(model, demands=demands, context=context, attention=attention) or fsdp.problems(model, **others)

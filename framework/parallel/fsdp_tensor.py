@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from typing import Any
 
 from torch import nn
 from typing_extensions import Unpack
@@ -36,9 +37,9 @@ def fsdp_tensor(
     return fsdp.sharded(model, mesh=mesh, world=world, forward=forward, **given)
 
 
-def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: object) -> list[str]:
+def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: Any) -> list[str]:
     """Return why this model cannot be cut and sharded in this way."""
-    return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model)
+    return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model, **others)
 
 
 exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # it is sharded as in `fsdp`
