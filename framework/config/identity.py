@@ -12,12 +12,13 @@ EXECUTION = (
     "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "bench", "hydra", "name", "rehearse",
     "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save", "checkpoint.max_failures",
     "dataset.num_workers", "dataset.source", "trainer.profile", "model.parts.blocks", "model.parts.tensor_plan",
-    "parallel.balance",
+    "parallel.balance", "parallel.prefetch",
 )  # fmt: skip
 
 # null is what a run did before there were these keys
 _LATER = ("trainer.limit_batches", "trainer.overfit_batches", "dataset.tokenizer", "optimizer.iteration",
-          "trainer.deterministic", "parallel.send_dtype", "parallel.attention", "parallel.hook")  # fmt: skip
+          "trainer.deterministic", "parallel.send_dtype", "parallel.attention", "parallel.hook",
+          "parallel.reduce_every")  # fmt: skip
 
 
 def identity(config: dict[str, Any]) -> str:

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from framework.modules.tensors import Tree, call, map_tensors
+from framework.modules.tensors import Tree, call, map_tensors, tensors_in
+
+Operation = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Event:
-    """A module is entered (with its arguments) or left (with its outputs); or a parameter or buffer is used in an operation."""
+    """A module is entered (with its arguments) or left (with its outputs); or a tensor of the model is used.
 
-    kind: str  # enter, leave or use
+    It is used in an operation (use), or otherwise (see): asked its type, or returned.
+    """
+
+    kind: str  # enter, leave, use or see
     what: Any  # the model's own module or tensor
     value: Any = None
 
@@ -42,7 +47,7 @@ class Trace:
                 stack.append(event.what)
             elif event.kind == "leave":
                 stack.pop()
-            elif not stack or not any(event.what is own for own in _own_tensors(stack[-1])):
+            elif event.kind == "use" and (not stack or not any(event.what is own for own in _own_tensors(stack[-1]))):
                 found.add(id(event.what))
         return found
 
@@ -85,8 +90,15 @@ def copied_with(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> tuple
     return copied.eval(), copies
 
 
-def follow(model: nn.Module, inputs: Tree) -> Trace:
-    """Run a copy of the model without storage."""
+def follow(
+    model: nn.Module,
+    inputs: Tree,
+    *,
+    training: bool = False,
+    has_gradients: bool = False,
+    note: Callable[[Operation], Any] = lambda _: None,
+) -> Trace:
+    """Run a copy of the model without storage. `note` gives the value of an event in which an operation uses a tensor."""
     trace, stack = Trace(), list[nn.Module]()
     try:
         copied, copies = on_meta(model)
@@ -101,19 +113,21 @@ def follow(model: nn.Module, inputs: Tree) -> Trace:
 
     def leave(module: nn.Module, _: Any, outputs: Any) -> None:
         trace.events.append(Event("leave", stack.pop(), outputs))
+        for tensor in tensors_in(outputs):
+            use("see", tensor, type(module).forward)
 
     for module in copied.modules():
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
 
-    def use(tensor: Tensor) -> None:
+    def use(kind: str, tensor: Tensor, operation: Operation) -> None:
         if id(tensor) in originals:
-            trace.events.append(Event("use", originals[id(tensor)]))
+            trace.events.append(Event(kind, originals[id(tensor)], note(operation)))
 
     example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
     try:
-        with torch.no_grad(), _Uses(use):
-            call(copied, example)
+        with torch.set_grad_enabled(has_gradients), _Uses(use):
+            call(copied.train(training), example)
         trace.is_whole = True
     except Exception:  # the model reads numbers, not only shapes; or does not take this batch
         trace.inside = list(stack)
@@ -121,17 +135,18 @@ def follow(model: nn.Module, inputs: Tree) -> Trace:
 
 
 class _Uses(TorchFunctionMode):
-    """Tells of each tensor that an operation takes and makes another tensor of."""
+    """Reports each tensor that an operation takes and makes another tensor of, or that says its type."""
 
-    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+    def __init__(self, report: Callable[[str, Tensor, Operation], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._report = report
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, (Tensor, tuple, list)):
+        if isinstance(result, (Tensor, tuple, list, torch.dtype)):
+            kind = "see" if isinstance(result, torch.dtype) else "use"
             for given in (*args, *(kwargs or {}).values()):
                 for item in given if isinstance(given, (tuple, list)) else (given,):
                     if isinstance(item, Tensor):
-                        self._tell(item)
+                        self._report(kind, item, function)
         return result

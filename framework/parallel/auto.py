@@ -11,7 +11,7 @@ from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
 from framework.parallel import zero
 from framework.parallel.ddp import Buckets, replicated
-from framework.parallel.fsdp import sharded
+from framework.parallel.fsdp import sharded, typed
 from framework.parallel.single import single
 from framework.runtime.log import LOGGER
 
@@ -42,7 +42,8 @@ def auto(
         return single(model, world=world, forward=forward)
     if choice == "fsdp":
         mesh = world.mesh(shard=replicate)
-        return sharded(model, mesh=mesh, world=world, forward=forward, reshard_after_forward=reshard_after_forward)
+        options = {"reshard_after_forward": reshard_after_forward, "param_dtype": None, "reduce_dtype": None}
+        return sharded(model, mesh=mesh, world=world, forward=forward, **typed(model, forward, options))
     return replicated(
         model,
         world=world,

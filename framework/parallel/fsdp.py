@@ -1,13 +1,14 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the processes."""
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from typing_extensions import Unpack
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from typing_extensions import NotRequired, TypedDict, Unpack
 
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
@@ -17,14 +18,12 @@ from framework.modules.first_weights import fill, fills
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.parallel.dealing import dealing
+from framework.parallel.gathered_types import Types
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_compiler import import_dynamo
-from framework.runtime.torch_internals import BATCH_NORMS, is_view
+from framework.runtime.torch_internals import is_view
 
 import_dynamo()  # the first operation on shards would, in each of the workers: so they inherit it from their warm parent
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
-
 
 REMEDIES = ({"reshard_after_forward": False},)  # options with which a model may run that does not without
 
@@ -35,6 +34,8 @@ class ShardOptions(TypedDict):
     reshard_after_forward: bool
     param_dtype: Literal["bf16", "fp16", "fp32"] | None
     reduce_dtype: Literal["bf16", "fp16", "fp32"] | None
+    reduce_every: NotRequired[Literal["micro_batch"] | None]
+    prefetch: NotRequired[int | None]
 
 
 class Offloading(ShardOptions):
@@ -46,11 +47,20 @@ class Offloading(ShardOptions):
 @fills
 def fsdp(model: nn.Module, *, world: World, forward: Forward, shard: int | None, **options: Unpack[Offloading]) -> Engine:
     """Shard the model, block by block: one block's parameters are gathered at a time. Collective."""
-    return sharded(model, mesh=world.mesh(shard=shard), world=world, forward=forward, **options)
+    return sharded(model, mesh=world.mesh(shard=shard), world=world, forward=forward, **typed(model, forward, options))
 
 
-def problems(model: nn.Module, **options: object) -> list[str]:
+def typed(model: nn.Module, forward: Forward, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `sharded`: those of a strategy, with the types that they name. Before layers are cut."""
+    chosen = {name: options[name] for name in ("param_dtype", "reduce_dtype")}
+    others = {name: value for name, value in options.items() if name not in chosen}
+    return others | {"types": Types.of(model, forward=forward, **chosen)}
+
+
+def problems(model: nn.Module, *, prefetch: int | None = None, **options: object) -> list[str]:
     """Return why this model cannot be sharded."""
+    if prefetch is not None and prefetch < 1:
+        return [f"parallel.prefetch: {prefetch} is no number of blocks; take 1 or more, or null for what torch does"]
     scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
     return [f"the model's {scalar} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
             "ddp or zero"] if scalar else []  # fmt: skip
@@ -67,36 +77,37 @@ def sharded(
     mesh: DeviceMesh,
     world: World,
     forward: Forward,
+    types: Types,
     reshard_after_forward: bool,
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
     cpu_offload: bool = False,
+    reduce_every: Literal["micro_batch"] | None = None,
+    prefetch: int | None = None,
 ) -> Engine:
     """Shard each block, and the rest of the model, over the mesh's `shard` axis; replicate over its `replicate` axis, if any.
 
-    Ranks along a `tensor` axis, over which the layers are cut already, work on the same samples.
+    `types` are those of the model before layers were cut. Ranks along a `tensor` axis, over which the layers are cut already,
+    work on the same samples. With `reduce_every` gradients are shards after each micro-batch, otherwise after the last:
+    until then a process holds those of the whole model. `prefetch`: blocks that are gathered ahead; None: as torch does, one in
+    the backward pass, and in the forward pass those that the CPU has come to.
     """
     is_cut = "tensor" in (mesh.mesh_dim_names or ())
     num_parts, over = (mesh["tensor"].size(), mesh["shard"]) if is_cut else (1, mesh)
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if cpu_offload else OffloadPolicy()
-    compute = _DTYPES[param_dtype]
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[reduce_dtype])
-    if compute is not None:  # running statistics in 16 bits would not move
-        for layer in model.modules():
-            if isinstance(layer, BATCH_NORMS):
-                fully_shard(layer, mesh=over, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
     # blocks that share a weight are gathered together with the rest of the model
     units = separate(blocks_of(model), model)
     if world.rank == 0:
         LOGGER.info("gathered at a time: %s", description(units, model))
     for block in [*units, model]:
-        copy_views(block)
         frees = reshard_after_forward and block is not model  # the backward pass begins with what is left of the model
-        fully_shard(block, mesh=over, reshard_after_forward=frees, mp_policy=precision, offload_policy=offload)
+        for unit, policy in types.policies(block, model):
+            copy_views(unit)
+            fully_shard(unit, mesh=over, reshard_after_forward=frees, mp_policy=policy, offload_policy=offload)
     fill(model, device=world.device, parameters_on=torch.device("cpu") if cpu_offload else None)
     without_averages(model)
     reshard_after_evaluation(model)
     assert isinstance(model, FSDPModule)
+    if prefetch is not None:
+        prefetch_blocks(units, num_ahead=prefetch)
     return DataParallelEngine(
         model,
         forward=forward,
@@ -105,12 +116,19 @@ def sharded(
         dp_size=world.world_size // num_parts,
         averaged_over=1,
         is_counted=world.rank % num_parts == 0,
-        set_sync=model.set_requires_gradient_sync,
+        set_sync=model.set_requires_gradient_sync if reduce_every is None else model.set_requires_all_reduce,
         broadcast=world.broadcast,
         make_optimizer=dealing(world),
         data_group=over.get_group() if is_cut else None,
         forget=partial(reshard, model),
     )
+
+
+def prefetch_blocks(blocks: Sequence[nn.Module], *, num_ahead: int) -> None:
+    """Let each sharded block begin to gather the next ones: in the order of the list forward, in the reverse order backward."""
+    for ordered, name in ((blocks, "set_modules_to_forward_prefetch"), (blocks[::-1], "set_modules_to_backward_prefetch")):
+        for number, block in enumerate(ordered):
+            getattr(block, name)(list(ordered[number + 1 : number + 1 + num_ahead]))
 
 
 def without_averages(model: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """FSDP2 with context parallelism: parameters sharded over all processes, each sample's tokens cut over a group of them."""
 
+from typing import Any
+
 from torch import nn
 from typing_extensions import Unpack
 
@@ -30,13 +32,14 @@ def fsdp_context(
     Ranks that share samples have gradients of different tokens: their sum is taken as that of ranks with other samples.
     """
     mesh, everyone = world.mesh(shard=shard, context=context), world.mesh(shard=None)
+    given = fsdp.typed(model, forward, options)
     cut = contexts.cut_tokens(model, forward=forward, group=mesh.get_group("context"), attention=attention)
-    engine = fsdp.sharded(model, mesh=everyone, world=world, forward=forward, **options)
+    engine = fsdp.sharded(model, mesh=everyone, world=world, forward=forward, **given)
     return contexts.ContextEngine(engine, cut=cut, dp_rank=mesh.get_local_rank("shard"))
 
 
 def problems(
-    model: nn.Module, *, demands: Demands, context: int, attention: Attention | None = None, **others: object
+    model: nn.Module, *, demands: Demands, context: int, attention: Attention | None = None, **others: Any
 ) -> list[str]:
     """Return why this model's tokens cannot be cut, or it cannot be sharded."""
-    return contexts.problems(model, demands=demands, context=context, attention=attention) or fsdp.problems(model)
+    return contexts.problems(model, demands=demands, context=context, attention=attention) or fsdp.problems(model, **others)

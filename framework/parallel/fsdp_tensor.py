@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from typing import Any
 
 from torch import nn
 from typing_extensions import Unpack
@@ -30,14 +31,15 @@ def fsdp_tensor(
     """Cut the linear layers over the inner axis of the mesh, then shard everything over the outer. Collective."""
     ignore_known()
     mesh = world.mesh(shard=shard, tensor=tensor)
+    given = fsdp.typed(model, forward, options)
     # FSDP shards even parts only
     tensors.cut_layers(model, mesh=mesh["tensor"], sequence=sequence, keeps_cut=stays_cut(forward.task), evenly=True)
-    return fsdp.sharded(model, mesh=mesh, world=world, forward=forward, **options)
+    return fsdp.sharded(model, mesh=mesh, world=world, forward=forward, **given)
 
 
-def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: object) -> list[str]:
+def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: Any) -> list[str]:
     """Return why this model cannot be cut and sharded in this way."""
-    return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model)
+    return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model, **others)
 
 
 exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # it is sharded as in `fsdp`

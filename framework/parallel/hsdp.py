@@ -7,7 +7,7 @@ from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
 from framework.modules.first_weights import fills
-from framework.parallel.fsdp import REMEDIES, Offloading, exact_options, problems, sharded
+from framework.parallel.fsdp import REMEDIES, Offloading, exact_options, problems, sharded, typed
 
 __all__ = ["REMEDIES", "exact_options", "hsdp", "problems"]  # it is sharded as in `fsdp`
 
@@ -17,4 +17,5 @@ def hsdp(
     model: nn.Module, *, world: World, forward: Forward, replicate: int | None, shard: int | None, **options: Unpack[Offloading]
 ) -> Engine:
     """Shard the model over the inner axis of the mesh and replicate it over the outer. Collective."""
-    return sharded(model, mesh=world.mesh(replicate=replicate, shard=shard), world=world, forward=forward, **options)
+    mesh = world.mesh(replicate=replicate, shard=shard)
+    return sharded(model, mesh=mesh, world=world, forward=forward, **typed(model, forward, options))

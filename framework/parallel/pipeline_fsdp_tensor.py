@@ -17,6 +17,7 @@ from framework.parallel import fsdp
 from framework.parallel import pipeline as pipelines
 from framework.parallel import tensor as tensors
 from framework.parallel.fsdp_tensor import ignore_known
+from framework.parallel.gathered_types import Types
 from framework.parallel.pipelining.chain import Stage
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.sent import SendDtype
@@ -44,7 +45,10 @@ def pipeline_fsdp_tensor(
     num_parts = mesh["tensor"].size()
     styles = tensors.styles_of(model, num_parts=num_parts, keeps_cut=stays_cut(forward.task)) if num_parts > 1 else {}
     styles = tensors.even(styles, model, num_parts=num_parts)  # FSDP shards even parts only
-    shard_stage = partial(cut_and_shard, model, styles=styles, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    types = Types.of(model, forward=forward)
+    shard_stage = partial(
+        cut_and_shard, model, styles=styles, mesh=mesh, reshard_after_forward=reshard_after_forward, types=types
+    )
     return PipelineEngine(
         model,
         mesh=mesh,
@@ -70,7 +74,13 @@ exact_options = pipelines.exact_options  # it is cut as in `pipeline`
 
 
 def cut_and_shard(
-    model: nn.Module, stage: Stage, *, styles: dict[str, ParallelStyle], mesh: DeviceMesh, reshard_after_forward: bool
+    model: nn.Module,
+    stage: Stage,
+    *,
+    styles: dict[str, ParallelStyle],
+    mesh: DeviceMesh,
+    reshard_after_forward: bool,
+    types: Types,
 ) -> None:
     """Shard this process's stage; the layers that `styles` names, over two axes. Collective.
 
@@ -87,10 +97,10 @@ def cut_and_shard(
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, name))
-    for link in separate(list(stage.links), model):
-        fsdp.copy_views(link)
-        fully_shard(link, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
-    fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
+    for part in [*separate(list(stage.links), model), stage]:
+        for unit, policy in types.policies(part, model):
+            fsdp.copy_views(unit)
+            fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward, mp_policy=policy)
     fsdp.without_averages(stage)
     fsdp.reshard_after_evaluation(stage)
     for several in places.values():  # a link of another stage, kept because it has a name of the weight

@@ -1,0 +1,102 @@
+"""The types in which FSDP gathers parameters and sums gradients."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn import functional as F
+
+from framework.engine.forward import Forward
+from framework.modules.parts import separate
+from framework.modules.trace import Operation, follow
+from framework.runtime.torch_internals import BATCH_NORMS
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+# what autocast casts the arguments of, to 16 bits
+_CAST = {F.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.addmm, torch.mm, torch.matmul, Tensor.matmul, torch.bmm}
+
+
+@dataclass(frozen=True)
+class Types:
+    """How parameters are gathered: in a type that was chosen, or in those in which autocast uses them.
+
+    Under autocast, a linear layer casts its weight before it multiplies; here the cast comes before the gather, at half the
+    bytes and with the same bits. What autocast uses in float32 (norms, embeddings) is gathered in float32. The gradients of
+    both are float32 before they are summed over the ranks, and over micro-batches, as they are on one process.
+    """
+
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
+    autocast: torch.dtype | None = None  # None: parameters are gathered in `compute`, or as they are
+    cast: frozenset[tuple[nn.Module, str]] = frozenset()  # the parameters that autocast casts, and uses for nothing else
+    apart: frozenset[nn.Module] = frozenset()  # modules whose parameters are used in their own calls only
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, *, forward: Forward, param_dtype: str | None = None, reduce_dtype: str | None = None
+    ) -> "Types":
+        """Return the types for the strategy's options, and the run's autocast. To be called before layers are cut.
+
+        How a model uses its parameters is seen in traces of its training and of its evaluation. Without whole ones, or where a
+        step of the user's own may read a weight between forward and backward, all are gathered as they are.
+        """
+        reduce, autocast = _DTYPES[reduce_dtype], forward.autocast
+        if autocast is None or param_dtype not in (None, "fp32"):
+            return cls(_DTYPES[param_dtype], reduce)
+        if param_dtype == "fp32" or forward.trains_by_step or forward.example is None:
+            return cls(None, reduce)  # float32 is what autocast starts from: inputs stay as they are
+
+        def is_cast(operation: Operation) -> bool:
+            # without gradients: the forward of a torch.autograd.Function, which may keep what it is given
+            return operation in _CAST and torch.is_autocast_enabled(forward.device.type) and torch.is_grad_enabled()
+
+        with torch.autocast(forward.device.type, dtype=autocast):
+            traces = [follow(model, forward.example, has_gradients=True, training=mode, note=is_cast) for mode in (True, False)]
+        if not all(trace.is_whole for trace in traces):
+            return cls(None, reduce)
+        uses = [event for trace in traces for event in trace.events if event.kind in ("use", "see")]
+        used, otherwise = ({id(use.what) for use in uses if use.value is is_cast} for is_cast in (True, False))
+        elsewhere = set[int]().union(*(trace.read_elsewhere() for trace in traces))
+        entered = traces[0].entered() & traces[1].entered()
+        cast, apart = list[tuple[nn.Module, str]](), list[nn.Module]()
+        for module in model.modules():
+            own = dict(module.named_parameters(recurse=False))
+            cast += [(module, name) for name, p in own.items() if id(p) in used - otherwise and p.dtype is torch.float32]
+            if module in entered and not any(id(p) in elsewhere for p in module.parameters()):
+                apart.append(module)
+        return cls(None, reduce, autocast, frozenset(cast), frozenset(apart))
+
+    def policies(self, unit: nn.Module, model: nn.Module) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+        """Yield what to shard of a unit, innermost first, and how: what is kept in float32, then the unit with the rest."""
+        plain = MixedPrecisionPolicy(reduce_dtype=self.reduce)
+        if self.autocast is not None:
+            kept = self._kept(unit)
+            if unit in kept or not self.apart.issuperset(kept) or len(separate(kept, model)) < len(kept):
+                yield unit, plain  # one type for all: autocast casts after the gather
+                return
+            yield from ((layer, plain) for layer in kept)
+            reduce = self.reduce or torch.float32
+            yield unit, MixedPrecisionPolicy(param_dtype=self.autocast, reduce_dtype=reduce, cast_forward_inputs=False)
+            return
+        if self.compute is not None:  # running statistics in 16 bits would not move
+            norms = [layer for layer in _unsharded(unit) if isinstance(layer, BATCH_NORMS) and layer is not unit]
+            yield from ((layer, MixedPrecisionPolicy()) for layer in norms)
+        yield unit, MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
+
+    def _kept(self, module: nn.Module) -> list[nn.Module]:
+        """Return the outermost modules with parameters that autocast does not cast, of what is not sharded yet."""
+        if isinstance(module, FSDPModule):
+            return []
+        if any((module, name) not in self.cast for name, _ in module.named_parameters(recurse=False)):
+            return [module]
+        return list(dict.fromkeys(layer for child in module.children() for layer in self._kept(child)))
+
+
+def _unsharded(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and what it holds, but nothing that is sharded already."""
+    if not isinstance(module, FSDPModule):
+        yield module
+        for child in module.children():
+            yield from _unsharded(child)
