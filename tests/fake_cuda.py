@@ -25,6 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests import device_branches
+
 ROOT = Path(__file__).resolve().parent.parent
 NUM_DEVICES = 8
 _OURS = (f"{ROOT}/framework", f"{ROOT}/models")
@@ -88,7 +90,7 @@ class Stream:
         self.device = torch.device(device if device is not None else "cuda:0")
         self.clock = 0  # operations launched
         self.seen: dict[Stream, int] = {}  # of other streams
-        self.copies: list[Callable[[], None]] = []  # into pinned memory, not yet waited for
+        self.copies: list[tuple[Any, Any]] = []  # into pinned memory, not yet waited for: the memory, and what it will hold
 
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
@@ -110,11 +112,16 @@ class Stream:
         self.finish()
 
     def finish(self) -> None:
-        for copy in self.copies:
-            copy()
-        self.copies.clear()
+        self.deliver()
         for event in EVENTS:
             event.is_done |= event.stream is self
+
+    def deliver(self, into: Any = None) -> None:
+        """Let what was copied be there: all of it, or what was copied into this pinned tensor, which the stream itself reads."""
+        due = [copy for copy in self.copies if into is None or copy[0].data_ptr() == into.data_ptr()]
+        self.copies = [copy for copy in self.copies if not any(copy is one for one in due)]
+        for final, stored in due:
+            final.copy_(stored)
 
     def query(self) -> bool:
         return not self.copies
@@ -249,6 +256,8 @@ def _answer(operation: Any, *args: Any, **kwargs: Any) -> Any:
         BYTES["to the device"] += source.nbytes
         if not source.is_pinned():
             waited("a copy from pageable memory")
+        else:
+            current_stream(target.device).deliver(into=source)
     if not is_to_cpu:
         return NotImplemented
     BYTES["from the device"] += source.nbytes
@@ -264,7 +273,7 @@ def _answer(operation: Any, *args: Any, **kwargs: Any) -> Any:
         target = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, pin_memory=True)
     stored, final = source.stored.detach().clone(), target.detach()
     final.fill_(float("nan") if final.is_floating_point() else 99)  # what is read too early is wrong
-    current_stream(source.device).copies.append(lambda: final.copy_(stored))
+    current_stream(source.device).copies.append((final, stored))
     return target
 
 
@@ -343,6 +352,8 @@ def main(library: str, module: str, function: str, arguments: str, result: str) 
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # before torch, which looks once
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     plant()
+    if os.environ.get("NOTES_DEVICE_BRANCHES"):
+        device_branches.install()
     prepare_framework()
     found = getattr(importlib.import_module(module), function)(**json.loads(arguments))
     Path(result).write_text(json.dumps(found))

@@ -1,5 +1,6 @@
 """What only happens on CUDA, on emulated devices: what the host waits for, pinned memory, streams, events."""
 
+import functools
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +20,11 @@ from framework.data.order import Order
 from framework.data.to_device import ToDevice
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
+from framework.modes import bench
+from framework.modules.recomputation import offload_activations, recompute_activations
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
-from tests import fake_cuda
+from tests import device_branches, fake_cuda
 from tests.emulated_tensors import Emulated
 from tests.fake_cuda import BYTES, RACES, WAITS, call, call_ranks
 from tests.test_conformance import NOT_EQUAL
@@ -146,6 +149,25 @@ def copies() -> dict[str, Any]:
     return {"before": before, "after": copy.tolist(), **counted}
 
 
+def held_activations() -> list[dict[str, Any]]:
+    """Return what is counted in a step, plain, with activations held by the CPU, and with recomputation besides."""
+    found = []
+    for changes in ((), (offload_activations,), (functools.partial(recompute_activations, which=True), offload_activations)):
+        blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Sigmoid()) for _ in range(2)]
+        for parameter in (parameter for block in blocks for parameter in block.parameters()):
+            torch.nn.init.constant_(parameter, 0.01)
+        on_device = [block.to("cuda:0") for block in blocks]
+        for change in changes:
+            change(on_device)
+        x = torch.ones(4, 64, 64, device="cuda:0")
+        seen()
+        torch.nn.Sequential(*on_device)(x).sum().backward()
+        counted, gradient = seen(), on_device[0][0].weight.grad
+        assert gradient is not None
+        found.append({"gradient": gradient.cpu().tolist(), **counted})
+    return found
+
+
 def spawned(line: list[str]) -> dict[str, Any]:
     """Return how a run of two workers ends, which are spawned, since here are devices, and see none themselves."""
     import contextlib
@@ -178,6 +200,31 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
     return [str(found.device), counted[2:], norm if rank == 0 else None]
 
 
+def answers(lines: list[list[str]], device: str) -> dict[str, list[bool]]:
+    """Return which answers the questions about devices have had in whole runs, with spawned workers in the readers, and copies."""
+    batches(augment=True, num_workers=1, device=device, is_plain=True)
+    if device != "cpu":
+        copies()
+    for line in lines:
+        assert whole_run(line, device)["code"] == 0
+    return {name: sorted(found) for name, found in device_branches.ANSWERS.items()}
+
+
+def answers_of_rank(rank: int, num_ranks: int, folder: str, line: list[str], device: str) -> dict[str, list[bool]]:
+    place = Environment(rank=rank, local_rank=rank, world_size=num_ranks, local_world_size=num_ranks)
+    world = World.start(place, backend="auto", device=device, timeout_s=60.0, scratch=Path(folder))
+    with tempfile.TemporaryDirectory() as own:
+        bench._repeat(lambda: None, 1, world=world)
+        trainer = Builder(compose(*RUN, *line, f"run.dir={own}/run"), world=world).trainer()
+        step, following = trainer.begin()
+        for _ in range(2):
+            trainer.take(step)
+            step = next(following)
+    world.agreement.barrier()
+    world.groups.leave()
+    return {name: sorted(found) for name, found in device_branches.ANSWERS.items()}
+
+
 # --- the tests
 
 
@@ -188,6 +235,7 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
         ["model=cnn", "dataset=digits", "precision=bf16", "micro_batch_size=16", "trainer.clip_grad_norm=1.0"],
         [*TOKENS, "model.dropout=0.1", "precision=bf16", "trainer.ema_decay=0.9"],
         [*TOKENS, "optimizer=muon", "trainer.activation_checkpointing=true"],
+        [*TOKENS, "model.dim=64", "dataset.seq_len=64", "trainer.activation_offload=true"],
         pytest.param(
             ["model=cnn", "dataset=digits", "parallel=model-parallel", "parallel.num_devices=2"], marks=pytest.mark.slow
         ),
@@ -202,6 +250,18 @@ def test_a_step_waits_for_nothing_and_a_row_once(line: list[str]) -> None:
     assert {step["device"] for step in counted} == {"cuda:0"}
     assert [step["races"] for step in counted] == [[]] * 8
     assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0, 0, 0, 0, 1], counted
+
+
+def test_activations_are_held_by_the_cpu() -> None:
+    """And come back the same: the emulation fills pinned memory with nan until what was copied is there."""
+    plain, held, inputs = call(held_activations)
+    kept = 4 * 64 * 64 * 4  # bytes: four samples of 64 tokens
+    assert (plain["bytes"], held["bytes"], inputs["bytes"]) == (
+        {},
+        {"from the device": 2 * 3 * kept, "to the device": 2 * 3 * kept},  # of two blocks: the input, and of tanh and sigmoid
+        {"from the device": 2 * kept, "to the device": 2 * kept},
+    )
+    assert plain["gradient"] == held["gradient"] == inputs["gradient"] and held["waits"] == inputs["waits"] == {}
 
 
 def test_a_step_under_fsdp_waits_for_nothing() -> None:
@@ -304,3 +364,27 @@ def test_a_checkpoint_s_copies_are_pinned_and_made_in_the_order_of_the_step() ->
         "bytes": {"from the device": 16},
         "races": [],
     }
+
+
+ALONE = [["model=cnn", "dataset=digits", "dataset.augment=true", "checkpoint.every=4", "checkpoint.async_save=true", "trainer.profile=true"],
+         [*TOKENS, "precision=fp16", "trainer.activation_offload=true"],
+         ["model=mlp", "dataset=digits", "invariance=bitwise", "micro_batch_size=32"]]  # fmt: skip
+TOGETHER = [["parallel=ddp"], ["parallel=fsdp", "parallel.cpu_offload=true"], ["parallel=auto"], ["parallel=tensor"],
+            ["parallel=pipeline", "parallel.balance=time"]]  # fmt: skip
+# What such runs cannot answer in one way or the other, and why
+ONE_ANSWER = {"framework/distributed/mpi/group.py": "MPI takes tensors of the CPU alone, and says so: tests/launch/test_mpi.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_question_about_the_device_is_answered_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTES_DEVICE_BRANCHES", "1")
+    found = {name: set[bool]() for name in device_branches.questions()}
+    for device in ("cpu", "cuda:0"):
+        noted = [call(answers, lines=ALONE, device=device)]
+        for line in TOGETHER:
+            noted += call_ranks(answers_of_rank, 2, line=[*TOKENS, *line], device=device.partition(":")[0])
+        for name, ways in ((name, ways) for ranks in noted for name, ways in ranks.items()):
+            found[name] |= set(ways)
+    missing = {name: ways for name, ways in found.items() if len(ways) < 2 and not name.startswith(tuple(ONE_ANSWER))}
+    assert not missing, missing

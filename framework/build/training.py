@@ -26,7 +26,7 @@ from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
 from framework.engine.forward import Forward, Observe, modules_of
 from framework.engine.seam import Engine, Task
-from framework.modules import structure
+from framework.modules import recomputation, structure
 from framework.modules.parts import blocks_of, chain_of, description, repeated
 from framework.modules.summary import summary
 from framework.modules.tensors import Tree
@@ -124,12 +124,14 @@ class Builder:
         if self.world.rank == 0 and (config.trainer.activation_checkpointing or config.trainer.compile):
             LOGGER.info("the model's blocks: %s", description(blocks_of(module), module))
         if config.trainer.activation_checkpointing:
-            structure.recompute_activations(module)
+            recomputation.recompute_activations(blocks_of(module), which=config.trainer.activation_checkpointing)
         if config.trainer.compile and torch_compiler.has_compiler():
             structure.compile_blocks(module, folder=self.directory.compiled)
         elif config.trainer.compile and self.world.rank == 0:
             LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
                            "without, at the model's own speed")  # fmt: skip
+        if config.trainer.activation_offload:
+            recomputation.offload_activations(blocks_of(module) or [module])
         forward.key_draws(chain_of(module) or repeated(module))
         bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)

@@ -14,7 +14,7 @@ class ModelParts(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    blocks: str | list[str] | None = None  # paths of modules or of lists of modules; [] = none
+    blocks: str | int | list[str] | None = None  # paths of (lists of) modules, a class, or the size of one; [] = none
     chain: list[str] | None = None
     tensor_plan: dict[str, Literal["colwise", "rowwise", "gather", "vocabulary"]] | None = None
 

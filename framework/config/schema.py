@@ -61,7 +61,8 @@ class TrainerSection(Section):
     grad_noise: GradNoise
     freeze: list[str]
     compile: bool
-    activation_checkpointing: bool
+    activation_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["operations"]
+    activation_offload: bool = False
     sync_batchnorm: bool
     deterministic: bool | None = None
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
@@ -201,7 +202,9 @@ class RunConfig(Section):
         how = {"mode", "eval", "export", "predict", "parallel", "launch", "device", "backend"}
         how |= {"precision", "micro_batch_size", "metric"} & {key.partition(".")[0] for key in given}
         workers = {"num_workers": asked.dataset["num_workers"]} if "dataset.num_workers" in given else {}
-        off: dict[str, Any] = dict.fromkeys(("compile", "activation_checkpointing", "sync_batchnorm"), False)
+        off: dict[str, Any] = dict.fromkeys(
+            ("compile", "activation_checkpointing", "activation_offload", "sync_batchnorm"), False
+        )
         off |= {"limit_batches": None, "overfit_batches": None}
         changed = {
             "dataset": self.dataset | workers,

@@ -20,13 +20,18 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def give_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
     """Let `parts` answer for a model: `blocks` and `chain` name modules, `tensor_plan` says how layers are cut.
 
-    A name is that of a module, or of a list of modules, which stands for these; `*` matches any text. ValueError for a name
-    of no module.
+    A name is that of a module, or of a list of modules, which stands for these; `*` matches any text; or the name of a class,
+    for all modules of it. `blocks` may be a number instead: of the smallest modules with at least so many
+    parameters. ValueError for what is no module's.
     """
     answers: dict[str, Any] = {}
     for name in (name for name in ("blocks", "chain") if parts.get(name) is not None):
-        paths = [parts[name]] if isinstance(parts[name], str) else parts[name]
-        answers[name] = [module for path in paths for module in named(model, path, key=f"model.parts.{name}")]
+        given, key = parts[name], f"model.parts.{name}"
+        if isinstance(given, int):
+            answers[name] = _of_size(model, given, key=key)
+            continue
+        paths = [given] if isinstance(given, str) else given
+        answers[name] = [module for path in paths for module in named(model, path, key=key)]
     if (plan := parts.get("tensor_plan")) is not None:
         for pattern in plan:
             if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in model.named_modules()):
@@ -37,7 +42,7 @@ def give_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
 
 def named(model: nn.Module, path: str, *, key: str) -> list[nn.Module]:
     """Return the modules that a path in the configuration names. ValueError, which says the key, if there are none."""
-    found = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, path)]
+    found = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, path)] or _of_classes(model, {path})
     if not found:
         raise ValueError(_no_module(key, path, model))
     return [part for module in found for part in (module.children() if isinstance(module, CONTAINERS) else [module])]
@@ -45,7 +50,8 @@ def named(model: nn.Module, path: str, *, key: str) -> list[nn.Module]:
 
 def _no_module(key: str, path: str, model: nn.Module) -> str:
     names = [name for name, _ in model.named_modules() if name]
-    return f"{key}: {path!r} names no module of {type(model).__name__} ({nearest_name(path, names)})"
+    classes = {type(module).__name__ for module in model.modules() if module is not model}
+    return f"{key}: {path!r} names no module of {type(model).__name__} ({nearest_name(path, [*names, *sorted(classes)])})"
 
 
 def nearest_name(pattern: str, names: Sequence[str]) -> str:
@@ -113,6 +119,19 @@ def _of_classes(model: nn.Module, names: set[str]) -> list[nn.Module]:
     for child in model.children():
         found += [child] if type(child).__name__ in names and _size(child) else _of_classes(child, names)
     return found
+
+
+def _of_size(model: nn.Module, least: int, *, key: str) -> list[nn.Module]:
+    """Return the smallest modules with at least so many parameters. ValueError, which says the key, if there are none."""
+
+    def found(module: nn.Module) -> list[nn.Module]:
+        inside = [unit for member in _members(module) if _size(member) >= least for unit in found(member)]
+        return inside or [module]
+
+    if least < 1 or all(_size(member) < least for member in _members(model)):
+        within = f"{type(model).__name__} (of {_size(model):,})"
+        raise ValueError(f"{key}: {least}, but no module within {within} has that many parameters")
+    return found(model)
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:

@@ -1,20 +1,16 @@
 """What a model draws and couples, and how it is changed before it is trained."""
 
 import fnmatch
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from framework.modules.parts import blocks_of, nearest_name
 from framework.runtime.torch_compiler import compile_into
-from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS, copy_all
+from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS
 
 
 def batch_dependent_layers(model: nn.Module) -> list[str]:
@@ -67,53 +63,6 @@ def _expected(pattern: str, model: nn.Module) -> str:
     if f"{pattern}.*" in of_modules:
         return f"did you mean {pattern}.*?"
     return nearest_name(pattern, [*of_modules, *names])
-
-
-def recompute_activations(model: nn.Module) -> None:
-    """Keep only the inputs of the model's blocks and run their forward again in the backward pass: memory for time.
-
-    Wraps the blocks' `forward`, not the blocks: parameter names stay the model's own. The second forward reads the buffers
-    and draws the numbers that the first one did (checkpoint() itself sees to torch's), and leaves no trace in them.
-    """
-    for block in blocks_of(model):
-        contexts = partial(_twice_the_same, block)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)  # type: ignore[method-assign]
-
-
-def _twice_the_same(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what surrounds the first forward of a block, which begins at once, and each later one."""
-    return nullcontext(), _As(_Surroundings(block))
-
-
-class _Surroundings:
-    """What a block's forward reads that is no argument: its buffers, and the generators of Python and numpy; as it is now."""
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._buffers = [(buffer.data, buffer.clone()) for buffer in block.buffers()]
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-
-    def restore(self) -> None:
-        copy_all(*([list(column) for column in zip(*self._buffers)] or ([], [])))
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-    def now(self) -> "_Surroundings":
-        return _Surroundings(self._block)
-
-
-class _As(AbstractContextManager[None]):
-    """Makes the surroundings what they were, and puts them back. It may be entered several times."""
-
-    def __init__(self, then: _Surroundings) -> None:
-        self._then = then
-
-    def __enter__(self) -> None:
-        self._now = self._then.now()
-        self._then.restore()
-
-    def __exit__(self, *_: object) -> None:
-        self._now.restore()
 
 
 def compile_blocks(model: nn.Module, *, folder: Path) -> None:

@@ -54,7 +54,8 @@ def dry_build(config: RunConfig) -> list[Problem]:
     except ValueError as error:
         return [Problem("trainer.freeze", str(error))]
     if config.trainer.activation_checkpointing and not blocks_of(model):
-        what = f"true, but no blocks were found in {type(model).__name__} whose activations could be recomputed"
+        name = type(model).__name__
+        what = f"{config.trainer.activation_checkpointing}, but no blocks were found in {name} that could be recomputed"
         return [Problem("trainer.activation_checkpointing", what, "false, or model.parts.blocks=PATH names them")]
     try:
         task = components.task(config.task, seed=config.seed)

@@ -100,6 +100,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_of(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    """Return whether a tensor is one of the others, or a view of one."""
+    return any(tensor is other or tensor._base is other for other in others)
+
+
 def stand_ins() -> AbstractContextManager[Any]:
     """Return a context in which new tensors have a shape, a type and a device, but no storage. Autocast acts on them."""
     from torch._subclasses.fake_tensor import FakeTensorMode

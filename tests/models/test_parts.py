@@ -79,12 +79,23 @@ def test_the_configuration_answers_for_a_model() -> None:
     assert chain_of(model) == [model.transformer.wte, *(block.mlp for block in model.transformer.h), model.lm_head]
     answer = own_answer(model, "tensor_plan")
     assert answer is not None and answer() == {"*.c_fc": "colwise"}
+    give_parts(model, {"blocks": "GPT2MLP"})  # a class
+    assert blocks_of(model) == [block.mlp for block in model.transformer.h]
+    of_block, of_mlp = (
+        sum(p.numel() for p in part.parameters()) for part in (model.transformer.h[0], model.transformer.h[0].mlp)
+    )
+    give_parts(model, {"blocks": of_mlp + 1})  # parameters
+    assert blocks_of(model) == [*model.transformer.h]
+    give_parts(model, {"blocks": of_mlp})
+    assert {block.mlp for block in model.transformer.h} <= set(blocks_of(model))
     give_parts(model, {"blocks": []})
     assert blocks_of(model) == [] and chain_of(model) is None
 
 
 @pytest.mark.parametrize(("parts", "says"), [
     ({"blocks": "transformer.hh"}, "model.parts.blocks: 'transformer.hh' names no module of GPT2LMHeadModel ... transformer.h"),
+    ({"blocks": "GPT2Blck"}, "model.parts.blocks: 'GPT2Blck' ... did you mean GPT2Block?"),
+    ({"blocks": 10**9}, "model.parts.blocks: 1000000000, but no module within GPT2LMHeadModel (of 10,640) has that many parameters"),
     ({"chain": ["lm_hed"]}, "model.parts.chain: 'lm_hed' ... did you mean lm_head?"),
     ({"tensor_plan": {"*.nothing": "colwise"}}, "model.parts.tensor_plan: '*.nothing' ..."),
 ])  # fmt: skip
@@ -96,7 +107,7 @@ def test_a_name_of_no_module_is_an_error(parts: dict[str, object], says: str) ->
 
 @pytest.mark.parametrize(("word", "says"), [
     ("model.parts.block=x", "model.parts.block: unknown key ... model.parts.blocks"),
-    ("model.parts.blocks=3", "model.parts.blocks: 3 is not valid ..."),
+    ("model.parts.blocks=0.5", "model.parts.blocks: 0.5 is not valid ..."),
     ("model.parts=x", "model.parts: 'x' is not valid ..."),
     ("model.parts.tensor_plan={a:upwise}", "model.parts.tensor_plan: ... is not valid ..."),
 ])  # fmt: skip

@@ -1,0 +1,134 @@
+"""Activations that are not kept from the forward to the backward pass: recomputed, or held in the CPU's memory."""
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from framework.modules.tensors import local
+from framework.runtime.torch_internals import copy_all, is_of
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Recomputed = bool | int | Literal["operations"]
+
+_LEAST_BYTES = 1 << 16  # of a tensor that is worth a copy
+
+
+def recompute_activations(blocks: Sequence[nn.Module], *, which: Recomputed) -> None:
+    """Keep less than all activations of the blocks, and run their forward again in the backward pass: memory for time.
+
+    `which`: True keeps the blocks' inputs alone; a number N does so for every N-th block, from the first on; `operations`
+    keeps also the results of the operations that take long (those whose floating-point operations torch counts: products of
+    matrices, convolutions, attention), and computes again what is cheap. Source: Chen et al. 2016; Korthikanti et al. 2022,
+    section 5.
+
+    Wraps the blocks' `forward`, not the blocks: parameter names stay the model's own. The second forward reads the buffers
+    and draws the numbers that the first one did (checkpoint() itself sees to torch's), and leaves no trace in them.
+    """
+    every = which if isinstance(which, int) else 1  # True is 1
+    for block in blocks[::every]:
+        contexts = functools.partial(_twice_the_same, block, keeps_products=which == "operations")
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)  # type: ignore[method-assign]
+
+
+def offload_activations(blocks: Sequence[nn.Module]) -> None:
+    """Copy what the blocks keep for their backward pass to the CPU's memory, and back when it is needed: memory for traffic.
+
+    To be called after `recompute_activations`: of a block that is recomputed, its inputs are copied. Weights and buffers,
+    small tensors and what is on the CPU stay where they are. The bits are the same.
+    """
+    for block in blocks:
+        block.forward = functools.partial(_held_by_cpu, block, block.forward)  # type: ignore[method-assign]
+
+
+def _held_by_cpu(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    own = [*block.parameters(), *block.buffers()]
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        is_on_device = tensor.device.type != "cpu" and local(tensor) is tensor  # a shard is bound to its device's mesh
+        if not is_on_device or tensor.nbytes < _LEAST_BYTES or is_of(tensor, own):
+            return tensor.device, tensor
+        held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return tensor.device, held.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, held = packed
+        if held.device == device:
+            return held
+        return torch.empty_like(held, device=device).copy_(held, non_blocking=True)  # by the stream that has filled it
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
+
+
+@functools.cache
+def _takes_long(operation: Any) -> bool:
+    from torch.utils.flop_counter import flop_registry
+
+    return operation in flop_registry or getattr(operation, "overloadpacket", None) in flop_registry
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _takes_long(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _twice_the_same(block: nn.Module, *, keeps_products: bool) -> Contexts:
+    """Return what surrounds the first forward of a block, which begins at once, and each later one."""
+    same = _As(_Surroundings(block))
+    if not keeps_products:
+        return nullcontext(), same
+    first, again = create_selective_checkpoint_contexts(_policy)
+    return first, _Both(same, again)
+
+
+class _Surroundings:
+    """What a block's forward reads that is no argument: its buffers, and the generators of Python and numpy; as it is now."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._buffers = [(buffer.data, buffer.clone()) for buffer in block.buffers()]
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        copy_all(*([list(column) for column in zip(*self._buffers)] or ([], [])))
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def now(self) -> "_Surroundings":
+        return _Surroundings(self._block)
+
+
+class _As(AbstractContextManager[None]):
+    """Makes the surroundings what they were, and puts them back. It may be entered several times."""
+
+    def __init__(self, then: _Surroundings) -> None:
+        self._then = then
+
+    def __enter__(self) -> None:
+        self._now = self._then.now()
+        self._then.restore()
+
+    def __exit__(self, *_: object) -> None:
+        self._now.restore()
+
+
+class _Both(AbstractContextManager[None]):
+    """The second context within the first."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)

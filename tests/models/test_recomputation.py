@@ -1,0 +1,79 @@
+"""Recomputation that reads and draws what the first forward did, of all blocks, of some, or of what is cheap."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.modules.recomputation import Recomputed, recompute_activations
+
+
+class Moving(nn.Module):
+    """Reads and moves a buffer, and draws from three generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = random.random() + float(np.random.rand()) + torch.rand(())
+        y = torch.tanh(self.linear(x)) * self.scale.clone() * noise
+        with torch.no_grad():
+            self.scale.mul_(1.5)
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Moving() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def step(model: Model) -> tuple[list[Tensor], list[Tensor], float]:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    for _ in range(2):  # two graphs at once, as with several micro-batches under way
+        model(torch.ones(2, 3)).square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return gradients, [buffer.clone() for buffer in model.buffers()], random.random()
+
+
+@pytest.mark.parametrize("which", [True, 2, "operations"])
+def test_recomputed_blocks_read_and_draw_the_same_and_leave_no_trace(which: Recomputed) -> None:
+    plain, recomputed = Model(), Model()
+    recompute_activations([*recomputed.layers], which=which)
+    for one, other in zip(step(plain), step(recomputed)):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("which", "products", "cheap"), [(True, 4, 4), (2, 3, 3), (3, 3, 3), ("operations", 2, 4)])
+def test_what_is_computed_again(which: Recomputed, products: int, cheap: int) -> None:
+    """Of two blocks' forwards: products of matrices, and what is cheap."""
+    model = Model()
+    recompute_activations([*model.layers], which=which)
+    with Counting() as counting:
+        model(torch.ones(2, 3)).sum().backward()
+    assert (counting.calls["addmm"], counting.calls["tanh"]) == (products, cheap), counting.calls
