@@ -17,7 +17,8 @@ EXECUTION = (
 
 # null is what a run did before there were these keys
 _LATER = ("trainer.limit_batches", "trainer.overfit_batches", "dataset.tokenizer", "optimizer.iteration",
-          "trainer.deterministic", "parallel.send_dtype", "parallel.attention", "parallel.hook")  # fmt: skip
+          "trainer.deterministic", "parallel.send_dtype", "parallel.attention", "parallel.hook",
+          "parallel.drain_every")  # fmt: skip
 
 
 def identity(config: dict[str, Any]) -> str:

@@ -43,6 +43,7 @@ class Step(NamedTuple):
     num_samples: int  # of the global batch, over all ranks
     micro_batches: Sequence[MicroBatch]
     turn: str = ""  # whose parameters it moves; all, if it is empty
+    is_last: bool = False  # of the run, as it is planned
     is_even: bool = True  # are all micro-batches of one size, on all ranks? Then all ranks cut a step in the same way
 
     @property

@@ -138,7 +138,7 @@ class Trainer:
         self.world.at("training", step=progress.step + 1)
         self.speed.enter("forward_backward")
         self.recovery.begin_step()
-        step = self.parts.begin_step(step, has_row=measure)
+        step = self.parts.begin_step(step, has_row=measure)._replace(is_last=progress.step + 1 >= self.plan.total_steps)
         sums, norms = Sums(), list[Tensor]()
         for turn in turns:
             more, norm = self.take_turn(turn, step, measure=measure, is_last=turn is turns[-1])
