@@ -27,6 +27,9 @@ VARIANTS = {
     "pipedream, 2": [*PIPELINE, "launch.nproc_per_node=2"],
     "pipedream, 3": [*PIPELINE, "launch.nproc_per_node=3"],
     "pipedream, 3, drained in every 5th step": [*PIPELINE, "parallel.drain_every=5", "launch.nproc_per_node=3"],
+    "ddp, 4": ["parallel=ddp", "launch.nproc_per_node=4"],
+    "local-sgd, 4": ["parallel=local-sgd", "launch.nproc_per_node=4"],
+    "gossip, 4": ["parallel=gossip", "launch.nproc_per_node=4"],
 }  # fmt: skip
 
 
