@@ -53,6 +53,7 @@ def strategies(count: int) -> dict[str, list[str]]:
         "fsdp+context": ["parallel=fsdp+context", f"parallel.shard={half}", "parallel.context=2"],
         "local-sgd": ["parallel=local-sgd"],
         "diloco": ["parallel=diloco"],
+        "gossip": ["parallel=gossip"],
         "parameter-server, sync": ["parallel=parameter-server"],
         "parameter-server, async": ["parallel=parameter-server", "parallel.mode=async"],
     }  # fmt: skip

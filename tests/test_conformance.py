@@ -75,8 +75,8 @@ def layouts(strategy: str) -> list[tuple[int, list[str]]]:
     return [*along_last, (4, [f"parallel.{axes[0]}=2", *inner, f"parallel.{axes[-1]}=2"])]
 
 
-# and says so; it has a test of its own, as has the asynchronous mode of the parameter server, which is synchronous by default
-NOT_EQUAL = ["local-sgd", "diloco"]
+# and says so; it has a test of its own, as have the parameter server's asynchronous mode and the pipeline's pipedream
+NOT_EQUAL = ["local-sgd", "diloco", "gossip"]
 CASES = [
     (strategy, *layout)
     for strategy in options("parallel")
@@ -86,6 +86,7 @@ CASES = [
 VARIANTS = [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.static_graph=true"]),
           ("ddp", 2, ["parallel.gradient_as_bucket_view=false", "parallel.bucket_cap_mb=1"]),
           ("ddp", 2, ["parallel.find_unused_parameters=true"]),
+          ("ddp", 2, ["parallel.bucket_cap_mb=auto"]),
           ("fsdp", 2, ["trainer.activation_checkpointing=true", "parallel.reshard_after_forward=false"]),
           ("fsdp", 2, ["parallel.cpu_offload=true"]),
           ("context", 2, ["parallel.attention=ring"]),

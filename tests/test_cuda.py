@@ -294,6 +294,7 @@ def test_what_must_decide_in_a_step_waits_once() -> None:
                 "fsdp+context",
                 "local-sgd",
                 "diloco",
+                "gossip",
             )
         ),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness import Ended, assert_close, assert_same_bits, slow_but, typed
 from tests.pages import ROOT
-from tests.test_resume import after_step, crash
+from tests.test_resume import after_step, crash, preempt
 
 # What makes each so small that all of this is quick; in float64, so that sums in another order agree to the last digits.
 SMALL = ["precision=fp64", "trainer.max_epochs=null", "trainer.max_steps=4", "trainer.log_every=1", "trainer.eval_every=2",
@@ -24,6 +24,7 @@ EXAMPLES: dict[str, list[str]] = {
     "segmentation": [],
     "lora_gpt2": [],
     "streamed_lm": [],
+    "remote_embedding": ["trainer.limit_batches=2"],
 }
 PROCESSES = {
     "one": [],
@@ -97,3 +98,42 @@ def test_it_learns_what_its_readme_says(name: str, tmp_path: Path) -> None:
     split, metric, relation, number = promise.removeprefix("Expected: ").strip("`.").split()
     value = json.loads((ended.directory / "summary.json").read_text())["metrics"][split]["last"][metric]
     assert value < float(number) if relation == "<" else value > float(number), (promise, value)
+
+
+# --- the remote embedding: a strategy of its own, whose processes differ
+
+REMOTE = "remote_embedding"
+PLAIN = ["parallel=single", "launch.nproc_per_node=1"]
+
+
+@pytest.mark.parametrize("ranks", slow_but([3], [2, 3]))
+def test_a_table_in_another_process_is_trained_as_in_the_same(ranks: int, tmp_path: Path) -> None:
+    """Uneven shares, the norm clipped over both parts; on three processes, one of the four micro-batches is a rank's second."""
+    clip = "trainer.clip_grad_norm=0.05"
+    one = ran(REMOTE, *PLAIN, clip, folder=tmp_path / "one" / REMOTE)
+    remote = ran(REMOTE, f"launch.nproc_per_node={ranks}", clip, folder=tmp_path / "remote" / REMOTE)
+    assert remote.code == one.code == 0, remote.output
+    assert_close(remote, one, tolerance=TOLERANCE)
+
+
+def test_killed_with_a_table_in_another_process_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole_run = ran(REMOTE, folder=tmp_path / "whole" / REMOTE)
+    killed = ran(REMOTE, folder=tmp_path / "cut" / REMOTE, before=after_step(3, crash))
+    assert killed.code < 0, killed.output
+    assert_same_bits(ran(REMOTE, folder=tmp_path / "cut" / REMOTE), whole_run)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_table_in_another_process_goes_on_without_rpc(tmp_path: Path) -> None:
+    stopped = ran(REMOTE, folder=tmp_path / "stopped" / REMOTE, before=after_step(2, preempt))
+    assert stopped.code == 75, stopped.output
+    elsewhere = ran(REMOTE, *PLAIN, f"run.resume={stopped.directory}", folder=tmp_path / "other" / REMOTE)
+    assert elsewhere.code == 0, elsewhere.output
+    assert_close(elsewhere, ran(REMOTE, *PLAIN, folder=tmp_path / "one" / REMOTE), tolerance=TOLERANCE)
+
+
+def test_a_table_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    refused = ran(REMOTE, "parallel.table=tabel", folder=tmp_path / REMOTE)
+    assert refused.code == 78 and "parallel.table: tabel" in refused.output and "embedding, dense" in refused.output
+    averaged = ran(REMOTE, "trainer.ema_decay=0.9", folder=tmp_path / REMOTE)
+    assert averaged.code == 78 and "averaged" in averaged.output

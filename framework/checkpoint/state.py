@@ -107,6 +107,7 @@ class SavedState(Plain):
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name for loggers
     rows: SavedRows | None = None
     num_rows: Natural | None = None  # which an earlier version wrote in place of `rows`
+    measured: dict[Word, Annotated[int, Field(ge=1, lt=2**31)]] = {}  # at the run's start: by it the run goes on
     stopped: Word = ""  # why a part has ended the run
 
 

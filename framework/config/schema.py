@@ -134,13 +134,14 @@ class ExportSection(Section):
 
 
 class BackendSection(Section):
-    name: Literal["auto", "gloo", "nccl", "mpi", "ucc"]
+    name: str | None
+    module: str | None = None  # of another package's back end
 
     def device(self, asked: str) -> str:
         """Return what to compute on, of auto, cuda and cpu: only some backends are for CUDA."""
-        if asked != "auto":
+        if asked != "auto" or self.module is not None:
             return asked
-        return {"auto": "auto", "nccl": "cuda"}.get(self.name, "cpu")
+        return {"auto": "auto", "nccl": "cuda"}.get(self.name or "", "cpu")
 
 
 class PrecisionSection(Section):

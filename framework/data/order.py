@@ -64,9 +64,10 @@ class Order:
         """What a checkpoint says of its data, and of their order."""
         return {"num_samples": self.num_samples} | ({"order": self.format} if self._is_large else {})
 
-    def take_up(self, facts: Mapping[str, Any]) -> None:
-        """Go on in the order of a checkpoint with these facts: there was only format 1 once."""
+    def take_up(self, facts: Mapping[str, Any]) -> dict[str, int]:
+        """Go on in the order of a checkpoint with these facts (there was only format 1 once); return the facts of it."""
         self.format, self._epoch = int(facts.get("order", 1)), -1
+        return self.facts
 
     def steps_in(self, num_epochs: int) -> int:
         """Return the number of steps in the first epochs."""

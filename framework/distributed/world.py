@@ -20,7 +20,9 @@ from framework.distributed.hang.board import Board
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.mpi import start as mpi
 from framework.distributed.mpi.group import backend_name as mpi_backend
+from framework.distributed.other_backend import kinds_of_devices
 from framework.runtime.environment import Environment, variables
+from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import num_operations
 
 
@@ -53,6 +55,7 @@ class World:
         environment: Environment,
         *,
         backend: str,
+        backend_module: str | None = None,
         timeout_s: float,
         scratch: Path | None,
         device: str = "cpu",
@@ -61,6 +64,7 @@ class World:
     ) -> "World":
         """Join the run's process groups. Collective. Unfit, on every rank, where the devices are not there.
 
+        `backend_module` is what to import for a back end of another package; the framework itself agrees over gloo then.
         `device` is cpu, cuda, or auto: CUDA's where there are any. `num_devices` of them are this process's, None: all that
         it sees. `scratch` is a folder, which all ranks see, for a file store of this attempt.
         """
@@ -72,6 +76,8 @@ class World:
         if devices[0].type == "cuda":
             torch.cuda.set_device(devices[0])
             default_backend = f"cpu:gloo,cuda:{'nccl' if backend == 'auto' else backend}"
+        if backend_module is not None:
+            default_backend = _other_backend(backend, module=backend_module, kind=devices[0].type)
         only = devices[0] if "nccl" in default_backend and len(devices) == 1 else None
         groups, control = Groups(default_backend, rank=rank, world_size=world_size, timeout=timeout, device=only), None
         if world_size > 1:
@@ -148,3 +154,14 @@ class World:
             return 0, 0
         assert dist.group.WORLD is not None
         return num_operations(dist.group.WORLD), num_operations(self.agreement.group)
+
+
+def _other_backend(name: str, *, module: str, kind: str) -> str:
+    """Return torch's description of the back end that a package registers, for a kind of devices. Unfit if it is not there."""
+    try:
+        kinds = kinds_of_devices(name, module=module)
+    except ValueError as error:
+        raise Unfit(f"backend.name: {error}") from error
+    if kind not in kinds:
+        raise Unfit(f"backend.name: {name} of {module} is for {', '.join(kinds)}, and here it is {kind} (device={kinds[0]})")
+    return f"cpu:{name}" if kind == "cpu" else f"cpu:gloo,{kind}:{name}"

@@ -1,6 +1,6 @@
 """The seam between the loop and the strategies: an Engine turns micro-batches into gradients, whatever runs where."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -43,6 +43,7 @@ class Step(NamedTuple):
     num_samples: int  # of the global batch, over all ranks
     micro_batches: Sequence[MicroBatch]
     turn: str = ""  # whose parameters it moves; all, if it is empty
+    is_last: bool = False  # of the run, as it is planned
     is_even: bool = True  # are all micro-batches of one size, on all ranks? Then all ranks cut a step in the same way
 
     @property
@@ -146,6 +147,15 @@ class Engine(Protocol):
         """Run once, before the first step, what must not happen in it. Leaves no trace in the model."""
         return
 
+    @property
+    def measured(self) -> dict[str, int]:
+        """What was measured at the run's start and decides the last bits: each checkpoint has it."""
+        return {}
+
+    def take_up(self, measured: Mapping[str, int]) -> None:
+        """Go on with what a checkpoint has of it; called before `warm_up`."""
+        return
+
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
 
@@ -196,6 +206,13 @@ class EngineAround(Engine):
 
     def warm_up(self, step: Step) -> None:
         self._engine.warm_up(step)
+
+    @property
+    def measured(self) -> dict[str, int]:
+        return self._engine.measured
+
+    def take_up(self, measured: Mapping[str, int]) -> None:
+        self._engine.take_up(measured)
 
     def sync_buffers(self) -> None:
         self._engine.sync_buffers()

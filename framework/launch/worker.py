@@ -70,8 +70,9 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
         record_collectives(frozen.path.parent)
         try:
             world = World.start(
-                environment, device=config.backend.device(config.device), backend=config.backend.name, timeout_s=timeout_s,
-                scratch=scratch, num_devices=config.parallel.get("num_devices", 1), board=board,
+                environment, device=config.backend.device(config.device), backend=config.backend.name or "auto",
+                backend_module=config.backend.module, timeout_s=timeout_s, scratch=scratch,
+                num_devices=config.parallel.get("num_devices", 1), board=board,
             )  # fmt: skip
         except Unfit as end:  # on every rank
             LOGGER.error("%s", end)

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from annotated_types import Ge
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from framework.distributed.buckets import sum_all
@@ -19,11 +18,11 @@ from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
 from framework.optim.optimizers import MakeOptimizer
 from framework.optim.update import gradient_or_zeros
-from framework.parallel.compression import Name, register
+from framework.parallel.bucket_size import DEFAULT_MB, MeasuredBuckets, Replica
+from framework.parallel.compression import Name
 from framework.parallel.dealing import dealing
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
-from framework.runtime.torch_internals import set_gradient_sync, without_buffer_sync
 
 REMEDIES = ({"find_unused_parameters": True},)  # options with which a model may run that does not without
 
@@ -35,11 +34,18 @@ class Buckets(TypedDict):
     gradient_as_bucket_view: bool
 
 
-class DDPOptions(Buckets):
-    """All of DistributedDataParallel's own arguments that a user can set."""
+class ReducerOptions(TypedDict):
+    """DistributedDataParallel's own arguments that a user can set, but for the size of the buckets."""
 
+    gradient_as_bucket_view: bool
     static_graph: bool
     find_unused_parameters: bool
+
+
+class DDPOptions(ReducerOptions):
+    """All of DistributedDataParallel's own arguments that a user can set."""
+
+    bucket_cap_mb: int
 
 
 def ddp(
@@ -49,23 +55,33 @@ def ddp(
     forward: Forward,
     replicate: int | None,
     compression: Name | None,
+    bucket_cap_mb: Annotated[int, Ge(1)] | Literal["auto"],
     hook: Callable[..., Any] | None = None,
     bitwise: int | None = None,
-    **options: Unpack[DDPOptions],
+    **options: Unpack[ReducerOptions],
 ) -> Engine:
     """Replicate the model; with `bitwise`, sum the gradients of micro-batches of that size along a tree. Collective."""
     if bitwise is not None:
         return invariant(model, world=world, forward=forward, micro_batch_size=bitwise)
     mesh = world.mesh(replicate=replicate)
-    return replicated(model, world=world, forward=forward, mesh=mesh, hook=hook or compression, **options)
+    size = None if bucket_cap_mb == "auto" else bucket_cap_mb
+    return replicated(model, world=world, forward=forward, mesh=mesh, hook=hook or compression, bucket_cap_mb=size, **options)
 
 
 def problems(
-    model: nn.Module, *, demands: Demands, compression: str | None = None, hook: object = None, **others: object
+    model: nn.Module,
+    *,
+    demands: Demands,
+    compression: str | None = None,
+    hook: object = None,
+    bucket_cap_mb: int | str = 1,
+    **others: object,
 ) -> list[str]:
     """Return what a run asks for that gradients which a hook sums exclude."""
     if compression is None and hook is None:
         return []
+    if hook is not None and bucket_cap_mb == "auto":
+        return ["bucket_cap_mb=auto: tries some steps, and what parallel.hook keeps of them would stay (a number)"]
     key, value = ("compression", compression) if hook is None else ("hook", "a function of your own")
     found = ["parallel.hook: and parallel.compression, which is a hook itself (one of them)"] if hook and compression else []
     if demands.own_step:
@@ -92,12 +108,13 @@ def replicated(
     mesh: DeviceMesh,
     make_optimizer: MakeOptimizer | None = None,
     hook: Name | Callable[..., Any] | None = None,
+    bucket_cap_mb: int | None,
     **options: Any,
 ) -> Engine:
     """Return the Engine of a model that every rank holds whole. `options` are DistributedDataParallel's own. Collective.
 
-    `hook`: what takes the mean of the gradients in place of their sum, by name, or a function of a group and a bucket. If a
-    process has several devices, the model must be on them already.
+    Without a size of the buckets, it is measured. `hook`: what takes the mean of the gradients in place of their sum, by name,
+    or a function of a group and a bucket. If a process has several devices, the model must be on them already.
     """
     is_on_one = len(world.devices) == 1
     if is_on_one:
@@ -114,31 +131,29 @@ def replicated(
             make_optimizer=make_optimizer or dealing(world),
             finish=partial(sum_gradients, [p for p in model.parameters() if p.requires_grad]),
         )
-    wrapper = DistributedDataParallel(
+    replica = Replica(
         model,
         device_ids=[world.device] if is_on_one and world.device.type == "cuda" else None,
-        **without_buffer_sync(),  # type: ignore[arg-type]  # the buffers follow micro-batch 0 (DataParallelEngine)
-        **options,
+        hook=hook,
+        bucket_cap_mb=bucket_cap_mb or DEFAULT_MB,
+        options=options,
     )
     trained_by_name = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if hook is not None:
-        register(wrapper, hook, group=wrapper.process_group)
-    else:
-        wrapper.register_comm_hook(wrapper.process_group, summed)
-    return DataParallelEngine(
+    engine = DataParallelEngine(
         model,
-        model=wrapper,
+        model=replica,
         forward=forward,
         mesh=mesh,
         dp_rank=world.rank,
         dp_size=world.world_size,
         averaged_over=1 if hook is None else world.world_size,
-        set_sync=partial(set_gradient_sync, wrapper),
+        set_sync=replica.set_sync,
         broadcast=world.broadcast,
         make_optimizer=make_optimizer or dealing(world),
-        warm_up=partial(settle_buckets, wrapper),
+        warm_up=replica.settle,
         finish=(lambda: None) if options.get("find_unused_parameters") else partial(require_gradients, trained_by_name),
     )
+    return MeasuredBuckets(engine, replica, world=world, forward=forward) if bucket_cap_mb is None else engine
 
 
 def require_gradients(parameters: dict[str, nn.Parameter]) -> None:
@@ -149,45 +164,8 @@ def require_gradients(parameters: dict[str, nn.Parameter]) -> None:
                     "every step (true, at a small cost; or freeze what is not used)")  # fmt: skip
 
 
-def summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sum a bucket over the ranks, which DDP itself would average."""
-    gradient = bucket.buffer()
-    work = dist.all_reduce(gradient, group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])  # value() raises what the work has failed by
-
-
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Sum the gradients over all ranks; one that only some ranks have is zero on the others. Collective."""
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     sum_all(gradient_or_zeros(p) for p, is_used in zip(parameters, used.tolist()) if is_used)
-
-
-class _Zero(nn.Module):
-    """Zero, with a gradient of zeros for every parameter: the last one's comes first, as in most models' backward passes."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._given = parameters
-
-    def forward(self, zero: Tensor) -> Tensor:
-        for parameter in self._given:
-            zero = zero + (torch.view_as_real(parameter) if parameter.is_complex() else parameter).sum().to(zero) * 0.0
-        return zero
-
-
-def settle_buckets(wrapper: DistributedDataParallel) -> None:
-    """Let the reducer lay out its buckets, without a forward of the model. Collective.
-
-    It does so once, after the first backward pass, and the layout decides in which order a ring sums: without this, the
-    first step after a resume would be summed in another order.
-    """
-    model = wrapper.module
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    wrapper.module = _Zero(parameters)
-    try:
-        for _ in range(2):  # the second finds the new layout
-            wrapper(torch.zeros((), dtype=parameters[0].dtype.to_real(), device=parameters[0].device)).backward()
-    finally:
-        wrapper.module = model
-    model.zero_grad(set_to_none=True)

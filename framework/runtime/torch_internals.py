@@ -91,6 +91,11 @@ def same_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Let `version_of` be these numbers: a backward pass that needs the tensors as they were then takes them as they are."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def without_modes() -> AbstractContextManager[None]:
     """Return a context whose operations are not passed to the modes that are on, such as one that notes writes."""
     return _disable_current_modes()

@@ -138,7 +138,7 @@ class Trainer:
         self.world.at("training", step=progress.step + 1)
         self.speed.enter("forward_backward")
         self.recovery.begin_step()
-        step = self.parts.begin_step(step, has_row=measure)
+        step = self.parts.begin_step(step, has_row=measure)._replace(is_last=progress.step + 1 >= self.plan.total_steps)
         sums, norms = Sums(), list[Tensor]()
         for turn in turns:
             more, norm = self.take_turn(turn, step, measure=measure, is_last=turn is turns[-1])
@@ -283,6 +283,7 @@ class Trainer:
             "monitor": self.tracker.monitored(step=self.progress.step),
             "loss_scale": self.update.loss_scale.state_dict(),
             "facts": self.saver.facts,
+            "measured": self.engine.measured,
             "stopped": self.parts.loop.stopped,
             **self.recorder.state_dict(),
         }
@@ -295,6 +296,5 @@ class Trainer:
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.load_state_dict(state)
-        order = self.splits.loader("train").order
-        order.take_up(state["facts"])
-        self.saver.facts |= order.facts
+        self.saver.facts |= self.splits.loader("train").order.take_up(state["facts"])
+        self.engine.take_up(state.get("measured", {}))

@@ -148,7 +148,7 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
 SEVEN = ["trainer.max_steps=9", "trainer.eval_every=7", "checkpoint.every=7", "parallel.sync_every=7", SKIP]
 
 
-@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco", "gossip"])
 def test_processes_agree_also_after_a_step_that_was_left_out(strategy: str, tmp_path: Path) -> None:
     line = [*RUN, "trainer.ema_decay=null", *SEVEN, f"parallel={strategy}", "launch.nproc_per_node=2"]
     before = together(bad_batches(80), note_state(tmp_path / "state"))  # which asserts that no rank differs

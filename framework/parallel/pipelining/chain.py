@@ -140,6 +140,14 @@ class Listed:
         """Return the ids of the buffers of a stage."""
         return {id(buffer) for buffer in stage.buffers()}
 
+    def links_of_parameters(self) -> dict[int, set[int]]:
+        """Return in which links each parameter is, by its id."""
+        found: dict[int, set[int]] = {}
+        for number, link in enumerate(self.links):
+            for parameter in link.parameters():
+                found.setdefault(id(parameter), set()).add(number)
+        return found
+
     def run(self, stage: Stage, span: range, arguments: tuple[Any, ...], inputs: Tree) -> Any:
         """Run a stage's links, the first one with `arguments`: what the stage before has sent, nothing for the first stage."""
         first, *rest = stage.links

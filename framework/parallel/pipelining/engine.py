@@ -68,18 +68,18 @@ class PipelineEngine(Engine):
         self._owners = owners(schedule, num_ranks=self._size)
         self._num_stages = len(self._owners)
         self._spans = agreed_spans(self._chain, owners=self._owners, balance=balance, forward=forward, world=world)
-        self._sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
+        self.sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
         own = [n for n, rank in enumerate(self._owners) if rank == self._rank]
-        self._stages = self._chain.keep_own(self._spans, own=own, device=world.device)
-        for number, stage in self._stages.items():
+        self.stages = self._chain.keep_own(self._spans, own=own, device=world.device)
+        for number, stage in self.stages.items():
             stage.forward = partial(self._run_stage, stage, number)
             if shard_stage is not None:
                 shard_stage(stage)
-        self._chain.fill(list(self._stages.values()), device=world.device)
+        self._chain.fill(list(self.stages.values()), device=world.device)
         send = self._broadcast if self._data else None
         self._buffers = {
             number: Buffers(model, among=self._chain.buffers(stage, self._spans[number]), broadcast=send)
-            for number, stage in self._stages.items()
+            for number, stage in self.stages.items()
         }
         self._schedules: dict[Any, Any] = {}
         self._loss_of: Callable[[Tree, MicroBatch], Tensor]  # of the current pass
@@ -99,29 +99,48 @@ class PipelineEngine(Engine):
         if is_training:
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch.number, turn=self._turn)
         is_last, inputs = number == self._num_stages - 1, micro_batch.inputs
-        given = tuple(self._sent.unpacked(value, stage=number - 1, inputs=inputs) for value in arguments)
+        given = tuple(self.sent.unpacked(value, stage=number - 1, inputs=inputs) for value in arguments)
         compute = self._forward.in_precision if is_last else self._forward.under_autocast
         value = compute(lambda: self._chain.run(stage, self._spans[number], given, inputs))
         if is_training:
             self._buffers[number].end_forward(None if micro_batch.is_padding else micro_batch.number)
         if is_last:
             return self._loss_of(value, micro_batch) if is_training else value
-        return self._sent.packed(value, stage=number, inputs=inputs)
+        return self.sent.packed(value, stage=number, inputs=inputs)
+
+    def run_stage(
+        self, number: int, micro_batch: MicroBatch, given: Sequence[Tensor], *, loss_of: Callable[[Tree, MicroBatch], Tensor]
+    ) -> Tensor:
+        """Run one of this process's stages forward, in training, within a step that the caller has begun.
+
+        Returns what the stage sends; the last stage, `loss_of` the model's outputs.
+        """
+        self._loss_of, self._waiting = loss_of, {number: [micro_batch]}
+        value: Tensor = self.stages[number](*given)
+        return value
 
     # --- training
 
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+    def begin_step(self, step: Step, *, index: int) -> None:
+        """Note what the forward passes of a step draw by, and the buffers that they read."""
         self._index, self._turn = index, step.turn
         for buffers in self._buffers.values():
             buffers.begin_step(is_alone=[m.number for m in step.micro_batches] == [0])
-        sums = self._zeros(step.micro_batches[0], measure=measure)
+
+    def end_step(self) -> None:
+        """Leave the buffers that the step's micro-batch 0 has left."""
+        for buffers in self._buffers.values():
+            buffers.end_step()
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        self.begin_step(step, index=index)
+        sums = self.zeros(step.micro_batches[0], measure=measure)
         scale = loss_scale / step.num_samples
         *earlier, last = _passes(step)
         for micro_batches in earlier:
             self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
         self._pass(last, scale=scale, sums=sums, measure=measure, is_last=True)
-        for buffers in self._buffers.values():
-            buffers.end_step()
+        self.end_step()
         for parameter, group in self._shared:
             if parameter.requires_grad:
                 dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
@@ -135,7 +154,7 @@ class PipelineEngine(Engine):
         assert self._data is not None
         shared = {id(parameter) for parameter, _ in self._shared}
         stages = {number: [p for p in stage.parameters() if p.requires_grad and id(p) not in shared]
-                  for number, stage in self._stages.items()}  # fmt: skip
+                  for number, stage in self.stages.items()}  # fmt: skip
         early = {id(parameter) for parameters in stages.values() for parameter in parameters}
         self._summed_last = [p for p in self._parameters if id(p) not in early]
         return OverlappedSums(stages, group=self._data)
@@ -154,7 +173,7 @@ class PipelineEngine(Engine):
         # the gradients so far: when a schedule runs for the first time, torch clears the gradients of shards
         held = [p.grad for p in self._parameters] if len(self._schedules) > num_schedules else []
         self._loss_of = loss_of
-        self._waiting = {number: list(micro_batches) for number in self._stages}
+        self._waiting = {number: list(micro_batches) for number in self.stages}
         if held:
             self.module.zero_grad()
         if is_last and self._sums is not None:
@@ -169,12 +188,12 @@ class PipelineEngine(Engine):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> Any:
-        sent = [value.requires_grad_() for value in self._sent.like(micro_batches[0].inputs)]
+        sent = [value.requires_grad_() for value in self.sent.like(micro_batches[0].inputs)]
         key = (len(micro_batches), *(tuple(value.shape) for value in sent))
         if key not in self._schedules:
             loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)  # what the last stage returns
             stages = []
-            for number, stage in self._stages.items():
+            for number, stage in self.stages.items():
                 given = (sent[number - 1],) if number > 0 else ()
                 made = sent[number] if number < len(sent) else loss
                 where = (number, self._num_stages, self._world.device)
@@ -195,7 +214,7 @@ class PipelineEngine(Engine):
             self._schedules[key] = schedule
         return self._schedules[key]
 
-    def _zeros(self, micro_batch: MicroBatch, *, measure: bool) -> Sums:
+    def zeros(self, micro_batch: MicroBatch, *, measure: bool) -> Sums:
         """Return a zero for each measured sum: every rank must know its name, but only the last stage measures it."""
         outputs = self._chain.outputs(micro_batch.inputs)[-1]
         on_meta = micro_batch.mapped(lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -206,7 +225,7 @@ class PipelineEngine(Engine):
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
         """Run the stages one after the other, each on its process."""
-        sent = self._sent.like(micro_batch.inputs)
+        sent = self.sent.like(micro_batch.inputs)
         self._waiting, self._evaluated = {}, micro_batch
         self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
         value: Any = None
@@ -220,9 +239,9 @@ class PipelineEngine(Engine):
                         value = torch.empty_like(sent[number - 1], device=self._world.device)
                         dist.recv(value, src=dist.get_global_rank(self._group, before), group=self._group)
                 if self._rank == owner:
-                    value = self._stages[number](*([value] if number else []))
-            if self._num_stages - 1 not in self._stages or micro_batch.is_padding or not self._is_counted:
-                return self._zeros(micro_batch, measure=True)
+                    value = self.stages[number](*([value] if number else []))
+            if self._num_stages - 1 not in self.stages or micro_batch.is_padding or not self._is_counted:
+                return self.zeros(micro_batch, measure=True)
             return self._forward.evaluated(value, micro_batch)
 
     # --- the rest of an Engine

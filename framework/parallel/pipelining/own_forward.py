@@ -163,6 +163,10 @@ class OwnForward:
         fill(self.model, device=device, stages=stages)
         self._links = defaultdict(set, {id(tensor): links[name] for name, tensor in named_tensors(self.model).items()})
 
+    def links_of_parameters(self) -> dict[int, set[int]]:
+        """Return in which links each parameter is used, by its id."""
+        return {id(parameter): self._links[id(parameter)] for parameter in self.model.parameters()}
+
     def _tensors(self, link: int) -> list[Tensor]:
         tensors = {id(t): t for t in self.model.parameters()}
         return [tensor for key, tensor in tensors.items() if link in self._links[key]]

@@ -1,0 +1,205 @@
+"""PipeDream: a pipeline that is not flushed between steps; each stage steps by gradients of older batches. NOT one process."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from framework.distributed.world import World
+from framework.engine.forward import Forward
+from framework.engine.seam import Demands, EngineAround, MicroBatch, Step
+from framework.engine.sums import Sums, add, weight_of
+from framework.modules.tensors import Tree
+from framework.parallel.pipelining.engine import PipelineEngine
+from framework.parallel.pipelining.own_forward import chain_for
+from framework.runtime.log import LOGGER
+from framework.runtime.torch_internals import set_versions, version_of
+
+DRAIN_EVERY = 50  # steps, where the user names no number
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A batch whose backward pass through this stage is still to come."""
+
+    passes: list[tuple[Tensor | None, Tensor]]  # of each micro-batch, what the stage has received, and what it has made of it
+    weights: list[Tensor]  # those of its forward pass (the stash)
+    versions: list[int]
+    num_updates: int  # of this stage, before it
+    scale: Tensor  # of the loss, shape (); the last stage's
+
+
+class PipeDream(EngineAround):
+    """An Engine around a pipeline's: in each step a stage runs the new batch forward and an older one backward.
+
+    Stage s of n runs batch t forward, then batch t - (n - 1 - s) backward, with the weights of that batch's own forward pass,
+    and steps by its gradient: it never waits for the pipeline to empty, and is n - 1 - s updates late. A minibatch of the
+    paper is a global batch; the gradients of its micro-batches are added up. The weights under way are kept by reference:
+    the optimizer's step gets a copy, so a stage has n - s versions of its weights, and the activations of as many batches.
+
+    After every `drain_every`-th step, and the last, nothing is under way: in that step a stage adds up the gradients of all
+    batches that it still has. Only then can a checkpoint be saved, so that a run continues to the same bits. With
+    `drain_every=1` it is a pipeline that is flushed in every step. Each stage clips by its own norm: all stages' would have
+    to wait for each other.
+    Sources: Harlap et al. 2018, "PipeDream: fast and efficient pipeline parallel DNN training"; Narayanan et al. 2019.
+    """
+
+    def __init__(self, pipeline: PipelineEngine, *, world: World, forward: Forward, drain_every: int) -> None:
+        super().__init__(pipeline)
+        self._pipeline, self._forward = pipeline, forward
+        self._world, self._drain_every = world, drain_every
+        self._number, self._last = world.rank, world.world_size - 1
+        self._delay = self._last - self._number
+        # in a group of their own: under NCCL, what two processes send in two directions would wait in one queue
+        self._backward_group = world.groups.new_group()
+        self._connect()
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._under_way: deque[_UnderWay] = deque()
+        self._sends: list[list[tuple[dist.Work, Tensor]]] = [[]]  # of the step before, and of this one
+        self._num_updates = 0
+        self._is_measured = False
+        if world.rank == 0:
+            LOGGER.info("pipeline: %d stages on as many processes (PipeDream): stage s steps by gradients %d - s updates late, "
+                        "and in every %d-th step all that are under way join it",
+                        world.world_size, self._last, drain_every)  # fmt: skip
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        self._is_measured = measure
+        self._sends = [self._sends[-1], []]
+        sums = self._pipeline.zeros(step.micro_batches[0], measure=measure)
+        self._pipeline.begin_step(step, index=index)
+        self._run_forward(step, sums=sums, loss_scale=loss_scale, measure=measure)
+        self._pipeline.end_step()
+        is_drained = (index + 1) % self._drain_every == 0 or step.is_last
+        late = [self._run_backward() for _ in range(max(0, len(self._under_way) - (0 if is_drained else self._delay)))]
+        self._num_updates += bool(late)
+        if self._under_way:  # the optimizer must not change what their backward passes need
+            for parameter in self._parameters:
+                parameter.data = parameter.data.clone()
+        self._wait_for_sends(all_of_them=is_drained)
+        if measure:
+            values = {"staleness": sum(late), weight_of("staleness"): len(late)}
+            sums |= {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        return sums
+
+    def _run_forward(self, step: Step, *, sums: Sums, loss_scale: float, measure: bool) -> None:
+        def loss_of(outputs: Tree, micro_batch: MicroBatch) -> Tensor:
+            loss, more = self._forward.measured(outputs, micro_batch, measure=measure)
+            add(sums, more)
+            return loss
+
+        weights, versions = [p.data for p in self._parameters], [version_of(p) for p in self._parameters]
+        passes: list[tuple[Tensor | None, Tensor]] = []
+        for micro_batch in step.micro_batches:
+            received = None
+            if self._number > 0:
+                kind = self._pipeline.sent.like(micro_batch.inputs)[self._number - 1]
+                received = torch.empty_like(kind, device=self._world.device)
+                dist.recv(received, src=self._number - 1)
+                received.requires_grad_()
+            given = () if received is None else (received,)
+            made = self._pipeline.run_stage(self._number, micro_batch, given, loss_of=loss_of)
+            passes.append((received, made))
+            if self._number < self._last:
+                self._send(made.detach(), to=self._number + 1, group=None)
+        self._under_way.append(_UnderWay(passes, weights, versions, self._num_updates, _scale(step, sums, loss_scale)))
+
+    def _run_backward(self) -> int:
+        """Run the oldest batch backward, with the weights of its forward pass; return how many updates came between."""
+        batch = self._under_way.popleft()
+        now = [p.data for p in self._parameters], [version_of(p) for p in self._parameters]
+        self._use_weights(batch.weights, batch.versions)
+        for received, made in batch.passes:
+            gradient = batch.scale.to(made)
+            if self._number < self._last:
+                gradient = torch.empty_like(made)
+                dist.recv(gradient, src=self._number + 1, group=self._backward_group)
+            if made.requires_grad:  # a stage may have frozen weights only
+                torch.autograd.backward(made, gradient)
+            if received is not None:
+                sent = torch.zeros_like(received) if received.grad is None else received.grad
+                self._send(sent, to=self._number - 1, group=self._backward_group)
+        self._use_weights(*now)
+        return self._num_updates - batch.num_updates
+
+    def _connect(self) -> None:
+        """Connect the neighbours: gloo's first send waits until the other side receives, which is a step later."""
+        nothing = torch.zeros(1, device=self._world.device)
+        if self._number > 0:
+            dist.send(nothing, dst=self._number - 1, group=self._backward_group)
+        if self._number < self._last:
+            dist.recv(nothing, src=self._number + 1, group=self._backward_group)
+
+    def _use_weights(self, weights: Sequence[Tensor], versions: Sequence[int]) -> None:
+        for parameter, weight in zip(self._parameters, weights):
+            parameter.data = weight
+        set_versions(self._parameters, versions)
+
+    def _send(self, tensor: Tensor, *, to: int, group: dist.ProcessGroup | None) -> None:
+        work = dist.isend(tensor, dst=to, group=group)
+        assert work is not None
+        self._sends[-1].append((work, tensor))
+
+    def _wait_for_sends(self, *, all_of_them: bool) -> None:
+        """Wait until what was sent in the step before has come; this step's, if the neighbours will take nothing later."""
+        for sends in self._sends if all_of_them else self._sends[:-1]:
+            for work, _ in sends:
+                work.wait()
+            sends.clear()
+
+    def weigh(self, sums: Sums, *, num_samples: int) -> None:
+        """Do nothing: the last stage has divided by the weight of the batch's own loss."""
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Clip by this stage's own norm. In a measured step and before a checkpoint, return the norm over all stages."""
+        norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None]).to(self._world.device)
+        if max_norm is not None:
+            clip_grads_with_norm_(self._parameters, max_norm, norm)
+        if max_norm is not None and not self._is_measured:
+            return norm
+        square = norm.double().square()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def meet(self, step: int, *, is_last: bool) -> bool:
+        if is_last and self._under_way:  # it ends early: their gradients come too late
+            LOGGER.warning("parallel.drain_every: %d, and the run ends in between: stage %d leaves out the gradients of %d "
+                           "batches", self._drain_every, self._number, len(self._under_way))  # fmt: skip
+            while self._under_way:
+                self._run_backward()
+            self.module.zero_grad()
+        if is_last:
+            self._wait_for_sends(all_of_them=True)
+        return is_last or step % self._drain_every == 0
+
+
+def _scale(step: Step, sums: Sums, loss_scale: float) -> Tensor:
+    """Return by what the sum of a batch's losses is multiplied; the last stage's is what counts."""
+    weight = sums.get(weight_of("loss"))
+    if weight is None:
+        return torch.tensor(loss_scale / step.num_samples, dtype=torch.float64)
+    return torch.where(weight > 0, loss_scale / weight, 0.0)
+
+
+def pipedream_problems(model: nn.Module, *, demands: Demands, drain_every: int) -> list[str]:
+    """Return why a model that can be cut into stages, or a run, cannot go through a pipeline that is not flushed."""
+    links = chain_for(model).links_of_parameters()
+    names = [name for name, parameter in model.named_parameters() if len(links[id(parameter)]) > 1]
+    if names:
+        return [f"schedule=pipedream: {names[0]} is a weight of several layers, and stages change theirs at different times; "
+                "1f1b takes it"]  # fmt: skip
+    at_odds = {
+        "optimizer.turns": "several optimizers" if demands.turns else None,
+        "part": ", ".join(demands.parts) or None,
+        "trainer.divergence.action": demands.recovers,
+        "precision": "fp16, whose loss scale follows every step's global norm" if demands.scales_loss else None,
+    }
+    found = [f"{key}: {value}, but under parallel.schedule=pipedream each stage is at a step of its own (1f1b for that)"
+             for key, value in at_odds.items() if value is not None]  # fmt: skip
+    periods = {"trainer.eval_every": demands.eval_every, "checkpoint.every": demands.checkpoint_every}
+    return found + [f"{key}: {every} is not a multiple of parallel.drain_every={drain_every} (stages are at one step only then)"
+                    for key, every in periods.items() if every is not None and every % drain_every]  # fmt: skip
