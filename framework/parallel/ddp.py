@@ -17,6 +17,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
+from framework.modules.tensors import local
 from framework.optim.optimizers import MakeOptimizer
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.compression import Name, register
@@ -156,11 +157,16 @@ def summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])  # value() raises what the work has failed by
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum the gradients over all ranks; one that only some ranks have is zero on the others. Collective."""
+def sum_gradients(parameters: Sequence[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:
+    """Sum the gradients, of shards this rank's parts, over the group's ranks (None: all). Collective.
+
+    A gradient that only some ranks have is zero on the others.
+    """
+    if not parameters:
+        return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    sum_all(gradient_or_zeros(p) for p, is_used in zip(parameters, used.tolist()) if is_used)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    sum_all((local(gradient_or_zeros(p)) for p, is_used in zip(parameters, used.tolist()) if is_used), group=group)
 
 
 class _Zero(nn.Module):
