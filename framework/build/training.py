@@ -27,6 +27,7 @@ from framework.distributed.world import World
 from framework.engine.forward import Forward, Observe, modules_of
 from framework.engine.seam import Engine, Task
 from framework.modules import structure
+from framework.modules.float8 import convert_linear
 from framework.modules.parts import blocks_of, chain_of, description, repeated
 from framework.modules.summary import summary
 from framework.modules.tensors import Tree
@@ -121,6 +122,7 @@ class Builder:
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
         give_example(module, forward.example)
+        convert_linear(module, to=precision.linear, devices=self.world.devices)
         if self.world.rank == 0 and (config.trainer.activation_checkpointing or config.trainer.compile):
             LOGGER.info("the model's blocks: %s", description(blocks_of(module), module))
         if config.trainer.activation_checkpointing:

@@ -227,6 +227,30 @@ def test_a_variant_computes_what_one_process_does(variant: str, one: Callable[..
     assert_close(finished(*MOE, *changes, *on(group), root=tmp_path / "runs"), one(*MOE, *changes))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_compiled_blocks_stop_before_the_exchange(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = moe(num_layers=1, num_experts=3, balance=0.0).double()
+    tokens = torch.randint(0, 16, (2, 4, 12))
+
+    def one(world: World) -> list[float]:
+        cut_experts(model, mesh=world.mesh(replicate=1, expert=None))
+        for block in model.blocks():
+            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+        loss = model(tokens[world.rank]).square().sum()
+        loss.backward()
+        return [loss.item(), model.layers[0].router.weight.grad.square().sum().item()]
+
+    results = on_ranks(2, one, scratch=tmp_path, timeout_s=400.0)
+    for sample, result in zip(tokens, results):
+        model.zero_grad()
+        loss = model(sample).square().sum()
+        loss.backward()
+        expected = [loss.item(), model.layers[0].router.weight.grad.square().sum().item()]
+        assert result == pytest.approx(expected, rel=1e-9)
+
+
 def test_it_is_rehearsed_and_refused_where_no_module_has_experts(tmp_path: Path) -> None:
     ended = command(*MOE, *on("2"), "mode=check", root=tmp_path / "runs")
     assert ended.code == 0, ended.output
