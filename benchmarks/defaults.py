@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from framework.modules.parts import blocks_of
 from framework.modules.structure import compile_blocks
 from framework.optim.optimizers import FusedSGD
 from framework.tasks.cross_entropy import cross_entropy_sum
@@ -124,7 +125,7 @@ def channels_last() -> Iterator[tuple[str, Side, Side]]:
 def compiled() -> Iterator[tuple[str, Side, Side]]:
     for name, model, inputs, targets in models_and_data():
         other = copy.deepcopy(model)
-        compile_blocks(other, folder=Path(tempfile.mkdtemp()))
+        compile_blocks(blocks_of(other) or [other], folder=Path(tempfile.mkdtemp()))
         yield f"trainer.compile=true (not a default), {name}", step_of(model, inputs, targets), step_of(other, inputs, targets)
 
 

@@ -20,7 +20,7 @@ from framework.distributed.world import World
 from framework.modes import train as run
 from framework.modules.tensors import whole
 from tests.harness import Ended, assert_close, command, finished, slow_but, together
-from tests.test_conformance import NOT_EQUAL, layouts
+from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, layouts
 from tests.test_resume import after_step, preempt
 
 # AdamW with two groups, a frozen matrix and vector, tied weights, an average of the weights
@@ -31,7 +31,7 @@ RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "da
        "optimizer.weight_decay=0.1", "optimizer.lr=0.01", "trainer.clip_grad_norm=1.0"]  # fmt: skip
 OPTION = ("_target_: tests.frozen_gpt.FrozenGPT\nvocab_size: null\nseq_len: null\ndim: 16\nnum_layers: 4\nnum_heads: 4\n"
           "tie_embeddings: true\n")  # fmt: skip
-STRATEGIES = [name for name in options("parallel") if name not in NOT_EQUAL]
+STRATEGIES = [name for name in options("parallel") if name not in (*NOT_EQUAL, *FOR_EXPERTS)]
 
 
 def line(strategy: str, ranks: int | None = None) -> list[str]:

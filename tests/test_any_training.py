@@ -12,10 +12,14 @@ from framework.build import components
 from framework.config.folders import options
 from framework.data.order import Order
 from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, slow_but
-from tests.test_conformance import CONTEXTS, MODELS, NOT_EQUAL, RUN, SMALL, layouts, name
+from tests.test_conformance import CONTEXTS, FOR_EXPERTS, MODELS, NOT_EQUAL, RUN, SMALL, layouts, name
 from tests.test_resume import after_step, crash
 
-STRATEGIES = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL)]
+STRATEGIES = [
+    (strategy, *layouts(strategy)[0])
+    for strategy in options("parallel")
+    if strategy not in ("single", *NOT_EQUAL, *FOR_EXPERTS)
+]
 IDS = [name(*strategy) for strategy in STRATEGIES]
 
 One = Callable[..., Ended]

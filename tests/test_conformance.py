@@ -35,6 +35,16 @@ MODELS = {
         "model.num_heads=4",
         "model.tie_embeddings=true",
     ],  # fmt: skip
+    "experts": [
+        *TOKENS,
+        "model=moe",
+        "model.dim=16",
+        "model.num_layers=4",
+        "model.num_heads=4",
+        "model.num_experts=5",
+        "model.balance=0.1",
+        "model.tie_embeddings=true",
+    ],  # fmt: skip
     "two inputs": ["dataset=pairs", "model=two_inputs"],
     # at its end an image of 32 x 32 is one pixel: over fewer than 7 samples BatchNorm would make noise of rounding
     RESNET18: [
@@ -77,6 +87,7 @@ def layouts(strategy: str) -> list[tuple[int, list[str]]]:
 
 # and says so; it has a test of its own, as have the parameter server's asynchronous mode and the pipeline's pipedream
 NOT_EQUAL = ["local-sgd", "diloco", "gossip"]
+FOR_EXPERTS = ["expert"]  # takes models of experts alone (tests/parallel/test_expert.py)
 CASES = [
     (strategy, *layout)
     for strategy in options("parallel")
@@ -136,20 +147,27 @@ REFUSED = {
     ("tensor", 3, "gpt, tied"): "parallel.tensor: 3 ... 16 features ... layers.0.attention.query",
     ("tensor", 3, "cnn with BatchNorm"): "parallel.tensor: 3 ... features ... CNN",
     ("tensor", 4, "cnn with BatchNorm"): "parallel.tensor: 4 ... features ... CNN",
+    ("tensor", 3, "experts"): "parallel.tensor: 3 ... 16 features ... layers.0.attention.query",
 }
 CONTEXTS = ("context", "fsdp+context")
 ANSWERS_NOT = "parallel: {} ... mixers()"
 REFUSED |= {(strategy, ranks, model): ANSWERS_NOT.format(kind) for strategy in CONTEXTS for ranks in (2, 3, 4) for model, kind in [
-    ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
+    ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), ("experts", "MoEGPT"), (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
+NO_EXPERTS = "parallel: {} is not seen to call a module of stacked experts ... experts()"
+REFUSED |= {("expert", ranks, model): NO_EXPERTS.format(kind) for ranks in (2, 3, 4) for model, kind in [
+    ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), ("gpt, tied", "GPT"), (RESNET18, "TorchvisionClassifier"),
+    ("two inputs", "TwoInputs")]}  # fmt: skip
 NO_CHAIN = "parallel: {} ... chain()"
 REFUSED |= {("pipeline", ranks, model): NO_CHAIN.format(kind) for ranks in (2, 3, 4) for model, kind in [
-    ("two inputs", "TwoInputs")]}  # fmt: skip
+    ("two inputs", "TwoInputs"), ("experts", "MoEGPT")]}  # fmt: skip
 REFUSED |= {(strategy, *key[1:]): line for key, line in REFUSED.items() if key[0] == "pipeline"
             for strategy in ("ddp+pp", "pp+fsdp+tp")}  # fmt: skip
 REFUSED |= {
     ("pp+fsdp+tp", ranks, RESNET18): "parallel: TorchvisionClassifier ... only these can be sharded ..." for ranks in (2, 3, 4)
 }
-REFUSED |= {("fsdp+tp", 3, model): REFUSED["tensor", 3, model] for model in ("vit", "gpt, tied", "cnn with BatchNorm")}
+REFUSED |= {
+    ("fsdp+tp", 3, model): REFUSED["tensor", 3, model] for model in ("vit", "gpt, tied", "experts", "cnn with BatchNorm")
+}
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "model"), REFUSED)
@@ -203,7 +221,7 @@ CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with Ba
 
 
 # the whole, and the variants of a strategy, are for `-m slow`
-QUICK = {1: ["gpt, tied"], 2: ["gpt, tied"]}  # models by the number of ranks
+QUICK = {1: ["gpt, tied"], 2: ["gpt, tied", "experts"]}  # models by the number of ranks
 
 
 def crossed() -> Iterator[Any]:
@@ -257,7 +275,7 @@ def one_process_whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     [
         pytest.param(*case, id=name(*case), marks=[] if case[0] in ("ddp", "fsdp", "pipeline") else [pytest.mark.slow])
         for case in CASES
-        if case[1] == 3 and case[0] not in CONTEXTS  # a CNN has no tokens
+        if case[1] == 3 and case[0] not in (*CONTEXTS, *FOR_EXPERTS)  # a CNN has no tokens
     ],
 )
 def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(

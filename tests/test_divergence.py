@@ -22,7 +22,7 @@ from framework.training.recovery import Recovery
 from framework.training.trainer import Trainer
 from tests.checkpoint.sealing import edit
 from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, note_steps, slow_but
-from tests.test_conformance import CONTEXTS, MODELS, NOT_EQUAL, layouts
+from tests.test_conformance import CONTEXTS, FOR_EXPERTS, MODELS, NOT_EQUAL, layouts
 from tests.test_conformance import RUN as CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 
@@ -228,7 +228,9 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(action: str, tmp_path: Pa
 
 
 IMAGES = [*CONFORMANCE, *MODELS["vit"], "checkpoint.every=4"]  # steps 1 to 5 see 66 samples
-TWO_RANKS = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *CONTEXTS)]
+TWO_RANKS = [
+    (strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *CONTEXTS, *FOR_EXPERTS)
+]
 
 
 @pytest.fixture(scope="module")

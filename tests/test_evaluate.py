@@ -21,7 +21,7 @@ from framework.modes import evaluate
 from framework.modes import load_run as restored
 from framework.runtime.lock import Lock
 from tests.harness import Ended, begin, command, end, finished, wait_for_checkpoint
-from tests.test_conformance import layouts
+from tests.test_conformance import FOR_EXPERTS, layouts
 from tests.test_layout import ROOT
 
 # tied weights, an average of the weights that is what is evaluated, splits that no world size divides
@@ -83,6 +83,7 @@ QUICK = {("single", 1), ("ddp", 3), ("fsdp", 2), ("tensor", 2), ("pipeline", 2),
     [
         pytest.param(strategy, *layout, marks=[] if (strategy, layout[0]) in QUICK else [pytest.mark.slow])
         for strategy in options("parallel")
+        if strategy not in FOR_EXPERTS
         for layout in layouts(strategy)
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from framework.config.folders import CONF
 from tests.harness import Ended, assert_close, command, finished
 from tests.parallel.test_model_parallel import on_emulated
-from tests.test_conformance import CASES, CONTEXTS, RUN, SMALL, name
+from tests.test_conformance import CASES, CONTEXTS, FOR_EXPERTS, RUN, SMALL, name
 
 NODE = "_target_: tests.odd_models.{}\nin_channels: null\nimage_size: null\nnum_classes: null\ndim: 12\n"
 MODELS = ["OneBlock", "Woven", "Chained", "Unused", "Scalar"]
@@ -22,6 +22,7 @@ PAIRS = [case for case in CASES if case[1] <= 2]
 TAKES_NONE = {  # what a strategy asks and a model does not answer
     **dict.fromkeys(CONTEXTS, "does not answer mixers()"),
     **dict.fromkeys(("pipeline", "ddp+pp", "pp+fsdp+tp"), "does not answer chain()"),
+    **dict.fromkeys(FOR_EXPERTS, "is not seen to call a module of stacked experts"),
 }
 
 
@@ -49,7 +50,7 @@ def one(odd: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Ca
 def refusal(strategy: str, model: str) -> str | None:
     if strategy in ("pipeline", "ddp+pp") and model in ("OneBlock", "Unused", "Scalar"):
         return f"parallel: pipeline: 2 stages, but {model} has 1 block; take fewer"  # which its forward enters three times
-    if strategy in CONTEXTS or model != "Chained":
+    if strategy in (*CONTEXTS, *FOR_EXPERTS) or model != "Chained":
         asked = TAKES_NONE.get(strategy)
         if asked is not None:
             return f"parallel: {model} {asked}"

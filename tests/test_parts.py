@@ -24,10 +24,14 @@ from framework.parts.length_warmup import LengthWarmup
 from framework.parts.swa import SWA
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, slow_but
 from tests.test_any_training import one  # noqa: F401  # a fixture
-from tests.test_conformance import MODELS, NOT_EQUAL, RUN, layouts, name
+from tests.test_conformance import FOR_EXPERTS, MODELS, NOT_EQUAL, RUN, layouts, name
 from tests.test_resume import after_step, crash
 
-STRATEGIES = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL)]
+STRATEGIES = [
+    (strategy, *layouts(strategy)[0])
+    for strategy in options("parallel")
+    if strategy not in ("single", *NOT_EQUAL, *FOR_EXPERTS)
+]
 IDS = [name(*strategy) for strategy in STRATEGIES]
 One = Callable[..., Ended]
 

@@ -15,12 +15,16 @@ from framework.engine.sums import means, over_turns
 from framework.randomness import key
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but
 from tests.test_any_training import one  # noqa: F401  # a fixture
-from tests.test_conformance import NOT_EQUAL, RUN, SMALL, layouts, name
+from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, RUN, SMALL, layouts, name
 from tests.test_evaluate import evaluated, measured
 from tests.test_resume import after_step, crash
 from tests.trainings import Gan
 
-STRATEGIES = [(strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in ("single", *NOT_EQUAL)]
+STRATEGIES = [
+    (strategy, *layouts(strategy)[0])
+    for strategy in options("parallel")
+    if strategy not in ("single", *NOT_EQUAL, *FOR_EXPERTS)
+]
 IDS = [name(*strategy) for strategy in STRATEGIES]
 TURNS = ("optimizer.turns={critic: {match: critic.*, lr: 0.02, clip_grad_norm: 0.5}, generator: {match: [generator.*], every: 2, "
          "optimizer: 1, _target_: torch.optim.RMSprop, lr: 0.01, scheduler: {_target_: framework.optim.schedules.constant, warmup_steps: 0}}}")  # fmt: skip

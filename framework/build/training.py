@@ -10,6 +10,7 @@ from torch import nn
 
 from framework.build import components
 from framework.build.measure import stopwatch
+from framework.build.model_changes import change_model
 from framework.build.stored_data import store_facts
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
@@ -26,8 +27,8 @@ from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
 from framework.engine.forward import Forward, Observe, modules_of
 from framework.engine.seam import Engine, Task
-from framework.modules import recomputation, structure
-from framework.modules.parts import blocks_of, chain_of, description, repeated
+from framework.modules import structure
+from framework.modules.parts import chain_of, repeated
 from framework.modules.summary import summary
 from framework.modules.tensors import Tree
 from framework.modules.trace import give_example
@@ -46,9 +47,8 @@ from framework.optim.update import (
 )
 from framework.parallel.sync_batchnorm import synchronise
 from framework.runs.directory import RunDirectory
-from framework.runtime import torch_compiler, torch_internals
+from framework.runtime import torch_internals
 from framework.runtime.lock import Claim
-from framework.runtime.log import LOGGER
 from framework.runtime.numerics import set_numerics
 from framework.training.guard import Guard
 from framework.training.metrics import Metrics
@@ -121,17 +121,7 @@ class Builder:
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
         give_example(module, forward.example)
-        if self.world.rank == 0 and (config.trainer.activation_checkpointing or config.trainer.compile):
-            LOGGER.info("the model's blocks: %s", description(blocks_of(module), module))
-        if config.trainer.activation_checkpointing:
-            recomputation.recompute_activations(blocks_of(module), which=config.trainer.activation_checkpointing)
-        if config.trainer.compile and torch_compiler.has_compiler():
-            structure.compile_blocks(module, folder=self.directory.compiled)
-        elif config.trainer.compile and self.world.rank == 0:
-            LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
-                           "without, at the model's own speed")  # fmt: skip
-        if config.trainer.activation_offload:
-            recomputation.offload_activations(blocks_of(module) or [module])
+        change_model(module, config.trainer, linear=precision.linear, world=self.world, compiled=self.directory.compiled)
         forward.key_draws(chain_of(module) or repeated(module))
         bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)

@@ -12,7 +12,7 @@ EXECUTION = (
     "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "bench", "hydra", "name", "rehearse",
     "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save", "checkpoint.max_failures",
     "dataset.num_workers", "dataset.source", "trainer.profile", "model.parts.blocks", "model.parts.tensor_plan",
-    "parallel.balance", "parallel.prefetch", "trainer.activation_offload",
+    "model.parts.experts", "parallel.balance", "parallel.prefetch", "trainer.activation_offload",
 )  # fmt: skip
 
 # null is what a run did before there were these keys

@@ -15,6 +15,7 @@ class ModelParts(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     blocks: str | int | list[str] | None = None  # paths of (lists of) modules, a class, or the size of one; [] = none
+    experts: str | list[str] | None = None
     chain: list[str] | None = None
     tensor_plan: dict[str, Literal["colwise", "rowwise", "gather", "vocabulary"]] | None = None
 
@@ -24,7 +25,7 @@ def parts_problems(parts: Any) -> list[Problem]:
     if parts is None:
         return []
     if not isinstance(parts, dict):
-        return [Problem("model.parts", f"{shown(parts)} is not valid", "a section of blocks, chain and tensor_plan")]
+        return [Problem("model.parts", f"{shown(parts)} is not valid", "a section of blocks, chain, experts and tensor_plan")]
     types = {name: field.annotation for name, field in ModelParts.model_fields.items()}
     unknown = [problem for name in parts.keys() - types for problem in unknown_key(f"model.parts.{name}", parts[name],
                known=[f"model.parts.{name}" for name in types])]  # fmt: skip

@@ -145,7 +145,7 @@ class BackendSection(Section):
 
 
 class PrecisionSection(Section):
-    name: Literal["fp32", "bf16", "fp16", "tf32", "fp64"]
+    name: Literal["fp32", "bf16", "float8", "fp16", "tf32", "fp64"]
 
 
 class RunConfig(Section):

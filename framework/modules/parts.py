@@ -1,31 +1,31 @@
-"""A model's parts: its blocks, its chain and its tensor plan, as the configuration or the model says, or as its tree shows."""
+"""A model's parts: its blocks, chain, experts and tensor plan, as the configuration or the model says, or as its tree shows."""
 
 import difflib
 import fnmatch
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from framework.modules.trace import traced
+from framework.modules.trace import Trace, traced
 
 _GIVEN: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def give_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
-    """Let `parts` answer for a model: `blocks` and `chain` name modules, `tensor_plan` says how layers are cut.
+    """Let `parts` answer for a model: `blocks`, `chain` and `experts` name modules, `tensor_plan` says how layers are cut.
 
     A name is that of a module, or of a list of modules, which stands for these; `*` matches any text; or the name of a class,
     for all modules of it. `blocks` may be a number instead: of the smallest modules with at least so many
     parameters. ValueError for what is no module's.
     """
     answers: dict[str, Any] = {}
-    for name in (name for name in ("blocks", "chain") if parts.get(name) is not None):
+    for name in (name for name in ("blocks", "chain", "experts") if parts.get(name) is not None):
         given, key = parts[name], f"model.parts.{name}"
         if isinstance(given, int):
             answers[name] = _of_size(model, given, key=key)
@@ -236,3 +236,44 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
     if (answer := _own_modules(model, "chain")) is not None:
         return answer
     return list(model.children()) if isinstance(model, nn.Sequential) else None
+
+
+# --- experts
+
+
+class Choices(NamedTuple):
+    """The sizes that a module of experts is called with: tokens (N, dim), indices and weights (N, num_choices)."""
+
+    dim: int
+    num_choices: int
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold the experts of a layer each, stacked: their parameters are (num_experts, ...).
+
+    They are the answer of the configuration or of the model's `experts()`, otherwise all modules of those classes of which a
+    forward is seen to call one with tokens (N, D), the indices of each token's experts (N, K) and their weights (N, K).
+    """
+    if (answer := _own_modules(model, "experts")) is not None:
+        return answer
+    trace = traced(model)
+    return [module for module in model.modules() if _is_stacked(module) and choices_of(module, trace) is not None]
+
+
+def choices_of(module: nn.Module, trace: Trace | None) -> Choices | None:
+    """Return the sizes that a trace shows a module's class to be called with as experts are; None if it does not."""
+    for event in trace.events if trace is not None else ():
+        if event.kind == "enter" and type(event.what) is type(module):
+            given, named = event.value
+            tensors = [item for item in (*given, *named.values()) if isinstance(item, Tensor)]
+            if len(tensors) == len(given) + len(named) == 3 and all(tensor.ndim == 2 for tensor in tensors):
+                tokens, index, weights = tensors
+                floats = [tensor.is_floating_point() for tensor in tensors]
+                if floats == [True, False, True] and len(tokens) == len(index) and index.shape == weights.shape:
+                    return Choices(tokens.shape[1], index.shape[1])
+    return None
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    own = [*module.parameters(recurse=False)]
+    return any(parameter.ndim > 1 for parameter in own) and len({parameter.shape[:1] for parameter in own}) == 1

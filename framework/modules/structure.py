@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from framework.modules.parts import blocks_of, nearest_name
+from framework.modules.parts import nearest_name
 from framework.runtime.torch_compiler import compile_into
 from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS
 
@@ -65,13 +65,12 @@ def _expected(pattern: str, model: nn.Module) -> str:
     return nearest_name(pattern, [*of_modules, *names])
 
 
-def compile_blocks(model: nn.Module, *, folder: Path) -> None:
-    """Compile the model's blocks (the whole model if it has none) in place: names stay, and equal blocks compile once.
+def compile_blocks(units: Sequence[nn.Module], *, folder: Path) -> None:
+    """Compile a model's blocks, or the whole of it, in place: names stay, and equal blocks compile once.
 
     What is compiled stays in `folder`, where a restart finds it. Each shape is compiled for itself: with a shape for any size
     another number of processes would compute by another program.
     """
-    units = blocks_of(model) or [model]
     compile_into(folder, num_versions=8 * (1 + len(units)))
     for block in units:
         # not block.compile(): for torch's own modules, such as nn.Sequential, it silently does nothing

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +78,14 @@ class Precision:
     autocast: torch.dtype | None = None
     matmul: str = "highest"
     loss_scale: Callable[[], LossScale] = LossScale
+    linear: Literal["float8"] | None = None  # how the linear layers of blocks multiply; None: as all else
 
 
 PRECISIONS = {
     "fp32": Precision(),
     "tf32": Precision(matmul="high"),
     "bf16": Precision(autocast=torch.bfloat16),
+    "float8": Precision(autocast=torch.bfloat16, linear="float8"),
     "fp16": Precision(autocast=torch.float16, loss_scale=partial(LossScale, 2.0**16, growth_interval=2000)),
     "fp64": Precision(parameters=torch.float64),
 }

@@ -16,6 +16,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
+from framework.modules.tensors import local
 from framework.optim.optimizers import MakeOptimizer
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.bucket_size import DEFAULT_MB, MeasuredBuckets, Replica
@@ -164,8 +165,13 @@ def require_gradients(parameters: dict[str, nn.Parameter]) -> None:
                     "every step (true, at a small cost; or freeze what is not used)")  # fmt: skip
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum the gradients over all ranks; one that only some ranks have is zero on the others. Collective."""
+def sum_gradients(parameters: Sequence[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:
+    """Sum the gradients, of shards this rank's parts, over the group's ranks (None: all). Collective.
+
+    A gradient that only some ranks have is zero on the others.
+    """
+    if not parameters:
+        return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    sum_all(gradient_or_zeros(p) for p, is_used in zip(parameters, used.tolist()) if is_used)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    sum_all((local(gradient_or_zeros(p)) for p, is_used in zip(parameters, used.tolist()) if is_used), group=group)

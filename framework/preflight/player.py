@@ -106,8 +106,8 @@ def small(build: Builder, *, size: int) -> Builder:
         drop_last=False,
         rehearse=False,
         trainer=config.trainer.model_copy(update={"compile": False, "sync_batchnorm": False, "profile": False}),
-        # not every CPU has fp16
-        precision=precision.model_copy(update={"name": "fp32"}) if precision.name == "fp16" else precision,
+        # not every CPU has fp16, and none float8
+        precision=precision.model_copy(update={"name": "fp32"}) if precision.name in ("fp16", "float8") else precision,
     )
 
 

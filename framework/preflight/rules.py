@@ -4,12 +4,23 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from framework.build import components
 from framework.checkpoint.stored import stored_tensors
 from framework.config.init_from import entries_of
 from framework.config.launch import LaunchSection
 from framework.config.model_keys import init_problems
-from framework.config.schema import BackendSection, CheckpointSection, Node, PredictSection, RunSection, TrainerSection
+from framework.config.schema import (
+    BackendSection,
+    CheckpointSection,
+    Node,
+    PrecisionSection,
+    PredictSection,
+    RunSection,
+    TrainerSection,
+)
+from framework.modules.float8 import float8_fault
 from framework.runtime.objects import is_url, url_problems
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown
@@ -44,6 +55,20 @@ def statistics_are_over_samples(trainer: TrainerSection, parallel: Node) -> Iter
     if trainer.sync_batchnorm and axes:
         what = f"true, but processes along the {axes[0]} axis have no samples of their own"
         yield Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp")
+
+
+def float8_has_its_devices(
+    precision: PrecisionSection, device: str, parallel: Node, launch: LaunchSection
+) -> Iterator[Problem]:
+    """Refuse what this machine shows to be impossible; the devices of a job are seen by its processes."""
+    if precision.name != "float8":
+        return
+    is_elsewhere = launch.kind == "slurm" and device != "cpu"
+    here = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    if not is_elsewhere and (fault := float8_fault([here])):
+        yield Problem("precision", f"float8, but {fault}", "bf16")
+    elif "tensor" in parallel:
+        yield Problem("precision", "float8, but parallel cuts linear layers, whose scales are those of whole ones", "bf16")
 
 
 def mpi_saves_between_steps(backend: BackendSection, checkpoint: CheckpointSection) -> Iterator[Problem]:
@@ -129,6 +154,7 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     bitwise_needs_micro_batches,
     bitwise_couples_no_micro_batches,
     statistics_are_over_samples,
+    float8_has_its_devices,
     mpi_saves_between_steps,
     rollback_has_checkpoints,
     weights_come_from_one_place,

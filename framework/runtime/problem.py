@@ -62,6 +62,7 @@ _MODULES = {
     "report": ["bokeh"],
     "mpi": ["mpi4py"],
     "export": ["onnx", "onnxscript", "onnxruntime"],
+    "float8": ["torchao"],
     "metrics": ["torchmetrics"],
     "data": ["datasets", "pyarrow"],
     "object-store": ["fsspec", "s3fs"],

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from framework.tasks.outputs import main_output
+from framework.tasks.outputs import auxiliary_loss, main_output
 
 
 class Classification:
@@ -15,7 +15,8 @@ class Classification:
         self.label_smoothing = label_smoothing
 
     def loss(self, outputs: Tensor, targets_B: Tensor) -> Tensor:
-        return F.cross_entropy(main_output(outputs), targets_B, reduction="sum", label_smoothing=self.label_smoothing)
+        total = F.cross_entropy(main_output(outputs), targets_B, reduction="sum", label_smoothing=self.label_smoothing)
+        return total + auxiliary_loss(outputs)
 
     def predictions(self, outputs: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
         return main_output(outputs), targets_B

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from framework.tasks.cross_entropy import cross_entropy_sum, highest_class
-from framework.tasks.outputs import main_output
+from framework.tasks.outputs import auxiliary_loss, main_output
 
 IGNORED = -100  # the target of a token that does not count: as in torch, and in Hugging Face's libraries
 
@@ -26,7 +26,8 @@ class LanguageModeling:
     def loss(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         logits_BTV = main_output(outputs)
         total = cross_entropy_sum(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
-        return total, (targets_BT != IGNORED).sum()
+        counts_B = (targets_BT != IGNORED).sum(dim=1)
+        return total + auxiliary_loss(outputs, weights_B=counts_B), counts_B.sum()
 
     def predictions(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits (B, V, T), as torchmetrics takes them, and targets (B, T); it has `ignore_index` for -100."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 
@@ -14,3 +15,17 @@ def main_output(outputs: "Tensor | Mapping[str, Tensor]") -> Tensor:
     if len(outputs) == 1:
         return next(iter(outputs.values()))
     raise ValueError(f"the model returns {', '.join(outputs)}: this task needs a tensor, or `logits` among them")
+
+
+def auxiliary_loss(outputs: "Tensor | Mapping[str, Tensor]", *, weights_B: Tensor | None = None) -> "Tensor | float":
+    """Return what a model itself adds to the loss, its `aux_loss` (B,), as a sum over samples, by weights if there are some.
+
+    TypeError for a single number: a statistic of a micro-batch, which depends on how the batch is cut.
+    """
+    losses = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
+    if losses is None:
+        return 0.0
+    if losses.ndim != 1:
+        raise TypeError(f"the model's aux_loss is of shape {list(losses.shape)}, where the loss of each sample, (B,), does not "
+                        "depend on how a batch is cut (of transformers: output_router_logits=false)")  # fmt: skip
+    return losses.sum() if weights_B is None else torch.dot(losses, weights_B.to(losses))

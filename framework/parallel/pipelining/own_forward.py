@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from framework.modules.first_weights import fill, named_tensors
 from framework.modules.parts import blocks_of, chain_of
-from framework.modules.tensors import Tree, call, map_tensors
+from framework.modules.tensors import Tree, call, map_tensors, tensors_in
 from framework.modules.trace import Trace, copied_with, follow, on_meta, traced
 from framework.parallel.pipelining.chain import Listed, Stage, costs_of, cut
 from framework.runtime.torch_internals import copy_all
@@ -246,6 +246,9 @@ def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
         if not fitting:
             what = "what the block before it returns" if before is not None else "a tensor"
             raise Uncut(f"a block does not get {what}")
+        others = tensors_in(before.value)[1:] if before is not None else []
+        if any(value is other for value in places.values() for other in others):
+            raise Uncut("a block gets more of what the block before it returns than one tensor")
         called = _Call(fitting[0], leave.value)
         called.hidden = [called.given(arguments, named), _hidden_in(leave.value)]
         calls.append(called)

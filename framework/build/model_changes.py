@@ -1,0 +1,36 @@
+"""What a configuration changes in a model before a strategy takes it: layers in 8 bits, recomputation, compilation."""
+
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from framework.config.schema import TrainerSection
+from framework.distributed.world import World
+from framework.modules.float8 import convert_linear
+from framework.modules.parts import blocks_of, description
+from framework.modules.recomputation import offload_activations, recompute_activations
+from framework.modules.structure import compile_blocks
+from framework.runtime.log import LOGGER
+from framework.runtime.torch_compiler import has_compiler
+
+
+def change_model(
+    model: nn.Module, trainer: TrainerSection, *, linear: Literal["float8"] | None, world: World, compiled: Path
+) -> None:
+    """Change the model in place; names and parameters stay. `compiled` is the folder of what is compiled."""
+    convert_linear(model, to=linear, devices=world.devices)
+    if not (trainer.activation_checkpointing or trainer.compile or trainer.activation_offload):
+        return  # to find the blocks, the model's forward is followed
+    blocks = blocks_of(model)
+    if world.rank == 0 and (trainer.activation_checkpointing or trainer.compile):
+        LOGGER.info("the model's blocks: %s", description(blocks, model))
+    if trainer.activation_checkpointing:
+        recompute_activations(blocks, which=trainer.activation_checkpointing)
+    if trainer.compile and has_compiler():
+        compile_blocks(blocks or [model], folder=compiled)
+    elif trainer.compile and world.rank == 0:
+        LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
+                       "without, at the model's own speed")  # fmt: skip
+    if trainer.activation_offload:  # outside of what is compiled, which cannot be told where to keep its tensors
+        offload_activations(blocks or [model])

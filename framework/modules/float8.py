@@ -1,0 +1,54 @@
+"""Linear layers that multiply in 8-bit floating point, by torchao: numbers scaled to fit, products summed in more bits."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from framework.modules.parts import blocks_of
+from framework.runtime.exits import Unfit
+from framework.runtime.problem import install_command, missing
+
+_MULTIPLE = 16  # of features: what the kernels take
+
+
+def float8_fault(devices: Sequence[torch.device]) -> str | None:
+    """Return why these devices, or this installation, have no float8; None if they have."""
+    if any(device.type != "cuda" for device in devices):
+        return "it takes a CUDA device, of compute capability 8.9 or later"
+    old = [device for device in devices if torch.cuda.get_device_capability(device) < (8, 9)]
+    if old:
+        return f"{torch.cuda.get_device_name(old[0])} is older than compute capability 8.9 (Ada, Hopper)"
+    if missing("float8"):
+        return f"torchao is not installed ({install_command('float8')})"
+    return None
+
+
+def convert_linear(model: nn.Module, *, to: Literal["float8"] | None, devices: Sequence[torch.device]) -> None:
+    """Let a model's linear layers multiply so on these devices; None: as they do. Unfit where they cannot."""
+    if to is None:
+        return
+    if fault := float8_fault(devices):
+        raise Unfit(f"precision: float8, but {fault} (precision=bf16)")
+    if not multiply_in_float8(model):
+        what = f"has no linear layer in its blocks with multiples of {_MULTIPLE} features"
+        raise Unfit(f"precision: float8, but {type(model).__name__} {what} (precision=bf16)")
+
+
+def multiply_in_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
+    """Replace the linear layers within the model's blocks, in place; return their names. Parameters stay, with their names.
+
+    Not heads and embeddings, whose errors are the loss's, nor layers whose features are no multiples of 16. One scale for a
+    tensor, from its largest number in this micro-batch. `emulate`: on any device, slowly. Source: Micikevicius et al. 2022,
+    "FP8 formats for deep learning".
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    inside = {module for block in blocks_of(model) for module in block.modules()}
+    fitting = {name for name, layer in model.named_modules() if layer in inside and type(layer) is nn.Linear
+               and layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0}  # fmt: skip
+    convert_to_float8_training(
+        model, config=Float8LinearConfig(emulate=emulate), module_filter_fn=lambda _, name: name in fitting
+    )
+    return sorted(fitting)

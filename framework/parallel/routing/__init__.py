@@ -1,0 +1,1 @@
+"""Tokens on their way to experts that lie on other processes, and back."""

@@ -1,0 +1,75 @@
+"""Tokens to the processes that have their experts, and back. Shapes: N tokens, D dim, K experts of a token, M rows received."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from framework.modules.tensors import local
+from framework.parallel.routing.part import run_part
+
+Counts = tuple[list[int], list[int]]  # the rows sent to each rank of the group, and those received from each
+
+
+def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """Wrap a module of experts, cut over the group, to be called with this rank's own tokens. Collective, as its gradient is.
+
+    A token goes to each of its experts, however many others do: none is dropped, and no place is left empty. Source: Lepikhin
+    et al. 2020, "GShard"; without its capacity.
+    """
+    num_experts = next(module.parameters()).shape[0]
+    share = -(-num_experts // group.size())  # DTensor's: the last ranks may have fewer, or none
+
+    def run(*given: Tensor, **named: Tensor) -> Tensor:
+        x_ND, index_NK, weights_NK = (*given, *named.values())
+        num_choices = index_NK.shape[1]
+        chosen = index_NK.flatten()
+        order = chosen.argsort(stable=True)
+        counts = _counts(chosen // share, group)
+        index_M1 = _sent((chosen[order] % share).unsqueeze(1), counts, group)
+        rows_MD, weights_M1 = _Exchange.apply(counts, group, x_ND[order // num_choices], weights_NK.reshape(-1, 1)[order])
+        own = {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        y_MD = run_part(module, own, rows_MD, index_M1, weights_M1) if len(rows_MD) else rows_MD
+        y_MD = _joined(y_MD.to(x_ND.dtype), rows_MD, weights_M1, *own.values())
+        (back,) = _Exchange.apply(counts[::-1], group, y_MD)
+        return back[order.argsort()].unflatten(0, (-1, num_choices)).sum(dim=1)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _counts(owners: Tensor, group: dist.ProcessGroup) -> Counts:
+    sent = torch.bincount(owners, minlength=group.size())
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return sent.tolist(), received.tolist()
+
+
+def _joined(y_MD: Tensor, *others: Tensor) -> Tensor:
+    """Return `y_MD` as if it depended on the others too: a rank that has received no rows enters the same backward pass."""
+    return torch.cat([y_MD, *(other.reshape(-1)[:0].view(0, y_MD.shape[1]).to(y_MD.dtype) for other in others)])
+
+
+def _sent(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
+    """Send each rank its run of rows; return those received, in the order of the ranks."""
+    sent, received = counts
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows of several tensors to other ranks. Their gradients come back, in one node: every rank has the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: Counts, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = counts[::-1], group
+        return tuple(_sent(tensor, counts, group) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        return None, None, *(_sent(g, *ctx.back) if is_wanted else None for g, is_wanted in zip(gradients, wanted))

@@ -1,0 +1,75 @@
+"""Some of a module's experts in place of all of them, and whether they compute their part of what all do."""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from framework.modules.parts import Choices
+
+_NUM_TOKENS, _MOST = 3, 4  # of the comparison: tokens, and experts, in two parts of different sizes
+
+
+def run_part(module: nn.Module, stacked: Mapping[str, Tensor], *given: Tensor) -> Tensor:
+    """Call a module of experts with other parameters: those of some of them, whose places count from 0.
+
+    A module reads how many there are from its parameters, or from `num_experts`.
+    """
+    part = copy.copy(module)
+    state = vars(part)
+    state.pop("forward", None)  # a wrapper around the whole module
+    state["_parameters"] = {}
+    state.update(stacked)  # tensors that autograd follows, not parameters
+    if "num_experts" in state:
+        state["num_experts"] = next(iter(stacked.values())).shape[0]
+    return part.forward(*given)  # type: ignore[no-any-return]
+
+
+def fault_of(module: nn.Module, choices: Choices | None) -> str | None:
+    """Return why a module's experts cannot lie apart, or None. `choices` are the sizes that it is called with, if known.
+
+    It is run on a few random tokens, with some experts at once and in two parts, in one process, in training: experts that
+    draw, as dropout does, compute another thing each time.
+    """
+    kind = type(module).__name__
+    stacked = dict(module.named_parameters(recurse=False))
+    if len(stacked) < len([*module.parameters(), *module.buffers()]) or len({p.shape[:1] for p in stacked.values()}) != 1:
+        return f"{kind} has tensors that are not stacked by its experts, (num_experts, ...), in the module itself"
+    if choices is None:
+        return f"{kind} is not seen to be called with tokens (N, D), indices (N, K) and weights (N, K)"
+    if "forward" in vars(module):
+        return f"{kind} has another forward than its class"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            whole, apart = _whole_and_apart(module, stacked, choices)
+    except Exception as error:  # a module of the user's may raise anything
+        return f"{kind} does not run with some of its experts: {error}"
+    if whole.shape != apart.shape or not torch.allclose(whole, apart, rtol=1e-9, atol=1e-9):
+        return f"{kind} computes something else with some of its experts, or draws, as dropout does"
+    return None
+
+
+def _whole_and_apart(module: nn.Module, stacked: Mapping[str, Tensor], choices: Choices) -> tuple[Tensor, Tensor]:
+    num_experts = min(_MOST, next(iter(stacked.values())).shape[0])
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    # one number repeated along most dims: experts may be larger than the memory
+    tensors = {name: random(num_experts, *[1] * (p.ndim - 2), *p.shape[1:][-1:]).expand(num_experts, *p.shape[1:])
+               for name, p in stacked.items()}  # fmt: skip
+    index_NK = random(_NUM_TOKENS, num_experts).topk(min(choices.num_choices, num_experts)).indices
+    x_ND, weights_NK = random(_NUM_TOKENS, choices.dim), random(*index_NK.shape)
+    trained = copy.copy(module)
+    vars(trained)["training"] = True
+    whole = run_part(trained, tensors, x_ND, index_NK, weights_NK)
+    apart = torch.zeros_like(x_ND)
+    for places in torch.arange(num_experts).chunk(2):
+        own = {name: tensor[places[0] : places[-1] + 1] for name, tensor in tensors.items()}
+        tokens, choice = ((index_NK >= places[0]) & (index_NK <= places[-1])).nonzero(as_tuple=True)
+        if len(tokens):
+            rows = x_ND[tokens], (index_NK[tokens, choice] - places[0]).unsqueeze(1), weights_NK[tokens, choice].unsqueeze(1)
+            apart.index_add_(0, tokens, run_part(trained, own, *rows))
+    return whole, apart

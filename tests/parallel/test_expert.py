@@ -1,0 +1,283 @@
+"""Expert parallelism: which modules hold experts, what the exchange computes, and the strategy against one process."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from framework.distributed.world import World
+from framework.modules.parts import Choices, experts_of, give_parts
+from framework.modules.tensors import local, whole
+from framework.modules.trace import give_example
+from framework.parallel.expert import cut_experts, problems
+from framework.parallel.routing.part import fault_of
+from models.moe import Experts, MoEGPT
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but, together
+from tests.ranks import on_ranks
+from tests.test_any_to_any import note_state
+from tests.test_conformance import MODELS, RUN
+from tests.test_resume import after_step, crash, preempt
+from tests.zoo import EXPERTS, make
+
+# --- which modules hold experts
+
+
+def hf(kind: str, **options: Any) -> nn.Module:
+    import transformers
+
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**EXPERTS | options))
+
+
+def followed(model: nn.Module) -> nn.Module:
+    give_example(model, torch.empty(2, 12, dtype=torch.long, device="meta"))
+    return model
+
+
+SMALL = {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4}
+FAMILIES = {"Mixtral": {}, "Qwen3Moe": SMALL, "Olmoe": SMALL, "GptOss": {"head_dim": 4}}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_experts_of_transformers_are_found(kind: str, implementation: str) -> None:
+    make("hf mixtral")  # makes torchvision importable
+    model = followed(hf(kind, **FAMILIES[kind], experts_implementation=implementation))
+    found = experts_of(model)
+    assert [type(module).__name__ for module in found] == [f"{kind}Experts"] * 3
+    assert problems(model, expert=2) == []
+
+
+def moe(**options: Any) -> MoEGPT:
+    return MoEGPT(vocab_size=16, seq_len=12, **{"dim": 8, "num_layers": 2, "num_heads": 2, "num_experts": 4, **options})
+
+
+def test_experts_of_ours_are_found_with_and_without_its_answer() -> None:
+    model = followed(moe())
+    answered = experts_of(model)
+    assert [type(module) for module in answered] == [Experts, Experts] and problems(model, expert=2) == []
+    model.__class__ = type("Silent", (MoEGPT,), {"experts": None})
+    assert experts_of(model) == answered
+
+
+def test_the_configuration_may_name_experts() -> None:
+    model = followed(moe())
+    give_parts(model, {"experts": ["layers.1.experts"]})
+    assert experts_of(model) == [model.layers[1].experts]
+
+
+class Odd(Experts):
+    """Experts that do not lie apart."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(dim=8, num_experts=4)
+        nn.init.normal_(self.up_XHD)
+        nn.init.normal_(self.down_XDH)
+        self.kind = kind
+        self.num_all = 4
+        self.norm = nn.LayerNorm(8) if kind == "norm" else nn.Identity()
+
+    def forward(self, x_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        if self.kind == "dropout":
+            x_ND = F.dropout(x_ND, 0.5, training=self.training)
+        if self.kind == "coupled":
+            weights_NK = weights_NK.softmax(dim=-1)
+        if self.kind == "counted":
+            x_ND = x_ND * F.one_hot(index_NK, self.num_all)[:, 0, : len(self.up_XHD)].sum(dim=-1, keepdim=True)
+            assert len(self.up_XHD) == self.num_all, "all of them"
+        return super().forward(self.norm(x_ND), index_NK, weights_NK)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("dropout", "draws, as dropout does"),
+        ("coupled", "computes something else with some of its experts"),
+        ("counted", "does not run with some of its experts"),
+        ("norm", "not stacked by its experts"),
+    ],
+)
+def test_experts_that_do_not_lie_apart_are_refused(kind: str, why: str) -> None:
+    assert fault_of(Odd("none"), Choices(8, 2)) is None
+    fault = fault_of(Odd(kind), Choices(8, 2))
+    assert fault is not None and why in fault
+
+
+def test_a_list_of_experts_is_refused_with_the_cure() -> None:
+    (problem,) = problems(followed(make("nanogpt")), expert=2)
+    assert "module of stacked experts" in problem and "model.parts.experts" in problem and "ddp, zero, fsdp" in problem
+
+
+# --- the exchange
+
+
+class Layer(nn.Module):
+    """A layer of experts with a number of its own, so that the input wants a gradient."""
+
+    def __init__(self, num_experts: int, *, is_frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.randn(8, dtype=torch.float64), requires_grad=not is_frozen)
+        self.inner = Experts(dim=8, num_experts=num_experts).double()
+        for parameter in self.inner.parameters():
+            nn.init.normal_(parameter)
+
+    def experts(self) -> list[nn.Module]:
+        return [self.inner]
+
+    def forward(self, x_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        return self.inner(x_ND * self.scale, index_NK, weights_NK)
+
+
+def tokens_of(rank: int, *, num_experts: int, few: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a rank's tokens; `few`: all of them have chosen the first two experts, which are on rank 0."""
+    generator = torch.Generator().manual_seed(rank)
+    count = (7, 1, 4)[rank]
+    x_ND, weights_NK = (torch.randn(count, size, generator=generator, dtype=torch.float64) for size in (8, 2))
+    scores = torch.rand(count, num_experts, generator=generator)
+    scores[:, 2:] -= 2 * few
+    return x_ND, scores.topk(2).indices, weights_NK
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(("num_experts", "few"), [(5, False), (5, True), (2, True), (6, False)])
+def test_outputs_and_gradients_are_those_of_all_experts(num_experts: int, few: bool, is_frozen: bool, tmp_path: Path) -> None:
+    """Ranks have different numbers of tokens and of experts, or none, or experts that no token has chosen."""
+    layer = Layer(num_experts, is_frozen=is_frozen)
+    given = [tokens_of(rank, num_experts=num_experts, few=few) for rank in range(3)]
+
+    def one(world: World) -> Any:
+        own = copy.deepcopy(layer)
+        cut_experts(own, mesh=world.mesh(replicate=1, expert=None))
+        held = {name: len(local(p)) for name, p in own.inner.named_parameters()}
+        output = own(*given[world.rank])
+        output.square().sum().backward()
+        gradients = [whole(p.grad).detach() for p in own.inner.parameters()]
+        scale = own.scale.grad
+        return held, output.detach().tolist(), [g.tolist() for g in gradients], None if scale is None else scale.tolist()
+
+    results = on_ranks(3, one, scratch=tmp_path)
+    expected = [layer(*tokens) for tokens in given]
+    sum(output.square().sum() for output in expected).backward()
+    share = -(-num_experts // 3)
+    counts = [max(0, min(share, num_experts - share * rank)) for rank in range(3)]
+    for (held, output, gradients, _), theirs, count in zip(results, expected, counts):
+        assert set(held.values()) == {count}
+        torch.testing.assert_close(torch.tensor(output, dtype=torch.float64), theirs.detach())
+        for gradient, parameter in zip(gradients, layer.inner.parameters()):
+            torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), parameter.grad)
+    if not is_frozen:
+        total = torch.tensor([scale for *_, scale in results], dtype=torch.float64).sum(dim=0)
+        torch.testing.assert_close(total, layer.scale.grad)
+
+
+# --- the strategy
+
+MOE = [*RUN, *MODELS["experts"], "model.num_layers=2", "model.dropout=0.1", "optimizer.lr=0.01", "trainer.ema_decay=0.8"]
+GROUPS = {"2": (2, []), "3": (3, ["parallel.expert=3"]), "2x2": (4, []), "replicas": (2, ["parallel.expert=1"])}
+
+
+def on(group: str) -> list[str]:
+    ranks, mesh = GROUPS[group]
+    return ["parallel=expert", *mesh, f"launch.nproc_per_node={ranks}"]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    done: dict[tuple[str, ...], Ended] = {}
+
+    def run(*line: str) -> Ended:
+        if line not in done:
+            done[line] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
+        return done[line]
+
+    return run
+
+
+@pytest.mark.parametrize("group", slow_but(["3", "2x2"], GROUPS))
+def test_it_computes_what_one_process_does_with_dropout_and_an_average(
+    group: str, one: Callable[..., Ended], tmp_path: Path
+) -> None:
+    assert_close(finished(*MOE, *on(group), root=tmp_path / "runs"), one(*MOE))
+
+
+VARIANTS = {
+    "a rank without samples": ("3", ["global_batch_size=2", "micro_batch_size=null", "model.dropout=0"]),
+    "more processes than experts": ("3", ["model.num_experts=2"]),
+    "activations recomputed": ("2", ["trainer.activation_checkpointing=true"]),
+    "experts frozen": ("2x2", ["trainer.freeze=[layers.*.experts.*]"]),
+    "all but experts frozen": (
+        "3",
+        ["trainer.freeze=[embedding.*,norm.*,layers.*.attention*,layers.*.router.*,layers.*_norm.*]"],
+    ),
+    "one expert a token": ("2", ["model.top_k=1"]),
+    "gradient noise": ("2x2", ["trainer.grad_noise.eta=0.001", "trainer.clip_grad_value=0.01"]),
+    "Muon": ("3", ["optimizer=muon"]),
+}
+
+
+@pytest.mark.parametrize("variant", slow_but(["a rank without samples", "more processes than experts"], VARIANTS))
+def test_a_variant_computes_what_one_process_does(variant: str, one: Callable[..., Ended], tmp_path: Path) -> None:
+    group, changes = VARIANTS[variant]
+    assert_close(finished(*MOE, *changes, *on(group), root=tmp_path / "runs"), one(*MOE, *changes))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_compiled_blocks_stop_before_the_exchange(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = moe(num_layers=1, num_experts=3, balance=0.0).double()
+    tokens = torch.randint(0, 16, (2, 4, 12))
+
+    def one(world: World) -> list[float]:
+        cut_experts(model, mesh=world.mesh(replicate=1, expert=None))
+        for block in model.blocks():
+            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+        loss = model(tokens[world.rank]).square().sum()
+        loss.backward()
+        return [loss.item(), model.layers[0].router.weight.grad.square().sum().item()]
+
+    results = on_ranks(2, one, scratch=tmp_path, timeout_s=400.0)
+    for sample, result in zip(tokens, results):
+        model.zero_grad()
+        loss = model(sample).square().sum()
+        loss.backward()
+        expected = [loss.item(), model.layers[0].router.weight.grad.square().sum().item()]
+        assert result == pytest.approx(expected, rel=1e-9)
+
+
+def test_it_is_rehearsed_and_refused_where_no_module_has_experts(tmp_path: Path) -> None:
+    ended = command(*MOE, *on("2"), "mode=check", root=tmp_path / "runs")
+    assert ended.code == 0, ended.output
+    refused = command(*RUN, *MODELS["gpt, tied"], *on("2"), root=tmp_path / "none")
+    assert refused.code == 78 and "experts()" in refused.output
+
+
+def test_killed_and_preempted_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    line = [*MOE, *on("3"), "checkpoint.every=3"]
+    whole_run = finished(*line, root=tmp_path / "whole")
+    assert command(*line, root=tmp_path / "runs", before=after_step(4, crash)).code < 0
+    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole_run)
+
+
+HOW = {"single": [], "fsdp": ["parallel=fsdp", "launch.nproc_per_node=2"], "3": on("3"), "2x2": on("2x2")}
+PAIRS = [("3", "fsdp"), ("fsdp", "2x2"), ("2x2", "single"), ("single", "3")]
+
+
+@pytest.mark.parametrize(("first", "second"), slow_but(PAIRS[:2], PAIRS, unpack=True))
+def test_a_run_goes_on_from_and_to_other_strategies_with_every_bit_of_its_state(
+    first: str, second: str, one: Callable[..., Ended], tmp_path: Path
+) -> None:
+    saved, restored = tmp_path / "saved", tmp_path / "restored"
+    stopped = command(*MOE, *HOW[first], root=tmp_path / "1", before=together(note_state(saved), after_step(4, preempt)))
+    assert stopped.code == 75, stopped.output
+    again = [*MOE, *HOW[second], f"run.resume={stopped.directory}"]
+    ended = finished(*again, root=tmp_path / "2", before=note_state(restored))
+    assert json.loads(saved.read_text()) == json.loads(restored.read_text())
+    assert_close(ended, one(*MOE))

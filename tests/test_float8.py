@@ -1,0 +1,70 @@
+"""precision=float8: refused where it cannot be, and which layers it converts. No GPU that can has run it in these tests."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from framework.modules import float8
+from framework.modules.float8 import convert_linear, float8_fault, multiply_in_float8
+from framework.runtime.exits import Unfit
+from models.gpt import GPT
+from tests.harness import Says, command
+from tests.test_conformance import MODELS
+
+CUDA = torch.device("cuda", 0)
+Find = Callable[[str], object]
+
+
+def test_a_cpu_is_refused_before_the_start(tmp_path: Path) -> None:
+    refused = command(*MODELS["gpt, tied"], "precision=float8", "device=cpu", root=tmp_path / "runs")
+    assert refused.code == 78 and refused.output == Says("precision: float8 ... 8.9 ... (bf16)")
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_layers_cut_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def plant() -> None:
+        monkeypatch.setattr("framework.preflight.rules.float8_fault", lambda devices: None)
+
+    line = [*MODELS["gpt, tied"], "precision=float8", "parallel=tensor", "launch.nproc_per_node=2"]
+    refused = command(*line, root=tmp_path / "runs", before=plant)
+    assert refused.code == 78 and refused.output == Says("precision: float8 ... parallel cuts linear layers ... (bf16)")
+
+
+@pytest.mark.parametrize(("capability", "has_torchao", "why"), [((8, 0), True, "older than"), ((9, 0), False, "not installed"),
+                                                                ((9, 0), True, None)])  # fmt: skip
+def test_an_old_gpu_and_a_missing_package_are_said(
+    capability: tuple[int, int], has_torchao: bool, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(float8, "missing", lambda extra: [] if has_torchao else ["torchao"])
+    fault = float8_fault([CUDA])
+    assert (fault is None) if why is None else (fault is not None and why in fault)
+
+
+def test_a_process_refuses_devices_that_cannot() -> None:
+    convert_linear(nn.Linear(2, 2), to=None, devices=[torch.device("cpu")])
+    with pytest.raises(Unfit, match=r"precision: float8, but it takes a CUDA device.*precision=bf16"):
+        convert_linear(nn.Linear(2, 2), to="float8", devices=[torch.device("cpu")])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_the_layers_of_blocks_are_converted_with_their_names_and_weights() -> None:
+    torch.manual_seed(0)
+    model = GPT(vocab_size=32, seq_len=8, dim=16, num_layers=2, num_heads=2, tie_embeddings=True)
+    model.layers[1].mlp.up = nn.Linear(16, 24)  # type: ignore[union-attr]  # no multiple of 16
+    model.layers[1].mlp.down = nn.Linear(24, 16)  # type: ignore[union-attr]
+    before = dict(model.named_parameters(remove_duplicate=False))
+    names = multiply_in_float8(model, emulate=True)
+    kinds = ("attention.key", "attention.out", "attention.query", "attention.value")
+    assert names == [*(f"layers.0.{name}" for name in (*kinds, "mlp.down", "mlp.up")), *(f"layers.1.{name}" for name in kinds)]
+    assert {name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"} == set(names)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randint(0, 32, (2, 8))).float().square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in after.values())
