@@ -25,12 +25,13 @@ def change_model(
     blocks = blocks_of(model)
     if world.rank == 0 and (trainer.activation_checkpointing or trainer.compile):
         LOGGER.info("the model's blocks: %s", description(blocks, model))
-    if trainer.activation_checkpointing:
-        recompute_activations(blocks, which=trainer.activation_checkpointing)
     if trainer.compile and has_compiler():
         compile_blocks(blocks or [model], folder=compiled)
     elif trainer.compile and world.rank == 0:
         LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
                        "without, at the model's own speed")  # fmt: skip
-    if trainer.activation_offload:  # outside of what is compiled, which cannot be told where to keep its tensors
+    # outside of what is compiled: a compiler would take the buffers' copies and the CPU's memory for constants
+    if trainer.activation_checkpointing:
+        recompute_activations(blocks, which=trainer.activation_checkpointing)
+    if trainer.activation_offload:
         offload_activations(blocks or [model])

@@ -73,6 +73,9 @@ class TrainerSection(Section):
     def rules(self) -> Iterator[Problem]:
         if self.limit_batches is not None and self.overfit_batches is not None:
             yield Problem("limit_batches", "is given, and so is trainer.overfit_batches", "one of them")
+        if self.compile and self.activation_checkpointing == "operations":
+            what = "operations, but of a compiled block (trainer.compile) the operations are not seen"
+            yield Problem("activation_checkpointing", what, "true, or a number of blocks")
         if self.max_steps is None and self.max_epochs is None:
             what = "null, as is trainer.max_epochs: the run would never end"
             yield Problem("max_steps", what, "a number for one of them")

@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, get_args, get_origin
+
+from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
 from framework.config.folders import ROOT, enter_project
 from framework.config.renamed import current_target
@@ -146,8 +148,11 @@ def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
     unpacked = get_args(parameters[-1].annotation) if has_options else ()
     if not unpacked or not is_typeddict(unpacked[0]):
         return parameters
-    options = get_type_hints(unpacked[0], include_extras=True)
-    return parameters[:-1] + [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=a) for n, a in options.items()]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    options = {name: get_args(a)[0] if get_origin(a) is NotRequired else a
+               for name, a in get_type_hints(unpacked[0], include_extras=True).items()}  # fmt: skip
+    defaults = {name: None if name in unpacked[0].__optional_keys__ else inspect.Parameter.empty for name in options}
+    return parameters[:-1] + [inspect.Parameter(n, kind, annotation=a, default=defaults[n]) for n, a in options.items()]
 
 
 def arguments_of(node: Node, *, group: str) -> Signature:

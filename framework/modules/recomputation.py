@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from framework.modules.tensors import local
+from framework.modules.tensors import Tree, local, map_tensors
 from framework.runtime.torch_internals import copy_all, is_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -34,7 +34,28 @@ def recompute_activations(blocks: Sequence[nn.Module], *, which: Recomputed) -> 
     every = which if isinstance(which, int) else 1  # True is 1
     for block in blocks[::every]:
         contexts = functools.partial(_twice_the_same, block, keeps_products=which == "operations")
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)  # type: ignore[method-assign]
+        block.forward = functools.partial(_recomputed, block.forward, contexts)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Contexts], *args: Any, **kwargs: Any) -> Any:
+    """Call a block's forward so. Lists and mappings that it is given are for the second what they were before the first."""
+    before: list[Any] | None = None
+
+    def run(*given: Any, **named: Any) -> Any:
+        nonlocal before
+        items = [*given, *named.values()]
+        if before is None:
+            before = [None if isinstance(item, Tensor) else _copied(item) for item in items]
+        else:
+            items = [item if held is None else _copied(held) for item, held in zip(items, before)]
+        return forward(*items[: len(given)], **dict(zip(named, items[len(given) :])))
+
+    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _copied(tree: Tree) -> Tree:
+    """Return new lists and mappings of the same tensors."""
+    return map_tensors(lambda tensor: tensor, tree)
 
 
 def offload_activations(blocks: Sequence[nn.Module]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from framework.modules.tensors import Tree, call, map_tensors, tensors_in
+from framework.runtime.torch_internals import is_of_backward, run_backward
 
 Operation = Callable[..., Any]
 
@@ -91,14 +92,13 @@ def copied_with(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> tuple
 
 
 def follow(
-    model: nn.Module,
-    inputs: Tree,
-    *,
-    training: bool = False,
-    has_gradients: bool = False,
-    note: Callable[[Operation], Any] = lambda _: None,
+    model: nn.Module, inputs: Tree, *, training: bool | None = None, note: Callable[[Operation], Any] = lambda _: None
 ) -> Trace:
-    """Run a copy of the model without storage. `note` gives the value of an event in which an operation uses a tensor."""
+    """Run a copy of the model without storage, in evaluation without gradients.
+
+    `training`: with gradients, in training (True; then the backward pass too) or in evaluation (False). `note` gives the value
+    of an event in which an operation uses a tensor.
+    """
     trace, stack = Trace(), list[nn.Module]()
     try:
         copied, copies = on_meta(model)
@@ -124,10 +124,14 @@ def follow(
         if id(tensor) in originals:
             trace.events.append(Event(kind, originals[id(tensor)], note(operation)))
 
+    for tensor in (*copied.parameters(), *copied.buffers()) if training else ():
+        tensor.requires_grad_(originals[id(tensor)].requires_grad)
     example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
     try:
-        with torch.set_grad_enabled(has_gradients), _Uses(use):
-            call(copied.train(training), example)
+        with torch.set_grad_enabled(training is not None), _Uses(use):
+            outputs = call(copied.train(bool(training)), example)
+            if training:
+                run_backward([tensor for tensor in tensors_in(outputs) if tensor.requires_grad])
         trace.is_whole = True
     except Exception:  # the model reads numbers, not only shapes; or does not take this batch
         trace.inside = list(stack)
@@ -143,7 +147,7 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, (Tensor, tuple, list, torch.dtype)):
+        if isinstance(result, (Tensor, tuple, list, torch.dtype)) and not is_of_backward():
             kind = "see" if isinstance(result, torch.dtype) else "use"
             for given in (*args, *(kwargs or {}).values()):
                 for item in given if isinstance(given, (tuple, list)) else (given,):

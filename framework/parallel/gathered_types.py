@@ -39,8 +39,9 @@ class Types:
     ) -> "Types":
         """Return the types for the strategy's options, and the run's autocast. To be called before layers are cut.
 
-        How a model uses its parameters is seen in traces of its training and of its evaluation. Without whole ones, or where a
-        step of the user's own may read a weight between forward and backward, all are gathered as they are.
+        How a model uses its parameters is seen in a trace of its training, forward and backward, and one of its evaluation.
+        Without whole ones, or where a step of the user's own may read a weight between forward and backward, all are gathered
+        as they are. What a model does for some batches only, such as a penalty now and then, a trace does not show.
         """
         reduce, autocast = _DTYPES[reduce_dtype], forward.autocast
         if autocast is None or param_dtype not in (None, "fp32"):
@@ -49,11 +50,14 @@ class Types:
             return cls(None, reduce)  # float32 is what autocast starts from: inputs stay as they are
 
         def is_cast(operation: Operation) -> bool:
-            # without gradients: the forward of a torch.autograd.Function, which may keep what it is given
-            return operation in _CAST and torch.is_autocast_enabled(forward.device.type) and torch.is_grad_enabled()
+            kind = forward.device.type
+            is_on = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == autocast
+            # without a cache each use has a gradient of its own, rounded; without gradients it is the forward of a
+            # torch.autograd.Function, which may keep what it is given, or a backward pass
+            return operation in _CAST and is_on and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
 
         with torch.autocast(forward.device.type, dtype=autocast):
-            traces = [follow(model, forward.example, has_gradients=True, training=mode, note=is_cast) for mode in (True, False)]
+            traces = [follow(model, forward.example, training=mode, note=is_cast) for mode in (True, False)]
         if not all(trace.is_whole for trace in traces):
             return cls(None, reduce)
         uses = [event for trace in traces for event in trace.events if event.kind in ("use", "see")]

@@ -125,8 +125,11 @@ class LocalSGD(EngineAround):
         if self._weights_average is not None:
             self._average(self._weights_average.tensors.values())
         self._average(p.data for p in self.module.parameters() if p.requires_grad)
-        states = (self._optimizer.state[p] for p in self.module.parameters() if p in self._optimizer.state)
-        self._average(value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
+        states = [self._optimizer.state[p] for p in self.module.parameters() if p in self._optimizer.state]
+        # sorted: a state from a checkpoint has another order than one that steps have made, and where a tensor lies among the
+        # others decides in which order a ring sums it
+        found = [state[key] for state in states for key in sorted(state)]
+        self._average(value for value in found if isinstance(value, Tensor) and value.ndim > 0)
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
         averaged = list(tensors)

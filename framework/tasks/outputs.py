@@ -20,12 +20,13 @@ def main_output(outputs: "Tensor | Mapping[str, Tensor]") -> Tensor:
 def auxiliary_loss(outputs: "Tensor | Mapping[str, Tensor]", *, weights_B: Tensor | None = None) -> "Tensor | float":
     """Return what a model itself adds to the loss, its `aux_loss` (B,), as a sum over samples, by weights if there are some.
 
-    TypeError for a single number: a statistic of a micro-batch, which depends on how the batch is cut.
+    TypeError for anything else: a statistic of a micro-batch depends on how the batch is cut.
     """
     losses = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
     if losses is None:
         return 0.0
-    if losses.ndim != 1:
-        raise TypeError(f"the model's aux_loss is of shape {list(losses.shape)}, where the loss of each sample, (B,), does not "
-                        "depend on how a batch is cut (of transformers: output_router_logits=false)")  # fmt: skip
+    shape, num_samples = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__, len(main_output(outputs))
+    if shape != [num_samples]:
+        raise TypeError(f"the model's aux_loss is {shape}, where the loss of each sample, [{num_samples}], does not depend on "
+                        "how a batch is cut (of transformers: output_router_logits=false)")  # fmt: skip
     return losses.sum() if weights_B is None else torch.dot(losses, weights_B.to(losses))

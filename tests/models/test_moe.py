@@ -1,5 +1,8 @@
 """The mixture of experts: what its experts compute, when a sample is balanced, and how its loss joins that of a task."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,9 +67,11 @@ def test_its_loss_is_added_by_the_tokens_of_a_sample_in_training_alone() -> None
     assert isinstance(MoEGPT(**OPTIONS, balance=0.0)(tokens), torch.Tensor)
 
 
-def test_a_loss_of_a_whole_micro_batch_is_refused() -> None:
-    outputs = {"logits": torch.zeros(3, 2), "aux_loss": torch.tensor(0.5)}
-    with pytest.raises(TypeError, match=r"aux_loss is of shape \[\].*output_router_logits=false"):
+@pytest.mark.parametrize(("value", "is_said"), [(torch.tensor(0.5), "[]"), (torch.ones(1), "[1]"), (torch.ones(3, 1), "[3, 1]"),
+                                                (0.5, "float")], ids=str)  # fmt: skip
+def test_a_loss_of_a_whole_micro_batch_is_refused(value: Any, is_said: str) -> None:
+    outputs = {"logits": torch.zeros(3, 2), "aux_loss": value}
+    with pytest.raises(TypeError, match=rf"aux_loss is {re.escape(is_said)}, where .* \[3\], .*output_router_logits=false"):
         Classification(label_smoothing=0.0).loss(outputs, torch.zeros(3, dtype=torch.long))
 
 

@@ -77,3 +77,30 @@ def test_what_is_computed_again(which: Recomputed, products: int, cheap: int) ->
     with Counting() as counting:
         model(torch.ones(2, 3)).sum().backward()
     assert (counting.calls["addmm"], counting.calls["tanh"]) == (products, cheap), counting.calls
+
+
+class Dense(nn.Module):
+    """Appends to the list that it is given, as a DenseNet's layers do."""
+
+    def __init__(self, num_inputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_inputs, 2)
+
+    def forward(self, features: list[Tensor], *, kept: dict[str, Tensor]) -> Tensor:
+        features.append(torch.tanh(self.linear(torch.cat(features, dim=1))))
+        kept["last"] = kept.get("last", torch.zeros(())) + features[-1].sum()
+        return features[-1] * kept["last"]
+
+
+def test_a_list_that_blocks_change_is_for_the_second_forward_what_it_was() -> None:
+    gradients = []
+    for which in (False, True):
+        torch.manual_seed(0)
+        blocks = [Dense(2), Dense(4), Dense(6)]
+        if which:
+            recompute_activations(blocks, which=True)
+        features, kept = [torch.ones(3, 2)], dict[str, Tensor]()
+        torch.stack([block(features, kept=kept) for block in blocks]).sum().backward()
+        assert len(features) == 4
+        gradients.append([parameter.grad for block in blocks for parameter in block.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)

@@ -44,7 +44,7 @@ FAMILIES = {"Mixtral": {}, "Qwen3Moe": SMALL, "Olmoe": SMALL, "GptOss": {"head_d
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_experts_of_transformers_are_found(kind: str, implementation: str) -> None:
     make("hf mixtral")  # makes torchvision importable
     model = followed(hf(kind, **FAMILIES[kind], experts_implementation=implementation))

@@ -179,7 +179,13 @@ class Read(nn.Module):
         if self.how == "autocast is off":
             with torch.autocast("cpu", enabled=False):
                 return x @ self.weight
+        if self.how in ("half", "no cache"):
+            how: dict[str, Any] = {"dtype": torch.float16} if self.how == "half" else {"cache_enabled": False}
+            with torch.autocast("cpu", **{"dtype": torch.bfloat16, **how}):
+                return x @ self.weight
         y = x @ self.weight
+        if self.how == "backward" and y.requires_grad:
+            y.register_hook(lambda gradient: gradient * self.weight.norm())
         if self.how == "penalty" and self.training:
             return y, self.weight.square().sum()
         if self.how == "returned":
@@ -187,7 +193,7 @@ class Read(nn.Module):
         return y.to(self.weight.dtype) if self.how == "type" else y
 
 
-@pytest.mark.parametrize("how", ["penalty", "autocast is off", "function", "returned", "type"])
+@pytest.mark.parametrize("how", ["penalty", "autocast is off", "function", "returned", "type", "half", "no cache", "backward"])
 def test_a_weight_that_is_also_read_otherwise_stays_in_float32(how: str) -> None:
     assert not types_of(Read(how)).cast
     assert types_of(Read("only multiplied by")).cast  # the check can fail
