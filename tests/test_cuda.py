@@ -22,6 +22,7 @@ from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.modes import bench
 from framework.modules.first_weights import build_drawn
+from framework.modules.float8 import float8_fault
 from framework.modules.recomputation import offload_activations, recompute_activations
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
@@ -212,7 +213,8 @@ class OwnDraws(torch.nn.Module):
 
 def answers(lines: list[list[str]], device: str) -> dict[str, list[bool]]:
     """Return which answers the questions about devices have had in whole runs, with spawned workers in the readers, and copies."""
-    batches(augment=True, num_workers=1, device=device, is_plain=True)
+    batches(augment=True, num_workers=1, device=device, is_plain=False)
+    float8_fault([torch.device(device)])
     build_drawn(lambda: OwnDraws(device), seed=0)
     if device != "cpu":
         copies()
