@@ -49,6 +49,11 @@ MALFORMED: dict[str, list[str]] = {
     "epochs=10": ["epochs: unknown key (did you mean trainer.max_epochs?)"],
     "trainer.steps=10": ["trainer.steps: unknown key (did you mean trainer.max_steps?)"],
     "gpus=2": ["gpus: unknown key (did you mean launch.nproc_per_node?)"],
+    "parallel=fsdp parallel.prefetchh=2": ["parallel.prefetchh: unknown key (did you mean parallel.prefetch?)"],
+    "trainer.compile=true trainer.activation_checkpointing=operations": [
+        "trainer.activation_checkpointing: operations, but of a compiled block (trainer.compile) the operations are not seen "
+        "(true, or a number of blocks)"
+    ],
     "launch.nproc=2": ["launch.nproc: unknown key (did you mean launch.nproc_per_node?)"],
     "optimizer=AdamW": [f"optimizer: no option 'AdamW' ({one_of('optimizer')}; did you mean adamw?)"],
     "model=resnet18": [f"model: no option 'resnet18' ({one_of('model')}; did you mean model=torchvision model.name=resnet18?)"],

@@ -104,7 +104,11 @@ class Trial:
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         shape = f" of shape {list(micro_batch.inputs.shape)}" if isinstance(micro_batch.inputs, Tensor) else ""
         fails = f"its forward or the task's loss does not take a batch{shape} of this dataset"
-        with blamed("model", fails, "see docs/extend.md, what a model and a task are given"), player.untouched():
+        cure = "see docs/extend.md, what a model and a task are given"
+        if recomputed := self.build.config.trainer.activation_checkpointing:
+            cure += (f"; or trainer.activation_checkpointing=false: with {recomputed}, blocks that write in place into what "
+                     "is kept fail")  # fmt: skip
+        with blamed("model", fails, cure), player.untouched():
             player.engine.forward_backward(step, index=0, loss_scale=1.0, measure=False)
         made = sorted({name for name, _ in (*module.named_parameters(), *module.named_buffers())} - names)
         if made:
