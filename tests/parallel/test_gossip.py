@@ -87,7 +87,6 @@ def test_alone_it_is_plain_training(tmp_path: Path) -> None:
         assert torch.allclose(alone.weights[name], tensor, rtol=0, atol=1e-12), name
 
 
-# AdamW has several tensors for each parameter: in which order they are averaged decides the last bits on three processes
 ADAMW = [*(word for word in RUN if not word.startswith("optimizer")), "optimizer=adamw"]
 
 

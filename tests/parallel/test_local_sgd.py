@@ -3,14 +3,18 @@
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from framework.build import components
 from framework.data.loader import Loader
 from framework.data.order import Order
+from framework.parallel import local_sgd
+from framework.parallel.local_sgd import LocalSGD
 from tests.harness import Says, assert_same_bits, checked, command, finished
 from tests.test_resume import after_step, preempt
 
@@ -96,3 +100,22 @@ def test_a_model_that_answers_no_question_is_trained_too(tmp_path: Path) -> None
     line = [*RUN, *LOCAL, "dataset.image_size=32", "model=torchvision", "model.name=resnet18", "precision=fp32"]
     losses = [row["loss"] for row in finished(*[o for o in line if o != "model.dim=8"], root=tmp_path / "runs").rows]
     assert all(map(math.isfinite, losses)) and len(losses) == 15 + 4 + 1  # training, validation (the last at the end), test
+
+
+def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tensor lies in a message decides in which order a ring of three or more sums it."""
+    averaged: list[Tensor] = []
+    monkeypatch.setattr(local_sgd, "sum_all", averaged.extend)
+    module = torch.nn.Linear(2, 2)
+    engine = LocalSGD(SimpleNamespace(module=module, dp_size=3), sync_every=1, sync_first=0)  # type: ignore[arg-type]
+    optimizer = engine.make_optimizer(lambda _: torch.optim.AdamW(module.parameters()), [])
+    module(torch.ones(2)).sum().backward()
+    optimizer.step()
+    orders = []
+    for turn in (1, -1):
+        for parameter, state in optimizer.state.items():
+            optimizer.state[parameter] = dict([*state.items()][::turn])
+        averaged.clear()
+        assert engine.meet(1, is_last=False)
+        orders.append([tensor.data_ptr() for tensor in averaged])
+    assert orders[0] == orders[1] and len(orders[0]) == 6
