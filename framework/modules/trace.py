@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from framework.modules.tensors import Tree, call, map_tensors, tensors_in
-from framework.runtime.torch_internals import is_of_backward, run_backward
+from framework.runtime.torch_backward import is_of_backward, run_backward
 
 Operation = Callable[..., Any]
 

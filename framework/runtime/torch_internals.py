@@ -105,26 +105,6 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
-def run_backward(outputs: Sequence[Tensor]) -> None:
-    """Run the backward pass from outputs, with ones. Modes of functions see what it does; in torch's own they do not."""
-    from torch.autograd.graph import _engine_run_backward
-
-    ones = tuple(map(torch.ones_like, outputs))
-    _engine_run_backward(tuple(outputs), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def _is_torchs(module: str) -> bool:
-    return module.partition(".")[0] == "torch" or module == "framework.modules.trace"  # which looks on
-
-
-def is_of_backward() -> bool:
-    """Return whether `run_backward` is under way, and no code but torch's is between: a kernel in Python, not a hook."""
-    frame = inspect.currentframe()
-    while frame is not None and (frame.f_code is is_of_backward.__code__ or _is_torchs(frame.f_globals["__name__"])):
-        frame = frame.f_back
-    return frame is not None and frame.f_code is run_backward.__code__
-
-
 def is_of(tensor: Tensor, others: Sequence[Tensor]) -> bool:
     """Return whether a tensor is one of the others, or a view of one."""
     return any(tensor is other or tensor._base is other for other in others)
