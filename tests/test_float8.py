@@ -27,7 +27,7 @@ def test_a_cpu_is_refused_before_the_start(tmp_path: Path) -> None:
 
 def test_layers_cut_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def plant() -> None:
-        monkeypatch.setattr("framework.preflight.rules.float8_fault", lambda devices: None)
+        monkeypatch.setattr("framework.modules.float8.float8_fault", lambda devices: None)
 
     line = [*MODELS["gpt, tied"], "precision=float8", "parallel=tensor", "launch.nproc_per_node=2"]
     refused = command(*line, root=tmp_path / "runs", before=plant)

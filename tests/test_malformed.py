@@ -38,7 +38,9 @@ SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text wi
 HYDRA = "is Hydra's own and does nothing in a single run (run.root and run.dir say where a run goes)"
 MONITOR = "one of val/loss, val/accuracy, val/top5, train/loss, train/accuracy, train/top5"
 GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
-GIVES_TOKENS = "needs a value, and the dataset does not give one (it gives vocab_size, seq_len, which fits model=gpt)"
+GIVES_TOKENS = (
+    "needs a value, and the dataset does not give one (it gives vocab_size, seq_len, which fits model=gpt, model=moe)"
+)
 NO_CLASS = "(the dotted path of a class or function)"
 
 # A command line and its lines on stderr.
@@ -130,7 +132,7 @@ MALFORMED: dict[str, list[str]] = {
     "checkpoint.mode=lower": ["checkpoint.mode: 'lower' is not valid (one of min, max, or null)"],
     "model.norm=layer": ["model.norm: 'layer' is not valid (one of group, batch, none)"],
     "model=resnet model.depth=20": ["model.depth: 20 is not valid (one of 18, 34, 50, 101)"],
-    "backend.name=nvlink": ["backend.name: 'nvlink' is not valid (one of auto, gloo, nccl, mpi, ucc)"],
+    "backend.name=nvlink": ["backend.name: nvlink is not one of auto, gloo, nccl, mpi and ucc (of another package: backend=other backend.name=NAME backend.module=PACKAGE)"],
     # group options
     **{f"{group}=no-such": [f"{group}: no option 'no-such' ({one_of(group)})"] for group in groups() if options(group) and group != "logger"},
     "model=null": [f"model: no option null ({one_of('model')})"],

@@ -4,8 +4,6 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
 from framework.build import components
 from framework.checkpoint.stored import stored_tensors
 from framework.config.init_from import entries_of
@@ -20,7 +18,6 @@ from framework.config.schema import (
     RunSection,
     TrainerSection,
 )
-from framework.modules.float8 import float8_fault
 from framework.runtime.objects import is_url, url_problems
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown
@@ -63,6 +60,10 @@ def float8_has_its_devices(
     """Refuse what this machine shows to be impossible; the devices of a job are seen by its processes."""
     if precision.name != "float8":
         return
+    import torch
+
+    from framework.modules.float8 import float8_fault
+
     is_elsewhere = launch.kind == "slurm" and device != "cpu"
     here = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     if not is_elsewhere and (fault := float8_fault([here])):
