@@ -124,10 +124,10 @@ def follow(
         if id(tensor) in originals:
             trace.events.append(Event(kind, originals[id(tensor)], note(operation)))
 
-    for tensor in (*copied.parameters(), *copied.buffers()) if training else ():
-        tensor.requires_grad_(originals[id(tensor)].requires_grad)
     example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
     try:
+        for tensor in (*copied.parameters(), *copied.buffers()) if training else ():
+            tensor.requires_grad_(originals[id(tensor)].requires_grad)
         with torch.set_grad_enabled(training is not None), _Uses(use):
             outputs = call(copied.train(bool(training)), example)
             if training:
