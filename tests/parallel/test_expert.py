@@ -176,6 +176,32 @@ def test_outputs_and_gradients_are_those_of_all_experts(num_experts: int, few: b
         torch.testing.assert_close(total, layer.scale.grad)
 
 
+def test_results_have_the_type_that_they_have_on_one_process(tmp_path: Path) -> None:
+    """Tokens in 16 bits with weights in 32: on a rank without experts too, and without tokens."""
+    torch.manual_seed(0)
+    experts = Experts(dim=8, num_experts=2)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    weights_NK, index_NK = torch.randn(5, 2).softmax(dim=-1).topk(2, dim=-1)
+    given = torch.randn(5, 8).bfloat16(), index_NK, weights_NK
+
+    def one(world: World) -> Any:
+        model = torch.nn.Sequential(copy.deepcopy(experts))
+        give_parts(model, {"experts": "0"})
+        cut_experts(model, mesh=world.mesh(replicate=1, expert=None))
+        count = 0 if world.rank == 1 else 5
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model[0](*(tensor[:count] for tensor in given))
+        return str(output.dtype), output.tolist()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = experts(*given)
+    assert expected.dtype == torch.float32
+    for rank, (kind, output) in enumerate(on_ranks(3, one, scratch=tmp_path)):
+        assert kind == "torch.float32"
+        torch.testing.assert_close(torch.tensor(output).view(-1, 8), expected[: 0 if rank == 1 else 5], rtol=1e-6, atol=1e-6)
+
+
 # --- the strategy
 
 MOE = [*RUN, *MODELS["experts"], "model.num_layers=2", "model.dropout=0.1", "optimizer.lr=0.01", "trainer.ema_decay=0.8"]

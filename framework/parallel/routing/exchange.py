@@ -20,7 +20,7 @@ def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Te
     A token goes to each of its experts, however many others do: none is dropped, and no place is left empty. Source: Lepikhin
     et al. 2020, "GShard"; without its capacity.
     """
-    num_experts = next(module.parameters()).shape[0]
+    num_experts, kinds = next(module.parameters()).shape[0], dict[Any, torch.dtype]()
     share = -(-num_experts // group.size())  # DTensor's: the last ranks may have fewer, or none
 
     def run(*given: Tensor, **named: Tensor) -> Tensor:
@@ -32,12 +32,24 @@ def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Te
         index_M1 = _sent((chosen[order] % share).unsqueeze(1), counts, group)
         rows_MD, weights_M1 = _Exchange.apply(counts, group, x_ND[order // num_choices], weights_NK.reshape(-1, 1)[order])
         own = {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        device = x_ND.device.type
+        key = x_ND.dtype, weights_NK.dtype, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        if key not in kinds:
+            kinds[key] = _type_of_result(module, rows_MD, weights_M1)
         y_MD = run_part(module, own, rows_MD, index_M1, weights_M1) if len(rows_MD) else rows_MD
-        y_MD = _joined(y_MD.to(x_ND.dtype), rows_MD, weights_M1, *own.values())
+        y_MD = _joined(y_MD.to(kinds[key]), rows_MD, weights_M1, *own.values())
         (back,) = _Exchange.apply(counts[::-1], group, y_MD)
         return back[order.argsort()].unflatten(0, (-1, num_choices)).sum(dim=1)  # type: ignore[no-any-return]
 
     return run
+
+
+def _type_of_result(module: nn.Module, x_MD: Tensor, weights_M1: Tensor) -> torch.dtype:
+    """Return in which type the module's outputs are: every rank must know it, also one without rows, or without experts."""
+    one = {name: local(p).new_zeros(1, *p.shape[1:]) for name, p in module.named_parameters(recurse=False)}
+    with torch.no_grad():
+        index_11 = torch.zeros(1, 1, dtype=torch.int64, device=x_MD.device)
+        return run_part(module, one, x_MD.new_zeros(1, x_MD.shape[1]), index_11, weights_M1.new_zeros(1, 1)).dtype
 
 
 def _counts(owners: Tensor, group: dist.ProcessGroup) -> Counts:
