@@ -310,7 +310,7 @@ def test_a_signature_says_what_is_taken() -> None:
 
 def test_unpacked_options_are_arguments_like_any_other() -> None:
     found = signature_of("framework.parallel.zero.zero", group="parallel")
-    options = ["bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters"]
+    options = ["gradient_as_bucket_view", "static_graph", "find_unused_parameters", "bucket_cap_mb"]
     assert list(found.arguments) == found.required == ["replicate", *options] and not found.takes_any
     assert found.arguments["bucket_cap_mb"].annotation is int
 
