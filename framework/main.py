@@ -2,10 +2,14 @@
 
 import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from framework import __version__
+from framework.cli.about_runs import about_runs
+from framework.cli.adopt import adopt
 from framework.cli.convert import convert
 from framework.cli.run import checked_line, start
 from framework.config.arguments import split_flags
@@ -29,10 +33,8 @@ TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
 def main(arguments: list[str]) -> int:
     """Run a command line and return the exit code."""
     begin_program()
-    if arguments[:1] == ["init"]:
-        return _init(arguments[1:])
-    if arguments[:1] == ["convert"]:
-        return convert(arguments[1:])
+    if arguments and (command := _COMMANDS.get(arguments[0])):
+        return command(arguments[1:])
     is_launched = Environment.read().is_launched or SrunTask.read() is not None
     flags, overrides, problems = split_flags(arguments, is_launched=is_launched)
     if wrong := _choose_folders(flags):
@@ -95,6 +97,14 @@ def _init(arguments: list[str]) -> int:
         return Exit.DISK
     print(f"{target} is a project: cd {target} && steadfast experiment=first")
     return Exit.FINISHED
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "init": _init,
+    "adopt": adopt,
+    "convert": convert,
+    **{name: partial(about_runs, name) for name in ("show", "diff", "why")},
+}
 
 
 def entry() -> NoReturn:

@@ -72,9 +72,9 @@ def write_atomically(path: Path, text: str, *, is_flushed: bool = True) -> None:
         beside.write_text(text)
 
 
-def checksum(path: Path) -> tuple[int, str]:
-    """Return a file's size in bytes and its BLAKE2b, in hexadecimal digits (`b2sum` prints it too)."""
-    digest, size = hashlib.blake2b(), 0
+def checksum(path: Path, algorithm: str = "blake2b") -> tuple[int, str]:
+    """Return a file's size in bytes and its digest, in hexadecimal digits (which `b2sum` or `sha256sum` print too)."""
+    digest, size = hashlib.new(algorithm), 0
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)

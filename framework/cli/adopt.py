@@ -1,0 +1,121 @@
+"""`steadfast adopt MODULE:MODEL`: the file that makes a class a model of the project, and which strategies can take it."""
+
+import inspect
+import math
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.cli.run import checked_line
+from framework.config.folders import option_node, options, own_folder
+from framework.config.targets import locate, signature_of
+from framework.distributed.mesh import MESH_AXES
+from framework.launch.claim import print_problems
+from framework.runtime.exits import Exit
+from framework.runtime.files import write_atomically
+from framework.runtime.log import start_console
+from framework.runtime.preemption import PREEMPTION
+from framework.runtime.problem import Problem
+
+_USAGE = "needs a model (steadfast adopt MODULE:MODEL [group=option ...] [key=value ...])"
+_NOT_TRIED = ("auto", "single")
+
+
+def adopt(arguments: list[str]) -> int:
+    """Write the option of a model, and print for each strategy whether it can take it, or what keeps it. Returns the exit code.
+
+    A file that is there already stays as it is. The other arguments are those of the runs that are tried (`dataset=...`).
+    """
+    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
+        return print_problems([Problem("adopt", _USAGE)])
+    start_console(rank=0)
+    PREEMPTION.watch()
+    target = _dotted(arguments[0])
+    try:
+        text = _option(target)
+    except ValueError as error:
+        return print_problems([Problem("adopt", str(error), "MODULE:MODEL, as in mynet:Net or mypackage/net.py:Net")])
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.rpartition(".")[2]).lower()
+    file = Path(os.path.relpath(own_folder() or "conf"), "model", f"{name}.yaml")
+    if file.exists():
+        print(f"{file} is there already, and stays as it is")
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
+        print(f"{file}:\n{text}")
+    line = [f"model={name}", *arguments[1:]]
+    if problems := _problems([*line, "parallel=single", "launch.nproc_per_node=1"]):
+        print("before any strategy, the model needs:", flush=True)
+        return print_problems(problems)
+    print(f"`steadfast {' '.join(line)}` trains it. Each strategy, on a batch of the data and on two processes:", flush=True)
+    for strategy in [name for name in options("parallel") if name not in _NOT_TRIED]:
+        problems = _problems([*line, f"parallel={strategy}", f"launch.nproc_per_node={_num_processes(strategy)}"])
+        print(f"  {strategy:18}{'yes' if not problems else 'not yet:'}", flush=True)
+        for problem in problems:
+            print(f"      {problem}", flush=True)
+    return Exit.FINISHED
+
+
+def _dotted(text: str) -> str:
+    """Return the dotted path of `module:Name`, `folder/file.py:Name` or `module.Name`."""
+    module, colon, name = text.partition(":")
+    if module.endswith(".py"):
+        module = ".".join(Path(module.removesuffix(".py")).parts)
+    return f"{module}.{name}" if colon else text
+
+
+def _option(target: str) -> str:
+    """Return the text of the option's file: every argument that plain data can give, and what it is without. ValueError."""
+    found, signature = locate(target), signature_of(target, group="model")
+    summary = (found.__doc__ or "").strip().partition("\n")[0]
+    lines = [*([f"# {summary}"] if summary else []), f"_target_: {target}"]
+    lines += [line for name, argument in signature.arguments.items() for line in _line(name, argument)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, argument: inspect.Parameter) -> Iterator[str]:
+    from framework.build.components import ALIASES
+
+    kind = "" if argument.annotation is argument.empty else f": {inspect.formatannotation(argument.annotation)}"
+    if name in ALIASES or any(name in others for others in ALIASES.values()):
+        yield f"{name}: null # from the data"
+    elif argument.default is argument.empty:
+        yield f"{name}: ??? # it has no default{kind}"
+    elif _is_plain(argument.default):
+        yield f"{name}: {yaml.safe_dump(argument.default, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return type(value) is list and all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _num_processes(strategy: str) -> int:
+    """Return the fewest processes, at least two, for the sizes that the strategy's option gives; one if it has no mesh."""
+    node = option_node("parallel", strategy)
+    sizes = [node[name] or 1 for name in MESH_AXES if name in node]
+    return max(2, math.prod(sizes)) if sizes else 1
+
+
+def _problems(line: list[str]) -> list[Problem]:
+    """Return what keeps a command from being a run that keeps its promise, by a rehearsal."""
+    from framework.build.training import Builder
+    from framework.distributed.world import World
+    from framework.preflight.child import problems_in_child
+    from framework.preflight.dry_build import dry_build
+    from framework.preflight.rehearsal import perform
+
+    draft = checked_line(line)
+    if draft.config is None:
+        return draft.problems
+    if problems := problems_in_child(partial(dry_build, draft.config)):
+        return problems
+    findings, fate = perform(Builder(draft.config, world=World.alone()))
+    problems = [Problem(finding.key, finding.what, finding.cure) for finding in findings if finding.refuses]
+    return problems or ([Problem("rehearse", f"the rehearsal was not finished: {fate}")] if fate else [])

@@ -1,0 +1,154 @@
+"""How two runs differ: configuration, code, packages, the first step at which their rows do, and their final weights."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.config.code import changed
+from framework.config.frozen_file import recall
+from framework.config.identity import EXECUTION, flat, is_below
+from framework.runs.directory import RunDirectory
+from framework.runs.metrics_file import MACHINE, Row, iterate_rows
+from framework.runs.provenance import Provenance
+from framework.runtime.problem import shown
+
+TwoValues = dict[str, tuple[str, str]]  # values of the first and the second run; empty where one has none
+
+
+@dataclass(frozen=True)
+class RowsDifference:
+    """What the rows of two runs have in common. A row is one of both if both have its step and split."""
+
+    num_common: int
+    num_alone: tuple[int, int]  # rows that only the first, or the second run has
+    last_same: int  # step of the last common row before any value differs; 0: there is none
+    first: tuple[int, str] | None  # step and split of the first row with another value; None: there is none
+    values: dict[str, tuple[Any, Any]]  # that differ in this row; None where one has none
+    largest: float  # relative difference of any value of a common row; infinite where one is not finite
+
+
+def config_differences(first: Path, second: Path) -> tuple[TwoValues, TwoValues]:
+    """Return the keys whose values differ: those that decide what is computed, and those that say how it is executed.
+
+    ValueError if one of the directories has no frozen configuration.
+    """
+    ours, theirs = ({key: _written(value) for key, value in flat(recall(path)).items()} for path in (first, second))
+    pairs = _differing(ours, theirs)
+    computed = {key: pair for key, pair in pairs.items() if not is_below(key, EXECUTION)}
+    places = ("run.id", "run.dir", "run.root")
+    return computed, {key: pair for key, pair in pairs.items() if key not in computed and key not in places}
+
+
+def code_differences(first: Path, second: Path) -> list[str]:
+    """Return what differs in the user's code that the latest starts of the runs A and B reached, a line for each file."""
+    ours, theirs = (_code_of(path) for path in (first, second))
+    common = ours.keys() & theirs.keys()
+    alone = [
+        f"{name.replace('.', '/')}.py is code of {'A' if name in ours else 'B'} alone"
+        for name in sorted(ours.keys() ^ theirs.keys())
+    ]
+    return alone + changed({name: ours[name] for name in common}, {name: theirs[name] for name in common})
+
+
+def environment_differences(first: Path, second: Path) -> TwoValues:
+    """Return what differs between the surroundings of the latest starts: commit, packages, Python, hosts and devices."""
+    return _differing(*(_environment(latest_start(path)) for path in (first, second)))
+
+
+def rows_difference(first: Path, second: Path) -> RowsDifference:
+    """Compare every value of every row, except what a clock or the machine has measured."""
+    ours, theirs = (_rows_of(path) for path in (first, second))
+    common = [key for key in ours if key in theirs]
+    parted: tuple[int, str] | None = None
+    last_same = 0
+    values: dict[str, tuple[Any, Any]] = {}
+    largest = 0.0
+    for key in sorted(common, key=lambda key: key[0]):  # stable: training before the evaluation of its step
+        differing = {name: (ours[key].get(name), theirs[key].get(name)) for name in ours[key].keys() | theirs[key].keys()
+                     if name not in MACHINE and not _same(ours[key].get(name), theirs[key].get(name))}  # fmt: skip
+        largest = max([largest, *(_relative(*pair) for pair in differing.values())])
+        if differing and parted is None:
+            parted, values = key, {name: differing[name] for name in [*ours[key], *theirs[key]] if name in differing}
+        last_same = key[0] if parted is None else last_same
+    alone = len(ours) - len(common), len(theirs) - len(common)
+    return RowsDifference(len(common), alone, last_same, parted, values, largest)
+
+
+def weights_difference(first: Path, second: Path) -> str:
+    """Return how the final weights of two runs compare, in words; one tensor of each is in memory at a time."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    ours, theirs = RunDirectory(first).weights, RunDirectory(second).weights
+    if missing := [str(path.parent) for path in (ours, theirs) if not path.is_file()]:
+        return f"not compared: {' and '.join(missing)} has none yet"
+    try:
+        with safe_open(ours, framework="pt") as left, safe_open(theirs, framework="pt") as right:
+            names, others = set(left.keys()), set(right.keys())
+            distances: dict[str, float] = {}
+            for name in sorted(names & others):
+                a, b = left.get_tensor(name), right.get_tensor(name)
+                if a.shape != b.shape or a.dtype != b.dtype:
+                    distances[name] = math.inf
+                elif not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)):
+                    wide = torch.complex128 if a.is_complex() else torch.float64
+                    distances[name] = (a.to(wide) - b.to(wide)).abs().max().item()
+    except (OSError, SafetensorError) as error:
+        return f"not compared: {error}"
+    if names != others:
+        return f"{len(names & others)} tensors have the same name, {len(names ^ others)} are in one of the runs alone"
+    if not distances:
+        return f"the same, to the last bit ({len(names)} tensors)"
+    worst = max(distances, key=lambda name: distances[name])
+    by = "another shape or type" if distances[worst] == math.inf else f"by {distances[worst]:.3g}"
+    return f"{len(distances)} of {len(names)} tensors differ, most {worst}: {by}"
+
+
+def latest_start(path: Path) -> dict[str, Any]:
+    """Return provenance.json's record of the latest start; empty if there is none."""
+    starts = Provenance(path).read()["starts"]
+    return starts[-1] if starts else {}
+
+
+def _code_of(path: Path) -> Mapping[str, dict[str, str]]:
+    content = Provenance(path).read()
+    modules = content["code"].get(content["starts"][-1].get("code")) if content["starts"] else None
+    return {name: parts for name, parts in modules.items() if isinstance(parts, dict)} if isinstance(modules, dict) else {}
+
+
+def _environment(start: dict[str, Any]) -> dict[str, str]:
+    git, packages, workers = start.get("git"), start.get("packages"), start.get("workers")
+    found: dict[str, str] = {name: str(start[name]) for name in ("framework", "python") if name in start}
+    if isinstance(git, dict):
+        found["commit"] = str(git.get("commit")) + (" with changes" if git.get("diff") else "")
+    found |= {name: str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}
+    latest = workers[-1] if isinstance(workers, list) and workers and isinstance(workers[-1], dict) else {}
+    return found | {name: _written(latest[name]) for name in ("hosts", "devices") if name in latest}
+
+
+def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> TwoValues:
+    names = dict.fromkeys([*ours, *theirs])
+    return {name: (ours.get(name, ""), theirs.get(name, "")) for name in names if ours.get(name) != theirs.get(name)}
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _rows_of(path: Path) -> dict[tuple[int, str], Row]:
+    metrics = RunDirectory(path).metrics
+    rows = iterate_rows(metrics) if metrics.is_file() else ()
+    return {(row["step"], row["split"]): row for row in rows}
+
+
+def _same(first: Any, second: Any) -> bool:
+    return first == second or (first != first and second != second)  # nan is nan
+
+
+def _relative(first: Any, second: Any) -> float:
+    if not (isinstance(first, (int, float)) and isinstance(second, (int, float))):
+        return math.inf
+    distance = abs(first - second) / max(abs(first), abs(second))
+    return distance if math.isfinite(distance) else math.inf

@@ -1,0 +1,167 @@
+"""`show`, `diff` and `why`: what is printed about real runs, and about damaged ones."""
+
+import json
+import math
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from framework.runs.compare import config_differences, rows_difference, weights_difference
+from framework.runs.lineage import lineage
+from tests.harness import Ended, command, finished, typed
+from tests.test_loop import TINY
+
+SHORT = [*TINY, "trainer.max_epochs=2", "trainer.eval_every=3"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a root with four runs: `one`, `two` processes, another `lr`, and `longer`, which goes on from `one`."""
+    folder = tmp_path_factory.mktemp("about") / "runs"
+    one = finished(*SHORT, "name=one", root=folder).directory
+    finished(*SHORT, "name=two", "parallel=ddp", "launch.nproc_per_node=2", root=folder)
+    finished(*SHORT, "name=lr", "optimizer.lr=0.03", root=folder)
+    finished(*SHORT, "name=longer", "trainer.max_epochs=4", f"run.resume={one}", root=folder)
+    finished(*SHORT, "name=warm", f"model.init_from={one / 'model.safetensors'}", root=folder)
+    return folder
+
+
+def run_called(root: Path, name: str) -> Path:
+    (path,) = (root / name).iterdir()
+    return path
+
+
+def asked(root: Path, *words: str) -> Ended:
+    return typed(*words, f"run.root={root}", directory=root.parent)
+
+
+def test_a_run_is_shown_with_what_it_was_asked_and_what_it_found(root: Path) -> None:
+    ended = asked(root, "show", run_called(root, "lr").name[:6])
+    assert ended.code == 0, ended.output
+    summary = json.loads((run_called(root, "lr") / "summary.json").read_text())
+    accuracy = summary["metrics"]["test"]["last"]["accuracy"]
+    assert re.search(r"optimizer\.lr +0\.03\n", ended.output)
+    assert re.search(rf"test last .* accuracy {accuracy:.4f}", ended.output)
+    assert f"step        {summary['step']} of {summary['total_steps']}" in ended.output
+    assert "optimizer.weight_decay" not in ended.output  # a default
+
+
+def test_two_processes_differ_by_rounding_alone_and_diff_says_so(root: Path) -> None:
+    first, second = run_called(root, "one"), run_called(root, "two")
+    ended = asked(root, "diff", str(first), str(second))
+    assert ended.code == 0, ended.output
+    assert re.search(r"what does not\n(  .*\n)*  launch\.nproc_per_node +1  \|  2\n", ended.output)
+    assert "they differ up to" in ended.output and rows_difference(first, second).largest < 1e-4
+    assert "code\n  the same" in ended.output
+
+
+def test_the_first_step_that_differs_is_found(root: Path) -> None:
+    first, second = run_called(root, "one"), run_called(root, "lr")
+    difference = rows_difference(first, second)
+    assert difference.last_same == 0 and difference.first == (1, "train")  # the rate is in the row of the first step
+    assert "lr" in difference.values
+    ended = asked(root, "diff", first.name, second.name)
+    assert "first difference: step 1, train" in ended.output and re.search(r"optimizer\.lr +\S+  \|  0\.03", ended.output)
+    assert "tensors differ, most" in ended.output
+
+
+def test_a_run_is_the_same_as_itself_to_the_last_bit(root: Path) -> None:
+    one = run_called(root, "one")
+    assert rows_difference(one, one).first is None and rows_difference(one, one).largest == 0
+    assert weights_difference(one, one).startswith("the same, to the last bit")
+    assert config_differences(one, one) == ({}, {})
+
+
+def test_one_bit_of_one_weight_is_seen(root: Path, tmp_path: Path) -> None:
+    one, other = run_called(root, "one"), tmp_path / "other"
+    other.mkdir()
+    weights = load_file(one / "model.safetensors")
+    name = sorted(weights)[0]
+    weights[name].view(-1)[0] = torch.nextafter(weights[name].view(-1)[0], torch.tensor(math.inf))
+    save_file(weights, other / "model.safetensors")
+    assert re.match(rf"1 of {len(weights)} tensors differ, most {re.escape(name)}: by ", weights_difference(one, other))
+
+
+def test_a_row_s_value_that_is_changed_is_named(root: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (run_called(root, "one") / "metrics.jsonl").read_text().splitlines()]
+    changed = next(row for row in rows if row["split"] == "train" and row["step"] == 3)
+    changed["loss"] *= 1 + 1e-12
+    changed["step_s"] = 77.0  # a clock's
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    difference = rows_difference(run_called(root, "one"), tmp_path)
+    assert difference.first == (3, "train") and [*difference.values] == ["loss"]
+    assert difference.last_same == 2 and 0 < difference.largest < 1e-11
+
+
+def test_ancestors_come_first_and_a_resumed_run_says_up_to_where_it_is_the_other(root: Path) -> None:
+    one, longer = run_called(root, "one"), run_called(root, "longer")
+    assert [ancestor.run for ancestor in lineage(longer)] == [one, longer]
+    ended = asked(root, "why", longer.name)
+    step = json.loads((one / "summary.json").read_text())["step"]
+    assert ended.code == 0, ended.output
+    assert re.search(
+        rf"took run\.resume=\S+ from one/{one.name}; its rows begin with those of it, up to step {step}\b", ended.output
+    )
+    assert "To do it again" in ended.output
+
+
+def test_weights_that_a_run_began_with_are_an_ancestor(root: Path) -> None:
+    warm = run_called(root, "warm")
+    ended = asked(root, "why", warm.name)
+    assert re.search(r"took model\.init_from=\S+/model\.safetensors from one/", ended.output)
+    sums = subprocess.run(["sha256sum", warm / "model.safetensors"], capture_output=True, text=True, check=True).stdout
+    assert f"sha256 {sums.split()[0]}" in ended.output
+    assert f"@misc{{{warm.name}," in ended.output
+
+
+def test_two_runs_that_name_each_other_end(root: Path, tmp_path: Path) -> None:
+    # a moved or hand-written configuration may lead in a circle
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place, other in zip(places, reversed(places)):
+        ended = command(*SHORT, f"run.dir={place}", "trainer.max_steps=1", root=tmp_path / "runs")
+        assert ended.code == 0, ended.output
+        (place / "config.yaml").unlink()
+        from framework.config.frozen_file import freeze
+
+        freeze({"run": {"resume": str(other)}}, place)
+    assert {ancestor.run for ancestor in lineage(places[0])} == set(places)
+
+
+@pytest.fixture
+def damaged(root: Path, tmp_path: Path) -> Iterator[Path]:
+    copy = tmp_path / "damaged"
+    copy.mkdir()
+    for name in ("metrics.jsonl", "summary.json", "lock"):
+        (copy / name).write_bytes((run_called(root, "one") / name).read_bytes())
+    (copy / "config.yaml").write_text("name: [\x1b[31m")
+    (copy / "provenance.json").write_text('{"starts": [7]}')
+    yield copy
+
+
+def test_what_is_damaged_is_said_and_the_rest_is_shown(root: Path, damaged: Path) -> None:
+    for words in (["show", str(damaged)], ["diff", str(damaged), run_called(root, "one").name], ["why", str(damaged)]):
+        ended = asked(root, *words)
+        assert ended.code == 0 and "Traceback" not in ended.output, ended.output
+        assert "\x1b" not in ended.output
+    assert "is not as it was frozen" in asked(root, "show", str(damaged)).output
+    assert "no record of its starts" in asked(root, "why", str(damaged)).output
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "answer"),
+    [
+        (["show"], 78, "show: needs 1 run (steadfast show RUN"),
+        (["diff", "a"], 78, "diff: needs 2 runs"),
+        (["why", "--all", "x"], 78, "why: needs 1 run"),
+        (["show", "zzz"], 65, "zzz is neither a run nor the beginning of the id of one"),
+        (["show", ""], 65, "names 5 runs"),
+    ],
+)
+def test_a_mistake_is_one_line(root: Path, words: list[str], code: int, answer: str) -> None:
+    ended = asked(root, *words)
+    assert ended.code == code and answer in ended.output, ended.output

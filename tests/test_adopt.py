@@ -1,0 +1,96 @@
+"""`adopt MODULE:MODEL`: the file it writes, and its word on each strategy, which a run then keeps."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.harness import Ended, typed
+from tests.test_loop import TINY
+
+SMALL = [word for word in TINY if not word.startswith("model")] + ["trainer.max_steps=2"]
+
+NET = '''
+from torch import nn
+
+
+class OddNet(nn.Module):
+    """Layers one after the other, in a list."""
+
+    def __init__(self, in_channels, image_size, num_classes, hidden=12, act=nn.ReLU, drop: float = 0.5, widths=[3, 4]):
+        super().__init__()
+        self.first = nn.Linear(in_channels * image_size**2, hidden)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(hidden, hidden), act(), nn.Dropout(drop)) for _ in range(4))
+        self.head = nn.Linear(hidden, num_classes)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int, num_classes=10):
+        super().__init__()
+        self.layer = nn.Linear(64 * width, num_classes)
+
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "odd.py").write_text(NET)
+    return tmp_path
+
+
+def adopted(project: Path, *words: str) -> Ended:
+    return typed("adopt", *words, directory=project, timeout_s=170.0)
+
+
+def test_the_file_has_every_plain_argument_and_the_strategies_are_told_apart(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("framework.cli.adopt.options", lambda group: ["context", "ddp", "pipeline", "single"])
+    ended = adopted(project, "nets/odd.py:OddNet", "dataset.num_workers=0")
+    assert ended.code == 0, ended.output
+    text = (project / "conf" / "model" / "odd_net.yaml").read_text()
+    assert yaml.safe_load(text) == {
+        "_target_": "nets.odd.OddNet", "in_channels": None, "image_size": None, "num_classes": None, "hidden": 12, "drop": 0.5,
+        "widths": [3, 4],
+    }  # fmt: skip
+    assert text.startswith("# Layers one after the other, in a list.\n")
+    assert re.search(r"ddp +yes\n", ended.output) and re.search(r"pipeline +yes\n", ended.output)
+    assert re.search(r"context +not yet:\n +parallel: OddNet does not answer mixers\(\)", ended.output)
+    run = typed("model=odd_net", *SMALL, "parallel=pipeline", "launch.nproc_per_node=2", directory=project)
+    assert run.code == 0, run.output
+
+
+def test_what_has_no_default_is_asked_for_and_the_file_stays(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.cli.adopt.options", lambda group: ["ddp"])
+    first = adopted(project, "nets.odd:Wide")
+    assert first.code == 78 and "before any strategy" in first.output and "model.width: ???" in first.output
+    file = project / "conf" / "model" / "wide.yaml"
+    file.write_text(file.read_text() + "# mine\n")
+    again = adopted(project, "nets.odd:Wide", "model.width=1")
+    assert again.code == 0 and re.search(r"ddp +yes\n", again.output), again.output
+    assert "stays as it is" in again.output and file.read_text().endswith("# mine\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ([], "needs a model"),
+        (["model=mlp"], "needs a model"),
+        (["nets.odd:OdNet"], "did you mean OddNet?"),
+        (["nowhere:Net"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(project: Path, words: list[str], answer: str) -> None:
+    ended = adopted(project, *words)
+    assert ended.code == 78 and answer in ended.output and len(ended.output.splitlines()) == 1, ended.output
+    assert not (project / "conf").exists()
