@@ -74,3 +74,14 @@ def files(page: str) -> dict[str, str]:
     """Return the files that the page shows, by name."""
     found = [re.match(r"# (\S+)\n", text) for language, text in blocks(page) if language in ("python", "yaml")]
     return {match[1]: match.string[match.end() :] for match in found if match is not None}
+
+
+def with_ids(line: str, folder: Path) -> str:
+    """Put the id of the newest run of that name in the place of each `runs/NAME/ID`."""
+
+    def newest(match: re.Match[str]) -> str:
+        found = sorted(folder.glob(f"runs/{match[1]}/*/config.yaml"), key=lambda path: path.stat().st_mtime_ns)
+        assert found, f"{line}: no command before it has made a run in runs/{match[1]}"
+        return f"runs/{match[1]}/{found[-1].parent.name}"
+
+    return re.sub(r"runs/(\w+)/ID\b", newest, line)

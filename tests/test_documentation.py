@@ -29,10 +29,11 @@ from framework.distributed.mpi import start as mpi
 from tests.harness import Ended, files_below, slow_but, typed, wait_for
 from tests.launch.test_mpi import ALLOWED
 from tests.launch.test_slurm import MISSING, ask, cluster  # noqa: F401  # a fixture
-from tests.pages import PAGES, ROOT, Command, blocks, commands, files, project
+from tests.pages import PAGES, ROOT, Command, blocks, commands, files, project, with_ids
 from tests.test_extend import PAGE as EXTEND
 from tests.test_extend import steadfast
 from tests.test_recipes import RECIPES
+from tests.test_tutorial import PAGE as TUTORIAL
 
 # What is appended to a command that has these words, if the page shows no output of it. Of a key the last counts.
 SHORTER = {
@@ -74,7 +75,7 @@ def of_page(page: str) -> list[Command]:
     return [command for command in parts if not command.line.startswith(tuple(NOT_RUN))]
 
 
-EVERY = {page: of_page(page) for page in PAGES if page != EXTEND}  # whose commands test_extend.py runs
+EVERY = {page: of_page(page) for page in PAGES if page not in (EXTEND, TUTORIAL)}  # which have tests of their own
 
 
 def is_slow(command: Command) -> bool:
@@ -184,17 +185,6 @@ def give(command: Command, folder: Path, *more: str) -> Ended:
 
 def without_slurm() -> None:
     os.environ["PATH"] = ""
-
-
-def with_ids(line: str, folder: Path) -> str:
-    """Put the id of the newest run of that name in the place of each `runs/NAME/ID`."""
-
-    def newest(match: re.Match[str]) -> str:
-        found = sorted(folder.glob(f"runs/{match[1]}/*/config.yaml"), key=lambda path: path.stat().st_mtime_ns)
-        assert found, f"{line}: no command before it has made a run in runs/{match[1]}"
-        return f"runs/{match[1]}/{found[-1].parent.name}"
-
-    return re.sub(r"runs/(\w+)/ID\b", newest, line)
 
 
 def shorter(line: str, *more: str) -> str:

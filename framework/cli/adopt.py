@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from framework.cli.run import checked_line
+from framework.config.compose import compose_line
 from framework.config.folders import option_node, options, own_folder
 from framework.config.targets import locate, signature_of
 from framework.distributed.mesh import MESH_AXES
@@ -37,7 +38,7 @@ def adopt(arguments: list[str]) -> int:
     PREEMPTION.watch()
     target = _dotted(arguments[0])
     try:
-        text = _option(target)
+        text = _option(target, facts=_facts(arguments[1:]))
     except ValueError as error:
         return print_problems([Problem("adopt", str(error), "MODULE:MODEL, as in mynet:Net or mypackage/net.py:Net")])
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.rpartition(".")[2]).lower()
@@ -69,20 +70,29 @@ def _dotted(text: str) -> str:
     return f"{module}.{name}" if colon else text
 
 
-def _option(target: str) -> str:
+def _facts(overrides: list[str]) -> set[str]:
+    """Return the arguments that come from the dataset of the runs that are tried, under every name; none of a faulty one."""
+    from framework.build.components import ALIASES, dataset
+
+    try:
+        info = dataset(compose_line(overrides).config["dataset"]).info
+    except Exception:  # what is wrong with it, trying a run says
+        return set()
+    return {name for fact in info for name in (fact, *ALIASES.get(fact, ()))}
+
+
+def _option(target: str, *, facts: set[str]) -> str:
     """Return the text of the option's file: every argument that plain data can give, and what it is without. ValueError."""
     found, signature = locate(target), signature_of(target, group="model")
     summary = (found.__doc__ or "").strip().partition("\n")[0]
     lines = [*([f"# {summary}"] if summary else []), f"_target_: {target}"]
-    lines += [line for name, argument in signature.arguments.items() for line in _line(name, argument)]
+    lines += [line for name, argument in signature.arguments.items() for line in _line(name, argument, facts)]
     return "\n".join(lines) + "\n"
 
 
-def _line(name: str, argument: inspect.Parameter) -> Iterator[str]:
-    from framework.build.components import ALIASES
-
+def _line(name: str, argument: inspect.Parameter, facts: set[str]) -> Iterator[str]:
     kind = "" if argument.annotation is argument.empty else f": {inspect.formatannotation(argument.annotation)}"
-    if name in ALIASES or any(name in others for others in ALIASES.values()):
+    if name in facts:
         yield f"{name}: null # from the data"
     elif argument.default is argument.empty:
         yield f"{name}: ??? # it has no default{kind}"

@@ -1,0 +1,66 @@
+"""docs/tutorial.md, word by word: its files and commands, in its order, in one empty folder."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness import typed
+from tests.pages import PAGES, ROOT, Command, commands, with_ids
+from tests.test_extend import steadfast
+
+PAGE = "docs/tutorial.md"
+SHORTER = ["trainer.max_epochs=2", "trainer.eval_every=16"]
+STRATEGIES = ["context", "ddp", "fsdp", "single"]
+
+
+def steps(text: str) -> list[Path | str]:
+    """Return what the page does, in order: a file that it writes, or a command's line."""
+    found: list[Path | str] = []
+    for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL):
+        if language in ("python", "yaml"):
+            found.append(Path(block.partition("\n")[0].removeprefix("# ")))
+        elif language in ("bash", "console"):
+            found += [line.removeprefix("$ ") for line in block.splitlines() if language == "bash" or line.startswith("$ ")]
+    return found
+
+
+def test_the_page_has_files_and_commands_of_every_step() -> None:
+    found = steps(PAGES[PAGE])
+    assert [step for step in found if isinstance(step, Path)] == [
+        Path("spirals.py"), Path("conf/dataset/spirals.yaml"), Path("net.py"), Path("robust.py"), Path("conf/task/robust.yaml"),
+        Path("conf/experiment/paper.yaml"), Path("figure.py"),
+    ]  # fmt: skip
+    lines = " ".join(step for step in found if isinstance(step, str))
+    assert all(word in lines for word in ("adopt", " -m ", "mode=report", "nproc_per_node=2", "why", "mode=export"))
+
+
+@pytest.mark.timeout(900)  # beside others
+def test_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.cli.adopt.options", lambda group: STRATEGIES)  # the others take a minute
+    texts = {match[1]: match[2] for match in re.finditer(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGES[PAGE], re.DOTALL)}
+    known = {command.line: command for command in commands(PAGE)}
+    for step in steps(PAGES[PAGE]):
+        if isinstance(step, Path):
+            (tmp_path / step).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / step).write_text(texts[str(step)])
+        else:
+            give(known[re.split(r"\s+#\s", step)[0]], tmp_path)
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert len([*tmp_path.glob("runs/paper/*/model.safetensors")]) == 18
+
+
+def give(command: Command, folder: Path) -> None:
+    program, *words = shlex.split(with_ids(command.line, folder))
+    if program == "python":
+        done = subprocess.run(command.line, shell=True, cwd=folder, text=True, env=steadfast(folder / ".bin") | {"PYTHONPATH": str(ROOT)},
+                              capture_output=True, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return
+    assert program == "steadfast"
+    is_training = not command.shown and "mode=" not in command.line
+    ended = typed(*words, *(SHORTER if is_training else []), directory=folder, timeout_s=600)
+    assert ended.code == command.code, f"{command}\n{ended.output}"
+    assert command.promises(ended.output), f"{command}\n{ended.output}"
