@@ -33,7 +33,7 @@ from tests.pages import PAGES, ROOT, Command, blocks, commands, files, project, 
 from tests.test_extend import PAGE as EXTEND
 from tests.test_extend import steadfast
 from tests.test_recipes import RECIPES
-from tests.test_tutorial import PAGE as TUTORIAL
+from tests.test_tutorial import WALKED
 
 # What is appended to a command that has these words, if the page shows no output of it. Of a key the last counts.
 SHORTER = {
@@ -75,7 +75,7 @@ def of_page(page: str) -> list[Command]:
     return [command for command in parts if not command.line.startswith(tuple(NOT_RUN))]
 
 
-EVERY = {page: of_page(page) for page in PAGES if page not in (EXTEND, TUTORIAL)}  # which have tests of their own
+EVERY = {page: of_page(page) for page in PAGES if page not in (EXTEND, *WALKED)}  # which have tests of their own
 
 
 def is_slow(command: Command) -> bool:

@@ -1,4 +1,4 @@
-"""docs/tutorial.md, word by word: its files and commands, in its order, in one empty folder."""
+"""docs/tutorial.md and docs/migration.md, word by word: their files and commands, in their order, in one empty folder."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from tests.harness import typed
 from tests.pages import PAGES, ROOT, Command, commands, with_ids
 from tests.test_extend import steadfast
 
-PAGE = "docs/tutorial.md"
+TUTORIAL, MIGRATION = WALKED = "docs/tutorial.md", "docs/migration.md"
 SHORTER = ["trainer.max_epochs=2", "trainer.eval_every=16"]
 STRATEGIES = ["context", "ddp", "fsdp", "single"]
 
@@ -20,15 +20,15 @@ def steps(text: str) -> list[Path | str]:
     """Return what the page does, in order: a file that it writes, or a command's line."""
     found: list[Path | str] = []
     for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL):
-        if language in ("python", "yaml"):
-            found.append(Path(block.partition("\n")[0].removeprefix("# ")))
+        if language in ("python", "yaml") and (name := re.match(r"# (\S+)\n", block)):
+            found.append(Path(name[1]))
         elif language in ("bash", "console"):
             found += [line.removeprefix("$ ") for line in block.splitlines() if language == "bash" or line.startswith("$ ")]
     return found
 
 
 def test_the_page_has_files_and_commands_of_every_step() -> None:
-    found = steps(PAGES[PAGE])
+    found = steps(PAGES[TUTORIAL])
     assert [step for step in found if isinstance(step, Path)] == [
         Path("spirals.py"), Path("conf/dataset/spirals.yaml"), Path("net.py"), Path("robust.py"), Path("conf/task/robust.yaml"),
         Path("conf/experiment/paper.yaml"), Path("figure.py"),
@@ -38,18 +38,29 @@ def test_the_page_has_files_and_commands_of_every_step() -> None:
 
 
 @pytest.mark.timeout(900)  # beside others
-def test_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorial_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("framework.cli.adopt.options", lambda group: STRATEGIES)  # the others take a minute
-    texts = {match[1]: match[2] for match in re.finditer(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGES[PAGE], re.DOTALL)}
-    known = {command.line: command for command in commands(PAGE)}
-    for step in steps(PAGES[PAGE]):
-        if isinstance(step, Path):
-            (tmp_path / step).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / step).write_text(texts[str(step)])
-        else:
-            give(known[re.split(r"\s+#\s", step)[0]], tmp_path)
+    follow(TUTORIAL, tmp_path)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert len([*tmp_path.glob("runs/paper/*/model.safetensors")]) == 18
+
+
+@pytest.mark.timeout(400)
+def test_what_was_written_for_another_trainer_trains(tmp_path: Path) -> None:
+    follow(MIGRATION, tmp_path)
+    assert len([*tmp_path.glob("runs/*/*/model.safetensors")]) == len(commands(MIGRATION)) == 4
+
+
+def follow(page: str, folder: Path) -> None:
+    """Do what a page says: write its files and give its commands."""
+    texts = {match[1]: match[2] for match in re.finditer(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGES[page], re.DOTALL)}
+    known = {command.line: command for command in commands(page)}
+    for step in steps(PAGES[page]):
+        if isinstance(step, Path):
+            (folder / step).parent.mkdir(parents=True, exist_ok=True)
+            (folder / step).write_text(texts[str(step)])
+        else:
+            give(known[re.split(r"\s+#\s", step)[0]], folder)
 
 
 def give(command: Command, folder: Path) -> None:
