@@ -1,5 +1,6 @@
 """The sinks say what metrics.jsonl says, once, also after interruptions; one that fails does not end the run."""
 
+import csv
 import fcntl
 import io
 import json
@@ -61,7 +62,7 @@ def tensorboard_events(directory: Path) -> Any:
     """Read the event files as TensorBoard does."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    everything = {"scalars": 0, "images": 0, "tensors": 0}
+    everything = {"scalars": 0, "images": 0, "tensors": 0, "histograms": 0}
     return EventAccumulator(str(directory / "tensorboard"), size_guidance=everything).Reload()
 
 
@@ -181,15 +182,105 @@ def test_tensorboard_has_the_hparams_with_the_final_and_the_best_metrics(tmp_pat
     values = hparams("session_start_info").session_start_info.hparams
     assert values["optimizer.lr"].number_value == 0.01 and values["model._target_"].string_value == "models.mlp.MLP"
     measured = {info.name.tag for info in hparams("experiment").experiment.metric_infos}
-    expected = {
-        (f"{which}/{split}/{name}", 16): value
-        for split, rows in run.summary["metrics"].items()
-        for which, row in (("final", rows["last"]), ("best", rows["best"]))
-        for name, value in row.items()
-        if name not in ("step", "split")
-    }
-    assert measured == {tag for tag, _ in expected} and "best/val/loss" in measured
-    assert_equal(tensorboard_scalars(run.directory, splits=("final", "best")), expected)
+    best = run.summary["metrics"]["val"]["best"]["loss"]
+    columns = {f"{split}/{name}" for split in ("train", "val", "test") for name in ("loss", "accuracy", "top5")}
+    assert measured == {"best/val/loss", *columns}
+    assert_equal(tensorboard_scalars(run.directory, splits=("final", "best")), {("best/val/loss", 16): best})
+    assert {tag.partition("/")[0] for tag in reader.Tags()["scalars"]} == {"train", "val", "test", "best"}
+
+
+HISTOGRAMS = [*RUN, "part=histograms", "part.histograms.every=5", "part.histograms.bins=7"]
+
+
+def lists_of(run: Ended) -> list[dict[str, Any]]:
+    """Return the rows with their lists."""
+    return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", slow_but([DDP], [[], DDP, ["parallel=fsdp", "launch.nproc_per_node=2"]]), ids=str)
+def test_histograms_are_those_of_the_whole_tensors_after_an_interruption(strategy: list[str], tmp_path: Path) -> None:
+    line = [*HISTOGRAMS, *strategy, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
+    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    run = finished(*line, root=tmp_path / "runs")
+    rows = {row["step"]: row for row in lists_of(run) if row["split"] == "train"}
+    assert {step for step, row in rows.items() if any("histogram" in name for name in row)} == {5, 10, 15}
+    held = tensorboard_events(run.directory)
+    for kind in ("weight", "gradient"):
+        for name, tensor in run.weights.items():
+            lowest, highest, counts = rows[15][f"{kind}_histogram:{name}"]
+            assert len(counts) == 7 and sum(counts) == tensor.numel() and lowest <= highest
+            assert [event.step for event in held.Histograms(f"{kind}s/{name}")] == [5, 10, 15]
+            shown = held.Histograms(f"{kind}s/{name}")[-1].histogram_value
+            assert shown.num == tensor.numel() and shown.min == pytest.approx(lowest)
+    name = sorted(run.weights)[0]
+    logged = [json.loads(item.value_json) for record in wandb_records(wandb_files(run.directory)[-1])
+              if record.WhichOneof("record_type") == "history" for item in record.history.item
+              if (item.key or "/".join(item.nested_key)) == f"weights/{name}"]  # fmt: skip
+    assert [item["values"] for item in logged] == [rows[step][f"weight_histogram:{name}"][2] for step in (5, 10, 15)]
+
+
+def test_a_histogram_is_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
+    one = finished(*HISTOGRAMS, "precision=fp64", root=tmp_path / "one")
+    two = finished(*HISTOGRAMS, "precision=fp64", "parallel=fsdp", "launch.nproc_per_node=2", root=tmp_path / "two")
+    compared = 0
+    for first, second in zip(lists_of(one), lists_of(two)):
+        for name in (name for name in first if name.startswith("weight_histogram:")):
+            assert first[name][2] == second[name][2] and first[name][:2] == pytest.approx(second[name][:2], abs=1e-9), name
+            compared += 1
+    assert compared == 3 * len(one.weights)
+
+
+def test_histograms_of_nothing_are_refused(tmp_path: Path) -> None:
+    refused = command(*HISTOGRAMS, "part.histograms.parameters=[laye]", root=tmp_path / "runs")
+    assert refused.code == 78 and "parameters=laye: matches no trained parameter" in refused.output
+
+
+# --- MLflow, CSV
+
+
+def mlflow_scalars(client: Any, run_id: str) -> Scalars:
+    """Return what MLflow holds; a step that is there twice is an error."""
+    found: Scalars = {}
+    for name in client.get_run(run_id).data.metrics:
+        for metric in client.get_metric_history(run_id, name):
+            assert (name, metric.step) not in found, f"{name} has step {metric.step} twice"
+            found[name, metric.step] = metric.value
+    return found
+
+
+@pytest.mark.timeout(400)  # it makes a database
+def test_mlflow_is_one_run_equal_to_metrics_jsonl_after_a_kill(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    line = [*RUN, *DDP, "logger=mlflow", "logger.mlflow.log_model=true", "logger.mlflow.timeout_s=120"]
+    database = tmp_path / "runs" / "mlflow.db"
+    dies = after_step(10, once(lambda: database.exists() and database.stat().st_size > 100_000, crash))
+    assert command(*line, root=tmp_path / "runs", before=dies).code != 0
+    run = finished(*line, root=tmp_path / "runs")
+    client = MlflowClient(f"sqlite:///{database}")
+    (held,) = client.search_runs([client.get_experiment_by_name("steadfast").experiment_id])
+    found = mlflow_scalars(client, held.info.run_id)
+    assert found.pop(("best/val/loss", 16)) == pytest.approx(run.summary["metrics"]["val"]["best"]["loss"])
+
+    def exact(values: Scalars) -> Scalars:
+        return {key: value for key, value in values.items() if key[0].partition("/")[2] not in MACHINE}
+
+    assert_equal(exact(found), exact(scalars_of(run.rows)))
+    assert held.info.status == "FINISHED" and held.data.params["seed"] == "0"
+    assert held.data.params["model._target_"] == "models.mlp.MLP"
+    assert [file.path for file in client.list_artifacts(held.info.run_id)] == ["model.safetensors"]
+
+
+def test_csv_files_hold_the_rows_of_metrics_jsonl_after_a_kill(tmp_path: Path) -> None:
+    line = [*RUN, "logger=csv"]
+    assert command(*line, root=tmp_path / "runs", before=after_step(10, crash)).code == -signal.SIGKILL
+    run = finished(*line, root=tmp_path / "runs")
+    for split in ("train", "val", "test"):
+        with open(run.directory / "csv" / f"{split}.csv", newline="") as file:
+            rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+        expected = [{name: value for name, value in row.items() if name != "split" and value is not None}
+                    for row in run.rows if row["split"] == split]  # fmt: skip
+        assert rows == expected and rows, split
 
 
 def test_tensorboard_shows_the_first_training_images_once(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from framework.loggers.sink import RunInfo, Samples, Sink
+from framework.runs.metrics_file import numbers_of
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, die_with_parent
 
@@ -158,4 +159,6 @@ def _take_calls(socket: socket.socket, sink: Sink) -> None:
             if method == "open":
                 samples = argument["samples"] and Samples(**argument["samples"])
                 argument = RunInfo(**argument | {"directory": Path(argument["directory"]), "samples": samples})
+            if method == "log" and not getattr(sink, "takes_lists", False):
+                argument = numbers_of(argument)
             getattr(sink, method)(argument)

@@ -39,7 +39,7 @@ class Sink(Protocol):
         """Start recording. Rows after `run.step` from before an interruption are void; metrics.jsonl has the others."""
 
     def log(self, row: dict[str, Any]) -> None:
-        """Take one row of metrics.jsonl."""
+        """Take one row of metrics.jsonl: its numbers; of a sink whose `takes_lists` is true, its lists of numbers too."""
 
     def close(self, summary: dict[str, Any]) -> None:
         """Stop recording; `summary` is the content of summary.json. `open` may follow, for an earlier step."""

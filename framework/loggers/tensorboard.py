@@ -8,19 +8,21 @@ import numpy as np
 
 from framework.config.identity import flat
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Row, read_rows, scalars
+from framework.runs.metrics_file import Histogram, Row, histograms, is_curve, iterate_rows, scalars
 
 
 class TensorBoard:
-    """Scalars as SPLIT/METRIC over the step, a few samples, and at the end the hparams with the final metrics."""
+    """Scalars as SPLIT/METRIC over the step, histograms if rows have them, a few samples, and at the end the hparams."""
 
     extra = "tensorboard"  # of the package, to be installed
+    takes_lists = True
 
     def open(self, run: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         directory = run.directory / "tensorboard"
-        rows = read_rows(run.directory / "metrics.jsonl", until=run.step)
+        metrics = run.directory / "metrics.jsonl"
+        rows = list(iterate_rows(metrics, until=run.step)) if metrics.exists() else []
         missing = _missing(rows, directory)
         # from purge_step on, TensorBoard hides what was written before: rows that a kill has lost, and rows after the
         # checkpoint from which an interrupted run continues. They are written again
@@ -36,6 +38,8 @@ class TensorBoard:
     def log(self, row: Row) -> None:
         for tag, value in scalars(row).items():
             self._writer.add_scalar(tag, value, global_step=row["step"])
+        for tag, found in histograms(row).items():
+            self._show_histogram(tag, found, step=row["step"])
         if row["split"] != "train":
             self._writer.flush()
 
@@ -43,6 +47,15 @@ class TensorBoard:
         if summary.get("status") == "finished":
             self._compare(summary)
         self._writer.close()
+
+    def _show_histogram(self, tag: str, found: Histogram, *, step: int) -> None:
+        middles = np.convolve(found.edges, [0.5, 0.5], mode="valid")
+        counts = np.array(found.counts)
+        self._writer.add_histogram_raw(
+            tag, min=found.lowest, max=found.highest, num=int(counts.sum()), sum=float(counts @ middles),
+            sum_squares=float(counts @ middles**2), bucket_limits=found.edges[1:], bucket_counts=found.counts,
+            global_step=step,
+        )  # fmt: skip
 
     def _show_samples(self) -> None:
         samples = self._run.samples
@@ -55,15 +68,18 @@ class TensorBoard:
     def _compare(self, summary: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        metrics: dict[str, float] = {}
-        for rows in summary["metrics"].values():
-            metrics |= {f"final/{tag}": value for tag, value in scalars(rows["last"]).items()}
-            metrics |= {f"best/{tag}": value for tag, value in scalars(rows["best"]).items()}
+        # the page shows the latest value of a tag: what is logged already needs no tag of its own
+        metrics = {tag: value for rows in summary["metrics"].values() for tag, value in scalars(rows["last"]).items()
+                   if is_curve(tag.partition("/")[2])}  # fmt: skip
+        monitor = str(summary.get("monitor"))
+        split, _, name = monitor.partition("/")
+        best = {f"best/{monitor}": value for value in [summary["metrics"].get(split, {}).get("best", {}).get(name)]
+                if value is not None}  # fmt: skip
         settings = flat(self._run.config).items()
         shown = {key: value if isinstance(value, (str, int, float)) else str(value) for key, value in settings}
-        for part in hparams(shown, metrics):
+        for part in hparams(shown, metrics | best):
             self._writer._get_file_writer().add_summary(part)  # as `add_hparams` does, which writes to another directory
-        for tag, value in metrics.items():
+        for tag, value in best.items():
             self._writer.add_scalar(tag, value, global_step=summary["step"])
 
 

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from framework.checkpoint.manifest import candidates, step_of
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Row, read_rows, scalars
+from framework.runs.metrics_file import Row, histograms, iterate_rows, scalars
+from framework.runs.provenance import Provenance
 from framework.runtime.environment import variables
 from framework.runtime.log import LOGGER
 
@@ -20,11 +23,13 @@ class Wandb:
     """
 
     extra: ClassVar = "wandb"  # of the package, to be installed
+    takes_lists: ClassVar = True
 
     project: str
     mode: Literal["auto", "online", "offline", "disabled"]
     tags: list[str]
     log_checkpoints: bool
+    log_code: bool
     timeout_s: float
 
     def open(self, run: RunInfo) -> None:
@@ -48,8 +53,11 @@ class Wandb:
         self._info = run
         # Earlier rows that wandb does not have: offline all of them, since each start writes a new file and a kill loses
         # what was not written; online, the rows that were not sent.
-        for row in read_rows(run.directory / "metrics.jsonl", until=run.step):
+        metrics = run.directory / "metrics.jsonl"
+        for row in iterate_rows(metrics, until=run.step) if metrics.exists() else ():
             self.log(row)
+        if self.log_code:
+            self._log_code(run)
 
     def _init(self, run: RunInfo, *, mode: Literal["online", "offline", "disabled"]) -> Any:
         import wandb
@@ -68,6 +76,7 @@ class Wandb:
                 console="off",
                 silent=True,
                 disable_git=True,  # the URL of a remote may hold a token, and wandb hides passwords only
+                git_commit=Provenance(run.directory).commit,
                 save_code=False,
                 init_timeout=self.timeout_s,
                 finish_timeout=self.timeout_s,
@@ -78,7 +87,20 @@ class Wandb:
     def log(self, row: Row) -> None:
         # earlier steps were sent before a kill after the last checkpoint: steps never go backwards
         if row["step"] >= self._run.starting_step:
-            self._run.log(scalars(row), step=row["step"])
+            import wandb
+
+            shown = {tag: wandb.Histogram(np_histogram=(np.array(found.counts), np.array(found.edges)))
+                     for tag, found in histograms(row).items()}  # fmt: skip
+            self._run.log({**scalars(row), **shown}, step=row["step"])
+
+    def _log_code(self, run: RunInfo) -> None:
+        """Send the user's modules that the run reaches, as its starts have recorded them."""
+        import wandb
+
+        artifact = wandb.Artifact(f"code-{run.record_id}", type="code")
+        for name, path in Provenance(run.directory).files().items():
+            artifact.add_file(str(path), name=f"{name.replace('.', '/')}.py")
+        self._run.log_artifact(artifact)
 
     def close(self, summary: dict[str, Any]) -> None:
         for split, rows in summary.get("metrics", {}).items():

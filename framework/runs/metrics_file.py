@@ -134,9 +134,29 @@ def sampled_rows(path: Path, *, most: int) -> list[Row]:
     return [numbers_of(row) for row in _whole_rows(lines)]
 
 
+class Histogram(NamedTuple):
+    """How often a tensor's values lie in each of equal bins between `lowest` and `highest`."""
+
+    lowest: float
+    highest: float
+    counts: list[int]
+
+    @property
+    def edges(self) -> list[float]:
+        """The bins' limits, one more than there are bins."""
+        width = (self.highest - self.lowest) / len(self.counts)
+        return [self.lowest + width * number for number in range(len(self.counts))] + [self.highest]
+
+
+def histograms(row: Row) -> dict[str, Histogram]:
+    """Return a row's histograms (of framework/parts/histograms.py), as `weights/NAME` and `gradients/NAME`."""
+    return {f"{name.partition('_')[0]}s/{name.partition(':')[2]}": Histogram(*value) for name, value in row.items()
+            if name.startswith(("weight_histogram:", "gradient_histogram:"))}  # fmt: skip
+
+
 def scalars(row: Row) -> dict[str, float]:
-    """Return the known values of a row, by SPLIT/METRIC."""
-    known = {name: value for name, value in row.items() if name not in ("step", "split") and value is not None}
+    """Return the known numbers of a row, by SPLIT/METRIC."""
+    known = {name: value for name, value in numbers_of(row).items() if name not in ("step", "split") and value is not None}
     return {f"{row['split']}/{name}": value for name, value in known.items()}
 
 

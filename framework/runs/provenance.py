@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.code import Code, Functions, changed, code_of, versions
+from framework.config.folders import ROOT
 from framework.runtime.files import write_atomically
 from framework.runtime.secrets import redact
 from framework.runtime.version import __version__
@@ -53,6 +54,25 @@ class Provenance:
     def _latest(self) -> dict[str, Any]:
         starts = self.read()["starts"]
         return starts[-1] if starts else {}
+
+    @property
+    def commit(self) -> str | None:
+        """The commit from which the latest start was made, if it was in a repository."""
+        git = self._latest().get("git")
+        return str(git["commit"]) if isinstance(git, dict) and git.get("commit") else None
+
+    def files(self) -> dict[str, Path]:
+        """Return the files of the user's modules that the latest start reached, by module, unless they are gone."""
+        start = self._latest()
+        modules = self.read()["code"].get(start.get("code"))
+        folders = [*_texts(start, "folders"), str(start.get("directory", "")), str(ROOT)]
+        found = {name: Path(file) for name, file in _loaded(start).items()}
+        for name in modules if isinstance(modules, dict) else ():
+            place = name.replace(".", "/")
+            paths = [Path(folder, path) for folder in folders for path in (f"{place}.py", f"{place}/__init__.py")]
+            if there := [path for path in paths if path.is_file()]:
+                found[name] = there[0]
+        return {name: path for name, path in found.items() if path.is_file()}
 
     @property
     def is_damaged(self) -> bool:

@@ -57,6 +57,7 @@ def shown(value: Any) -> str:
 _MODULES = {
     "wandb": ["wandb"],
     "tensorboard": ["tensorboard"],
+    "mlflow": ["mlflow"],
     "slurm": ["submitit"],
     "search": ["optuna"],
     "report": ["bokeh"],

@@ -77,7 +77,7 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.log(row)
         numbers = numbers_of(row)
-        self._each(lambda sink: sink.log(numbers))
+        self._each(lambda sink: sink.log(row if isinstance(sink, Background) else numbers))
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         """Call every sink that works: a logger's failure is a warning, not the end of a run."""

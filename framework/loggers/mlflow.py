@@ -1,0 +1,89 @@
+"""MLflow: one MLflow run for all ranks and all resumes of a run."""
+
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from framework.config.identity import flat
+from framework.loggers.sink import RunInfo
+from framework.runs.metrics_file import Row, read_rows, scalars
+from framework.runs.provenance import Provenance
+from framework.runtime.environment import variables
+
+_MOST_METRICS = 1000  # in one request
+_LONGEST_PARAMETER = 6000  # characters
+
+
+@dataclass(kw_only=True)
+class MLflow:
+    """`uri`: a tracking server or database; null = MLFLOW_TRACKING_URI, else `mlflow.db` in the folder of all runs.
+
+    `timeout_s` is how long the server may take to receive the rest at the end.
+    """
+
+    extra: ClassVar = "mlflow"  # of the package, to be installed
+
+    experiment: str
+    uri: str | None
+    log_model: bool
+    timeout_s: float
+
+    def open(self, run: RunInfo) -> None:
+        from mlflow import MlflowClient
+
+        root = run.directory.resolve().parents[1]
+        self._client = MlflowClient(self.uri or variables().get("MLFLOW_TRACKING_URI") or f"sqlite:///{root}/mlflow.db")
+        self._info = run
+        found = self._client.get_experiment_by_name(self.experiment)
+        experiment = self._client.create_experiment(self.experiment) if found is None else found.experiment_id
+        earlier = self._client.search_runs([experiment], filter_string=f"tags.`steadfast.record` = '{run.record_id}'")
+        if earlier:
+            self._id = earlier[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            self._held = {(name, metric.step) for name in earlier[0].data.metrics
+                          for metric in self._client.get_metric_history(self._id, name)}  # fmt: skip
+        else:
+            made = self._client.create_run(experiment, run_name=f"{run.name}/{run.run_id}", tags=self._tags(run))
+            self._id, self._held = made.info.run_id, set()
+            self._log_parameters(run.config)
+        for row in read_rows(run.directory / "metrics.jsonl", until=run.step):
+            self.log(row)
+
+    def _tags(self, run: RunInfo) -> dict[str, str]:
+        found = Provenance(run.directory).commit
+        commit = {"mlflow.source.git.commit": found} if found else {}
+        group = {"steadfast.group": run.group} if run.group else {}
+        return {"steadfast.record": run.record_id, "steadfast.run": str(run.directory.resolve())} | commit | group
+
+    def _log_parameters(self, config: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        given = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(config).items()]
+        for start in range(0, len(given), 100):  # in one request
+            self._client.log_batch(self._id, params=given[start : start + 100])
+
+    def log(self, row: Row) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        found = [Metric(name.replace(":", "/"), value, now, row["step"]) for name, value in scalars(row).items()]
+        new = [metric for metric in found if (metric.key, metric.step) not in self._held]  # a continued run repeats steps
+        for start in range(0, len(new), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=new[start : start + _MOST_METRICS])
+        self._held.update((metric.key, metric.step) for metric in new)
+
+    def close(self, summary: dict[str, Any]) -> None:
+        from mlflow.entities import Metric
+
+        monitor = str(summary.get("monitor"))
+        split, _, name = monitor.partition("/")
+        best = summary.get("metrics", {}).get(split, {}).get("best", {}).get(name)
+        if isinstance(best, (int, float)):
+            self._client.log_batch(
+                self._id, metrics=[Metric(f"best/{monitor}", best, int(1000 * time.time()), summary["step"])]
+            )
+        weights = self._info.directory / "model.safetensors"
+        if self.log_model and summary["status"] == "finished" and weights.is_file():
+            self._client.log_artifact(self._id, str(weights))
+        ends = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED"}
+        self._client.set_terminated(self._id, status=ends.get(summary["status"], "KILLED"))
