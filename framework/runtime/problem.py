@@ -59,7 +59,6 @@ _MODULES = {
     "tensorboard": ["tensorboard"],
     "slurm": ["submitit"],
     "search": ["optuna"],
-    "report": ["bokeh"],
     "mpi": ["mpi4py"],
     "export": ["onnx", "onnxscript", "onnxruntime"],
     "float8": ["torchao"],
