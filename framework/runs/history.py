@@ -86,31 +86,33 @@ def _history(lines: Iterable[bytes], *, num_lines: int, num_train: int, monitor:
                 history.clock[1].append(seconds)
     if history.num_rows % history.stride:
         history.marks.append((step, crc))
-    history.series = {key: one for key, one in found.series.items() if one is not None and math.isfinite(one.last)}
+    history.series = {key: one for key, one in found.series.items() if math.isfinite(one.last)}
     return history
 
 
 class _Found:
-    """The series of the rows so far; None for a column that is not shown."""
+    """The series of the rows so far."""
 
     def __init__(self, monitor: str, mode: str) -> None:
         self._monitor, self._mode = monitor, mode
-        self.series: dict[tuple[str, str], Series | None] = {}
+        self.series: dict[tuple[str, str], Series] = {}
+        self._shown: dict[tuple[str, ...], list[tuple[str, Series]]] = {}  # of rows with this split and these names
 
     def add(self, row: Row, *, step: float, is_kept: bool) -> None:
-        split = row["split"]
-        for name, value in row.items():
-            key = (split, name)
-            if key not in self.series:
-                self.series[key] = self._begin(split, name)
-            if (one := self.series[key]) is not None and math.isfinite(value := number(value)):
-                one.add(step, value, is_kept=is_kept)
+        kind = (row["split"], *row)
+        if kind not in self._shown:
+            self._shown[kind] = [(name, self._series(row["split"], name)) for name in row if _is_shown(name)]
+        for name, series in self._shown[kind]:
+            if math.isfinite(value := number(row[name])):
+                series.add(step, value, is_kept=is_kept)
 
-    def _begin(self, split: str, name: str) -> Series | None:
-        if not is_curve(name) and name != "samples_per_s":
-            return None
+    def _series(self, split: str, name: str) -> Series:
         maximised = is_maximised(f"{split}/{name}", monitor=self._monitor, mode=self._mode)
-        return Series(maximised=maximised, is_drawn=is_curve(name))
+        return self.series.setdefault((split, name), Series(maximised=maximised, is_drawn=is_curve(name)))
+
+
+def _is_shown(name: str) -> bool:
+    return is_curve(name) or name == "samples_per_s"
 
 
 def number(value: Any) -> float:

@@ -150,6 +150,9 @@ def rows_in(content: bytes) -> list[Row]:
     return [numbers_of(row) for row in _whole_rows(content.splitlines())]
 
 
+_KINDS = {str, int, float, bool, list, type(None)}
+
+
 def row_in(line: bytes) -> Row | None:
     """Return the row that a line holds, whole; None for a damaged line."""
     try:
@@ -170,7 +173,8 @@ def _line(row: Row) -> bytes:
 def _is_row(row: Any) -> bool:
     if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)):
         return False
-    return all(value is None or isinstance(value, (int, float, list)) for name, value in row.items() if name != "split")
+    kinds = [type(value) for value in row.values()]
+    return kinds.count(str) == 1 and _KINDS.issuperset(kinds)  # the split's is the one text
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -68,6 +68,8 @@ function duration(seconds) {
   return parts.map((part, index) => (index ? String(part).padStart(2, "0") : part)).join(":")
 }
 
+// A setting, of a number with many digits the first six: the whole is under the mouse.
+const brief = (value) => (value.length > 9 && value.includes(".") && Number.isFinite(Number(value)) ? String(Number(Number(value).toPrecision(6))) : value)
 const count = (value) => (Number.isFinite(value) ? Math.round(value).toLocaleString("en") : "")
 const share = (value) => (Number.isFinite(value) ? `${Math.round(100 * value)} %` : "")
 

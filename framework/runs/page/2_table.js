@@ -6,7 +6,7 @@ function text(key) {
   const values = runs.map((run) => setting(run, key))
   const isNumber = values.every((value) => value === "" || value === "null" || Number.isFinite(Number(value)))
   const read = (run) => (["", "null"].includes(setting(run, key)) ? NaN : Number(setting(run, key)))
-  return {value: isNumber ? read : (run) => setting(run, key), text: (run) => setting(run, key), isNumber}
+  return {value: isNumber ? read : (run) => setting(run, key), text: (run) => brief(setting(run, key)), whole: (run) => setting(run, key), isNumber}
 }
 
 const numeric = (value, written) => ({value, text: (run) => written(value(run)), isNumber: true})
@@ -111,7 +111,7 @@ function rowsOf(run, colors, isBest) {
 }
 
 function cellOf(column, run, isBest) {
-  const written = column.text(run), cell = element("td", "", {className: column.isNumber ? "number" : "", title: written})
+  const written = column.text(run), cell = element("td", "", {className: column.isNumber ? "number" : "", title: column.whole?.(run) ?? written})
   const isMark = isBest && column.id === `best ${data.monitor}`
   const value = element("span", isMark ? `★ ${written}` : written, {className: isMark ? "best" : ""})
   if (column.id === "run state") value.className = `state ${["finished", "running", "failed", "killed", "preempted"].find((state) => state === written) ?? ""}`
