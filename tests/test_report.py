@@ -19,6 +19,7 @@ import yaml
 from PIL import Image
 
 from framework.runs.report import RunReader, find_runs
+from framework.runs.report_page import write_page
 from tests.harness import command, finished
 from tests.launch.test_sweep import swept
 from tests.test_loop import TINY
@@ -446,6 +447,20 @@ def test_a_page_is_written_again_while_a_run_goes_on(driver: Any, tmp_path: Path
     assert page.column("best val/loss") == [f"★ {losses[0]:.4f}", f"{losses[1]:.4f}"]
 
 
+def test_a_page_that_nobody_writes_any_more_says_so_and_rests(driver: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "a", losses=[1.0], config={})
+    write_page(*RunReader(tmp_path).read(), tmp_path / "report.html", title="runs", every_s=0.5)
+    page = Page(driver, tmp_path / "report.html")
+    page.script("""const {written} = JSON.parse(document.getElementById("data").textContent)
+        history.replaceState({top: 0, written, seen: Date.now() - 12000}, "")
+        location.reload()""")
+    page.wait(lambda: "not written any more" in page.script("return document.body.innerText"))
+    page.script("window.here = true")
+    page.find("#filter")[0].send_keys("a")
+    page.wait(lambda: page.script("return performance.now()") > 1500)  # it would have been loaded again
+    assert page.script("return window.here") is True
+
+
 def test_only_runs_that_have_changed_are_read_again(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_run(tmp_path / name, losses=[1.0], config={})
@@ -547,6 +562,12 @@ def damaged(root: Path) -> dict[str, Path]:
     (paths["odd values"] / "metrics.jsonl").write_text(
         '{"step": 1, "split": "val", "loss": 1%s}\n[]\n{"step": 2, "split": "val", "loss": NaN}\n' % ("0" * 400)
     )
+    start = {"git": 1, "packages": ["x"], "code": ["y"], "command": {"a": 1}, "host": None}
+    (paths["odd values"] / "provenance.json").write_text(json.dumps({"starts": [start], "code": {"y": 3}}))
+    (paths["odd values"] / "predictions").mkdir()
+    lines = '[1]\n{"a": 1e999, "b": [1], "c": null, "d": 2}\n{"torn'
+    (paths["odd values"] / "predictions" / "test.jsonl").write_text(lines)
+    (paths["torn metrics"] / "provenance.json").write_text("[" * 100_000)
     (paths["no configuration"] / "config.yaml").write_bytes(b"\xff\0: [")
     (paths["itself"] / "config.yaml").write_text("a: &a {b: *a}")
     levels = "".join(f"l{n}: &l{n} {{{', '.join(f'k{i}: *l{n - 1}' for i in range(9))}}}\n" for n in range(1, 9))
@@ -575,6 +596,8 @@ def test_damaged_runs_are_listed_or_left_out_with_a_word(tmp_path: Path) -> None
     whole = next(run for run in runs if run.label == "whole")
     assert (whole.last["val/loss"], whole.numbers["step"], whole.state) == (1.0, 20, "preempted")
     assert next(run for run in runs if run.label == "torn metrics").curves == whole.curves
+    odd = next(run for run in runs if run.label == "odd values")
+    assert (odd.origin["packages"], odd.origin["code"], odd.predictions) == ({}, {}, {"test": [{"d": 2}]})
 
 
 def test_a_long_training_curve_is_thinned_and_keeps_its_end(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -174,9 +174,9 @@ def _read_predictions(folder: Path) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() and not folder.is_symlink() else []:
         if path.is_file() and not path.is_symlink():
-            with open(path, "rb") as file, suppress(ValueError, RecursionError):
-                rows = [json.loads(line) for line in islice(iter(lambda: file.readline(_LONGEST_LINE), b""), _MOST_SAMPLES)]
-                found[printable(path.stem)] = [_shown_of(row) for row in rows if isinstance(row, dict)]
+            with open(path, "rb") as file:
+                lines = list(islice(iter(partial(file.readline, _LONGEST_LINE), b""), _MOST_SAMPLES))
+            found[printable(path.stem)] = [shown for line in lines if (shown := _shown_of(line))]
     return found
 
 
@@ -189,9 +189,16 @@ def _read_pictures(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def _shown_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers and texts of a line; a number that is too large for a float is left out."""
-    kept = {printable(name): printable(value) if isinstance(value, str) else number(value) for name, value in row.items()}
+def _shown_of(line: bytes) -> dict[str, Any]:
+    """Return the numbers and texts of a line; nothing of a damaged one, and no number that is too large for a float."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    kept = {
+        printable(name): printable(value) if isinstance(value, str) else number(value)
+        for name, value in (row.items() if isinstance(row, dict) else ())
+    }
     return {name: value for name, value in kept.items() if isinstance(value, str) or math.isfinite(value)}
 
 

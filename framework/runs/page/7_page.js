@@ -69,14 +69,16 @@ function when(seconds) {
 
 // --- a page of runs that go on is loaded again; not while somebody types, drags or has a list open
 
-const age = () => Date.now() / 1000 - data.written
-const isOld = () => age() > 3 * data.every + 10
+// By this machine's clock alone, since the page may be from another: when it was loaded, and when what it shows was seen first.
+const loaded = Date.now()
+const seen = history.state?.written === data.written ? history.state.seen : loaded
+const isOld = () => Date.now() - seen > 1000 * (3 * data.every + 10)
 
 function follow() {
   if (isOld()) return draw()
   const isBusy = charts.some((chart) => chart.drag) || ["filter", "smooth", "group", "x"].some((name) => document.activeElement === id(name)) || id("columns").open || !getSelection().isCollapsed
-  if (!isBusy && age() > data.every) {
-    history.replaceState({top: id("table").scrollTop}, "")
+  if (!isBusy && Date.now() - loaded > 1000 * data.every) {
+    history.replaceState({top: id("table").scrollTop, written: data.written, seen}, "")
     location.reload()
   } else setTimeout(follow, 500)
 }
