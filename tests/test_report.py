@@ -335,6 +335,21 @@ def test_an_error_is_in_its_runs_row(driver: Any, tmp_path: Path) -> None:
     assert page.script("return arguments[0].firstChild.firstChild.getBoundingClientRect().right", note) < 1400
 
 
+def test_of_many_runs_the_best_are_colored_and_the_others_come_with_scrolling(driver: Any, tmp_path: Path) -> None:
+    for number in range(250):
+        write_run(tmp_path / f"{number:03}", losses=[2.0, 1.0 + number], config={"seed": number})
+    report(tmp_path)
+    page = Page(driver, tmp_path / "report.html")
+    lines = page.lines("val/loss")
+    assert len(lines) == 210 and sorted(line["title"] for line in lines if line["color"]) == [f"{n:03}" for n in range(10)]
+    assert len({line["color"] for line in lines if line["color"]}) == 10
+    (legend,) = page.find("#legend")
+    assert "10 of 250 runs" in legend.text and "40 more are not drawn" in legend.text
+    assert len(page.find("tr.run")) == 200
+    page.script("document.getElementById('table').scrollTop = 1e6")
+    page.wait(lambda: len(page.find("tr.run")) == 250)
+
+
 # --- the difference of two runs
 
 
