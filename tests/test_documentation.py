@@ -261,8 +261,9 @@ def test_what_a_page_points_to_is_there(page: str) -> None:
         assert (ROOT / name).exists() or name in shown, name
 
 
-def test_a_picture_is_small() -> None:
-    assert 0 < (ROOT / "docs" / "curves.png").stat().st_size < 100_000
+def test_pictures_are_small() -> None:
+    sizes = {path.name: path.stat().st_size for path in (ROOT / "docs").rglob("*.png")}
+    assert len(sizes) >= 7 and all(0 < size < 200_000 for size in sizes.values()), sizes
 
 
 TROUBLE = "docs/troubleshooting.md"

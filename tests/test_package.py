@@ -54,24 +54,18 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
     place, version, installed = run([environment / "bin/python", "-c", script], tmp_path).split()
     package = Path(place).parent
     assert package.is_relative_to(environment) and version == installed
-    for name in ("py.typed", "conf/config.yaml", "conf/model/cnn.yaml", "project/mynet.py", "data/digits.csv.gz"):
+    for name in (
+        "py.typed",
+        "conf/config.yaml",
+        "conf/model/cnn.yaml",
+        "project/mynet.py",
+        "data/digits.csv.gz",
+        "runs/page/7_page.js",
+    ):
         assert (package / name).is_file(), name
     (metadata,) = environment.glob("lib/python*/site-packages/steadfast-*/METADATA")
     told = Parser().parsestr(metadata.read_text())
-    extras = {
-        "wandb",
-        "tensorboard",
-        "slurm",
-        "search",
-        "report",
-        "metrics",
-        "data",
-        "object-store",
-        "export",
-        "mpi",
-        "float8",
-        "all",
-    }
+    extras = {"wandb", "tensorboard", "slurm", "search", "metrics", "data", "object-store", "export", "mpi", "float8", "all"}
     assert set(told.get_all("Provides-Extra") or ()) == extras
     assert any(re.match(r"torch\b.*2\.10.*2\.14|torch\b.*2\.14.*2\.10", one) for one in told.get_all("Requires-Dist") or ())
 
@@ -107,7 +101,6 @@ def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_p
         (["logger=tensorboard"], "tensorboard", "tensorboard"),
         (["launch=slurm"], "submitit", "slurm"),
         (["-m", "seed=0,1", "hydra/sweeper=optuna"], "optuna", "search"),
-        (["mode=report"], "bokeh", "report"),
         (["run.mirror=s3://bucket/runs"], "s3fs", "object-store"),
     ],
 )

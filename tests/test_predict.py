@@ -124,6 +124,8 @@ def test_a_class_and_its_probability_are_in_the_lines(
 ) -> None:
     trained = run("images")
     records, tensors = predicted(trained.directory, f"predict.split={split}", *more, root=tmp_path / "none", name=split)
+    picture = Image.open(trained.directory / "predictions" / f"{split}.png")
+    assert picture.size == (64 * min(8, len(records)), 64) and len(picture.getcolors(1 << 20) or []) > 10
     outputs = expected(trained, split)
     assert_equal(tensors["output"], outputs)
     probability, label = outputs.softmax(dim=-1).max(dim=-1)

@@ -1,6 +1,7 @@
 """The modes that show the state of runs: plan, status and report. They start nothing and change no run."""
 
 import csv
+import time
 from pathlib import Path
 
 from framework.config.compose import Composed
@@ -9,25 +10,28 @@ from framework.config.targets import locate
 from framework.config.validation import validate
 from framework.launch.claim import print_problems
 from framework.runs.directory import RunDirectory
-from framework.runs.report import count_states, find_runs, printable, read_runs
+from framework.runs.report import RunReader, count_states, find_runs, printable
 from framework.runs.status import print_table
 from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
-from framework.runtime.problem import Problem, missing_extra
+from framework.runtime.preemption import PREEMPTION
+from framework.runtime.problem import Problem
 
-_USED = ("mode", "run.root")
+_USED = {"status": ("mode", "run.root"), "report": ("mode", "run.root", "report.every_s")}
+_POLL_S = 0.2
 
 
-def over_root(composed: Composed, mode: Mode) -> int:
+def over_root(line: list[str], composed: Composed, mode: Mode) -> int:
     """Run a mode that is about all runs below run.root. Returns the exit code."""
     draft = validate(composed)
+    used = _USED[mode.name]
     if not draft.problems:
-        ignored = [key for key in composed.given if key not in _USED]
-        draft.add(Problem(key, f"does nothing with mode={mode.name}", "run.root alone") for key in ignored)
-    draft.add(missing_extra("mode", mode.extra) if mode.extra else [])
+        expected = " and ".join(used[1:]) + " alone"
+        ignored = [key for key in composed.given if key not in used]
+        draft.add(Problem(key, f"does nothing with mode={mode.name}", expected) for key in ignored)
     config = draft.config
-    return print_problems(draft.problems) if config is None else locate(mode.parent)(Path(config.run.root))
+    return print_problems(draft.problems) if config is None else locate(mode.parent)(Command(line, config))
 
 
 def print_plan(command: Command) -> Exit:
@@ -38,27 +42,45 @@ def print_plan(command: Command) -> Exit:
     return Exit.FINISHED
 
 
-def make_report(root: Path) -> Exit:
-    """Write `report.html`."""
-    runs, left_out = read_runs(root)
-    for line in left_out:
+def make_report(command: Command) -> Exit:
+    """Write `report.html`; with report.every_s again and again until Ctrl-C, and then once more, as a page that rests."""
+    root, every_s = Path(command.config.run.root), command.config.report.every_s
+    reader = RunReader(root)
+    PREEMPTION.speaks = False
+    code = _write_report(reader, root, every_s=every_s)
+    if code != Exit.FINISHED or every_s is None:
+        return code
+    written_at = time.monotonic()
+    while not PREEMPTION.requested and code == Exit.FINISHED:
+        time.sleep(min(_POLL_S, every_s))
+        if time.monotonic() - written_at >= every_s:
+            written_at, code = time.monotonic(), _write_report(reader, root, every_s=every_s, is_quiet=True)
+    return _write_report(reader, root, every_s=None)
+
+
+def _write_report(reader: RunReader, root: Path, *, every_s: float | None, is_quiet: bool = False) -> Exit:
+    runs, left_out = reader.read()
+    for line in [] if is_quiet else left_out:
         LOGGER.warning("left out: %s", line)
     if not runs:
         return _no_run(root)
-    from framework.runs.report_page import write_page  # bokeh takes most of a second
+    from framework.runs.report_page import write_page  # numpy takes a tenth of a second
 
     target = root / "report.html"
     try:
-        write_page(runs, left_out, target, title=f"Runs below {printable(str(root))}")
+        write_page(runs, left_out, target, title=f"Runs below {printable(str(root))}", every_s=every_s)
     except OSError as error:
         LOGGER.error("%s could not be written: %s", target, error.strerror)
         return Exit.DISK
-    LOGGER.info("%s: %s", count_states([run.state for run in runs]), target)
+    if not is_quiet:
+        until = f", every {every_s:g} s until Ctrl-C" if every_s else ""
+        LOGGER.info("%s: %s%s", count_states([run.state for run in runs]), target, until)
     return Exit.FINISHED
 
 
-def print_status(root: Path) -> Exit:
+def print_status(command: Command) -> Exit:
     """Print a table, a line for each run."""
+    root = Path(command.config.run.root)
     try:
         found = _of_sweep(root / "sweep.csv") or {path: str(path.relative_to(root)) for path in find_runs(root)}
     except (OSError, ValueError, csv.Error) as error:

@@ -108,7 +108,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
     """Compose and check, without writing anything. An exit code instead, if there is nothing to start."""
     composed = compose_line(overrides)
     if composed.mode is not None and composed.mode.about == "root":
-        return over_root(composed, composed.mode)
+        return over_root(overrides, composed, composed.mode)
     draft = _checked(composed, world_size=world_size)
     config = draft.config
     if config is not None:

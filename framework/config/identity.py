@@ -9,8 +9,9 @@ from framework.config.renamed import first_target
 
 # Keys that decide how or where a run is executed, not what it computes: not part of its identity.
 EXECUTION = (
-    "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "bench", "hydra", "name", "rehearse",
-    "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save", "checkpoint.max_failures",
+    "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "bench", "report", "hydra", "name",
+    "rehearse", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
+    "checkpoint.max_failures",
     "dataset.num_workers", "dataset.source", "trainer.profile", "model.parts.blocks", "model.parts.tensor_plan",
     "model.parts.experts", "parallel.balance", "parallel.prefetch", "trainer.activation_offload",
 )  # fmt: skip

@@ -19,7 +19,7 @@ class Command:
 class Mode:
     """One value of `mode`. `parent`, `worker` and `sweep` are dotted paths, imported when they are needed.
 
-    `parent` gets the Command, or run.root for a mode about all runs of a root, and returns the exit code.
+    `parent` gets the Command, and returns the exit code.
     `worker` gets a Builder, on every rank. `sweep` gets a Sweep, and returns the exit code.
     """
 
@@ -29,7 +29,6 @@ class Mode:
     worker: str = ""
     sweep: str = ""
     may_give: tuple[str, ...] = ()  # keys that the command line may set for an existing run
-    extra: str = ""  # the packages that it needs
 
 
 _HOW = ("mode", "run.dir", "run.root", "run.checkpoint")
@@ -47,7 +46,7 @@ _MODES = (
     Mode("bench", "machines", parent=_LAUNCH, worker="framework.modes.bench.bench"),
     Mode("cancel", "run", parent="framework.cli.control.cancel_run", sweep="framework.sweep.sweep.cancel_jobs"),
     Mode("follow", "run", parent="framework.cli.control.follow_run"),
-    Mode("report", "root", parent="framework.cli.overview.make_report", extra="report"),
+    Mode("report", "root", parent="framework.cli.overview.make_report"),
     Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_sweep_status"),
 )
 MODES = {mode.name: mode for mode in _MODES}

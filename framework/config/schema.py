@@ -132,6 +132,10 @@ class BenchSection(Section):
     largest_mib: Annotated[int, Field(ge=1, le=1 << 14)]
 
 
+class ReportSection(Section):
+    every_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+
+
 class ExportSection(Section):
     formats: Annotated[list[Literal["safetensors", "pt2", "onnx", "huggingface"]], Field(min_length=1)] | None
 
@@ -169,6 +173,7 @@ class RunConfig(Section):
     export: ExportSection
     predict: PredictSection
     bench: BenchSection
+    report: ReportSection = ReportSection()
     launch: LaunchSection
     device: Literal["auto", "cuda", "cpu"] = "auto"
     backend: BackendSection

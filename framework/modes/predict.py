@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from framework.engine.seam import MicroBatch, Task
 from framework.modes.evaluate import until_signal
 from framework.modes.load_run import LoadedModel, load_run
 from framework.modes.predictions_file import PredictionsFile
+from framework.modes.stored_samples import stored_samples, write_picture
 from framework.modules.structure import in_eval_mode
 from framework.runtime.exits import Exit, Unfit
 from framework.runtime.files import make_directory
@@ -43,7 +45,8 @@ def predict(build: Builder) -> Exit:
             for step in until_signal(loader, world):
                 engine.evaluate(step)
                 _write(recording, file, world)
-            world.agreement.on_rank_0(file.commit if file else lambda: None, what="the predictions not written")
+            picture = partial(_finish, file, source, build.dataset, Path(f"{path}.png")) if file else lambda: None
+            world.agreement.on_rank_0(picture, what="the predictions not written")
     finally:
         loader.close()
         # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
@@ -52,6 +55,11 @@ def predict(build: Builder) -> Exit:
     if file is not None:
         print(f"{len(source)} predictions ({file.content}): {path}.jsonl, {path}.safetensors", flush=True)
     return Exit.FINISHED
+
+
+def _finish(file: PredictionsFile, source: Source, dataset: Any, picture: Path) -> None:
+    file.commit()
+    write_picture(stored_samples(source, dataset), picture)
 
 
 def _samples(build: Builder) -> tuple[list[str], Source]:

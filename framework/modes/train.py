@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from framework.build.stored_data import OF_STORE
 from framework.build.training import Builder
 from framework.checkpoint.canonical import misfit, restore
@@ -25,7 +23,8 @@ from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
 from framework.config.code import loaded_unseen
 from framework.distributed.world import World
-from framework.loggers.sink import RunInfo, Samples
+from framework.loggers.sink import RunInfo
+from framework.modes.stored_samples import stored_samples
 from framework.modules.flops import device_name
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.curves import draw_curves
@@ -38,8 +37,6 @@ from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid, require_file
 from framework.runtime.preemption import PREEMPTION
 from framework.training.trainer import Trainer
-
-_NUM_SAMPLES = 8  # training samples for the loggers
 
 
 def train(build: Builder) -> Exit:
@@ -193,6 +190,7 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
 
 def _open_record(trainer: Trainer, build: Builder) -> None:
     config, directory, world = build.config, build.directory, build.world
+    shown = trainer.splits.loader("train") if world.rank == 0 and config.logger else None
     info = RunInfo(
         directory=directory.path,
         run_id=config.run.id,
@@ -201,7 +199,7 @@ def _open_record(trainer: Trainer, build: Builder) -> None:
         total_steps=trainer.plan.total_steps,
         config=config.plain(),
         group=config.run.group,
-        samples=_samples(trainer) if world.rank == 0 and config.logger else None,
+        samples=stored_samples(shown.source, shown.dataset) if shown is not None else None,
     )
     before = directory.read_summary().get("began")
     if isinstance(before, (int, float)):  # the run was killed before its first checkpoint
@@ -234,19 +232,6 @@ def _open_record(trainer: Trainer, build: Builder) -> None:
         monitor=config.checkpoint.monitor,
         **trainer.summary(),
     )
-
-
-def _samples(trainer: Trainer) -> Samples:
-    """Return the first training samples, if loggers can show them. Not collective."""
-    loader = trainer.splits.loader("train")
-    inputs, _ = loader.source.gather(np.arange(min(_NUM_SAMPLES, len(loader.source))))
-    if not isinstance(inputs, np.ndarray):
-        return Samples(images=None, texts=None)
-    if np.issubdtype(inputs.dtype, np.integer) and inputs.ndim == 2:
-        decode = getattr(loader.dataset, "decode", lambda tokens: " ".join(map(str, tokens)))
-        return Samples(images=None, texts=[decode(tokens) for tokens in inputs])
-    is_image = inputs.dtype == np.uint8 and inputs.ndim == 4 and inputs.shape[1] in (1, 3)
-    return Samples(images=inputs.tolist() if is_image else None, texts=None)
 
 
 def _warn_of_low_rate(trainer: Trainer) -> None:

@@ -118,17 +118,17 @@ def iterate_rows(path: Path, *, until: float = math.inf) -> Iterator[Row]:
         yield from (row for row in _whole_rows(file) if row["step"] <= until)
 
 
-_TRAIN = b'"split": "train"'
+TRAIN_ROW = b'"split": "train"'
 
 
 def sampled_rows(path: Path, *, most: int) -> list[Row]:
     """Return the rows, of the training rows no more than a curve shows: the last, and some before it at equal distances."""
     with open(path, "rb") as file:
-        num_train = sum(_TRAIN in line for line in file)
+        num_train = sum(TRAIN_ROW in line for line in file)
         every, number, lines = -(-num_train // most) or 1, 0, []
         file.seek(0)
         for line in file:
-            number += (is_train := _TRAIN in line)
+            number += (is_train := TRAIN_ROW in line)
             if not is_train or (num_train - number) % every == 0:
                 lines.append(line)
     return [numbers_of(row) for row in _whole_rows(lines)]
@@ -170,11 +170,20 @@ def rows_in(content: bytes) -> list[Row]:
     return [numbers_of(row) for row in _whole_rows(content.splitlines())]
 
 
+_KINDS = {str, int, float, bool, list, type(None)}
+
+
+def row_in(line: bytes) -> Row | None:
+    """Return the row that a line holds, whole; None for a damaged line."""
+    try:
+        row = json.loads(line.decode())  # of bytes it would look for the encoding
+    except (ValueError, RecursionError):
+        return None
+    return row if _is_row(row) else None
+
+
 def _whole_rows(lines: Iterable[bytes]) -> Iterator[Row]:
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            if _is_row(row := json.loads(line)):
-                yield row
+    return (row for row in map(row_in, lines) if row is not None)
 
 
 def _line(row: Row) -> bytes:
@@ -184,7 +193,8 @@ def _line(row: Row) -> bytes:
 def _is_row(row: Any) -> bool:
     if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)):
         return False
-    return all(value is None or isinstance(value, (int, float, list)) for name, value in row.items() if name != "split")
+    kinds = [type(value) for value in row.values()]
+    return kinds.count(str) == 1 and _KINDS.issuperset(kinds)  # the split's is the one text
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

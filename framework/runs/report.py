@@ -1,11 +1,14 @@
 """What a report shows of the runs below a root, read from their files, which may be damaged or from other users."""
 
+import json
 import math
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,31 +16,41 @@ from typing import Any
 import yaml
 
 from framework.config.folders import parse_yaml
+from framework.config.frozen_file import digest_of
 from framework.runs.directory import RECORD_FILES, RunDirectory
-from framework.runs.metrics_file import Row, is_curve, is_maximised, sampled_rows
+from framework.runs.history import Curve, History, number, read_history
+from framework.runs.provenance import Provenance
 from framework.runtime.problem import shown
 
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
-_MOST_POINTS = 300  # of a training curve: a screen shows no more
 _MOST_KEYS = 2000  # of a configuration
+_MOST_BYTES = 16 << 20  # of provenance.json
+_LONGEST_LINE = 1 << 16
+_LARGEST_PICTURE = 1 << 18
+_PNG = b"\x89PNG\r\n\x1a\n"
+_MOST_SAMPLES = 8  # whose predictions are shown
 _NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # of a configuration: the place of a run, which its label says
-
-Curve = tuple[list[float], list[float]]  # steps, values
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What the report shows of one run. The keys of `last`, `best` and `curves` are SPLIT/METRIC."""
+    """What the report shows of one run. The keys of `last`, `best`, `best_steps` and `curves` are SPLIT/METRIC."""
 
     label: str  # its path below the root
     state: str
     note: str  # why it failed, or which files could not be read
     config: dict[str, str]  # the keys with dots, the values as YAML writes them
     monitor: str
+    mode: str  # min or max: of the monitor
     last: dict[str, float]
     best: dict[str, float]
+    best_steps: dict[str, float]
     curves: dict[str, Curve]
-    numbers: dict[str, float]  # step, wall_s, goodput, restarts; nan if it is not known
+    numbers: dict[str, float]  # step, samples_seen, wall_s, goodput, restarts; nan if it is not known
+    history: History
+    origin: dict[str, Any]  # of its latest start: command, commit, packages, code, ...; empty if there is no record
+    predictions: dict[str, list[dict[str, Any]]]  # the first lines of each file of mode=predict, by its name
+    pictures: dict[str, bytes]  # PNGs of these samples, by the same names
 
 
 def find_runs(root: Path) -> list[Path]:
@@ -51,18 +64,42 @@ def find_runs(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def read_runs(root: Path) -> tuple[list[ReportedRun], list[str]]:
-    """Return the runs below `root`, and a line about each run that had to be left out."""
-    runs, left_out = [], []
-    for path in find_runs(root):
-        label = printable(str(path.relative_to(root)))
-        try:
-            if odd := RunDirectory(path).odd_files():
-                raise OSError(f"{odd[0]} is not a plain file")
-            runs.append(_read_run(RunDirectory(path), label))
-        except OSError as error:
-            left_out.append(f"{label}: {printable(error.strerror or str(error))}")
-    return runs, left_out
+class RunReader:
+    """Reads all runs below a root, again and again: only runs whose files have changed since are read again."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._read: dict[Path, tuple[Any, ReportedRun]] = {}
+
+    def read(self) -> tuple[list[ReportedRun], list[str]]:
+        """Return the runs below the root, and a line about each run that had to be left out."""
+        left_out, before, self._read = [], self._read, {}
+        for path in find_runs(self._root):
+            label, directory = printable(str(path.relative_to(self._root))), RunDirectory(path)
+            try:
+                if odd := directory.odd_files():
+                    raise OSError(f"{odd[0]} is not a plain file")
+                version = directory.state, *map(_version_of, _files_of(directory))
+                known = before.get(path)
+                run = known[1] if known is not None and known[0] == version else _read_run(directory, label)
+                self._read[path] = version, run
+            except (OSError, RecursionError) as error:
+                why = error.strerror if isinstance(error, OSError) else None
+                left_out.append(f"{label}: {printable(why or str(error))}")
+        return [run for _, run in self._read.values()], left_out
+
+
+def _files_of(directory: RunDirectory) -> list[Path]:
+    path = directory.path
+    return [path / "config.yaml", path / "provenance.json", directory.metrics, directory.summary, directory.predictions]
+
+
+def _version_of(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def differing(runs: list[ReportedRun]) -> list[str]:
@@ -79,22 +116,90 @@ def printable(text: str) -> str:
 def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
     summary = directory.read_summary()
     config, damaged = _read_config(directory.path / "config.yaml")
-    rows = sampled_rows(directory.metrics, most=_MOST_POINTS) if directory.metrics.exists() else []
-    missing = {"summary.json that can be read": not summary, "config.yaml that can be read": damaged, "metrics": not rows}
+    monitor, mode = config.get("checkpoint.monitor", "val/loss"), config.get("checkpoint.mode", "min")
+    history = read_history(directory.metrics, monitor=monitor, mode=mode) if directory.metrics.exists() else History()
+    series = {printable(f"{split}/{name}"): one for (split, name), one in history.series.items()}
+    state = directory.state
+    lacks_rows = history.num_rows == 0 and state != "running"  # which may not have come to the first
+    missing = {"summary.json that can be read": not summary, "config.yaml that can be read": damaged, "metrics": lacks_rows}
     notes = [str(summary.get("error") or ""), *(f"no {what}" for what, is_missing in missing.items() if is_missing)]
-    monitor = config.get("checkpoint.monitor", "val/loss")
-    last, best, curves = _metrics(rows, monitor=monitor, mode=config.get("checkpoint.mode", "min"))
     return ReportedRun(
         label=label,
-        state=printable(directory.state),
+        state=printable(state),
         note=printable("; ".join(" ".join(note.split()) for note in notes if note)),
         config={key: value for key, value in config.items() if key.split(".")[0] not in _NOT_SHOWN},
         monitor=monitor,
-        last=last,
-        best=best,
-        curves=curves,
-        numbers={name: number(summary.get(name)) for name in ("step", "wall_s", "goodput", "restarts")},
+        mode=mode,
+        last={name: one.last for name, one in series.items()},
+        best={name: one.best for name, one in series.items()},
+        best_steps={name: one.best_step for name, one in series.items()},
+        curves={name: (one.steps, one.values) for name, one in series.items() if one.steps},
+        numbers={name: number(summary.get(name)) for name in ("step", "samples_seen", "wall_s", "goodput", "restarts")},
+        history=history,
+        origin=_read_origin(directory.path),
+        predictions=_read_predictions(directory.predictions),
+        pictures=_read_pictures(directory.predictions),
     )
+
+
+def _read_origin(path: Path) -> dict[str, Any]:
+    """Return what is known of a run's latest start. `code` has a digest for each module."""
+    file = path / "provenance.json"
+    if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+        return {}
+    content = Provenance(path).read()
+    start = content["starts"][-1] if content["starts"] else {}
+    git, packages = start.get("git"), start.get("packages")
+    code = content["code"].get(start.get("code")) if isinstance(start.get("code"), str) else None
+    names = ("at", "command", "host", "framework", "python")
+    origin: dict[str, Any] = {name: printable(str(start[name])) for name in names if name in start}
+    if isinstance(git, dict):
+        changes = f" with changes {zlib.crc32(str(git['diff']).encode(errors='replace')):08x}" if git.get("diff") else ""
+        origin["commit"] = printable(str(git.get("commit"))) + changes
+    origin["packages"] = _texts(packages)
+    modules = code if isinstance(code, dict) else {}
+    origin["code"] = {name: digest_of(functions) for name, functions in _texts(modules, keep=dict).items()}
+    return origin if start else {}
+
+
+def _texts(values: Any, *, keep: type = str) -> dict[str, Any]:
+    """Return the entries of a dictionary whose values are of a type, with keys, and texts, that print."""
+    found = values.items() if isinstance(values, dict) else ()
+    kept = {printable(str(name)): value for name, value in found if isinstance(value, keep)}
+    return {name: printable(value) if isinstance(value, str) else value for name, value in kept.items()}
+
+
+def _read_predictions(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the first samples of what mode=predict wrote; nothing of a folder that is a link."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() and not folder.is_symlink() else []:
+        if path.is_file() and not path.is_symlink():
+            with open(path, "rb") as file:
+                lines = list(islice(iter(partial(file.readline, _LONGEST_LINE), b""), _MOST_SAMPLES))
+            found[printable(path.stem)] = [shown for line in lines if (shown := _shown_of(line))]
+    return found
+
+
+def _read_pictures(folder: Path) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.glob("*.png")) if folder.is_dir() and not folder.is_symlink() else []:
+        if path.is_file() and not path.is_symlink() and path.stat().st_size <= _LARGEST_PICTURE:
+            content = path.read_bytes()
+            found |= {printable(path.stem): content} if content.startswith(_PNG) else {}
+    return found
+
+
+def _shown_of(line: bytes) -> dict[str, Any]:
+    """Return the numbers and texts of a line; nothing of a damaged one, and no number that is too large for a float."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    kept = {
+        printable(name): printable(value) if isinstance(value, str) else number(value)
+        for name, value in (row.items() if isinstance(row, dict) else ())
+    }
+    return {name: value for name, value in kept.items() if isinstance(value, str) or math.isfinite(value)}
 
 
 def _read_config(path: Path) -> tuple[dict[str, str], bool]:
@@ -120,31 +225,6 @@ def _written(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_written(item) if not isinstance(item, (list, dict)) else "..." for item in value[:20]) + "]"
     return shown(value) if value is None or isinstance(value, bool) else printable(str(value))
-
-
-def _metrics(rows: list[Row], *, monitor: str, mode: str) -> tuple[dict[str, float], dict[str, float], dict[str, Curve]]:
-    found: dict[tuple[str, str], Curve] = {}
-    for row in rows:
-        step, split = number(row["step"]), row["split"]
-        for name in (name for name in row if is_curve(name) or name == "samples_per_s"):
-            if math.isfinite(value := number(row[name])):
-                steps, values = found.setdefault((split, name), ([], []))
-                steps.append(step)
-                values.append(value)
-    curves = {printable(f"{split}/{name}"): curve for (split, name), curve in found.items()}
-    last = {name: values[-1] for name, (_, values) in curves.items()}
-    best = {name: max(values) if is_maximised(name, monitor=monitor, mode=mode) else min(values)
-            for name, (_, values) in curves.items()}  # fmt: skip
-    curves.pop("train/samples_per_s", None)
-    return last, best, curves
-
-
-def number(value: Any) -> float:
-    """Return a file's value as a number; nan if it is not a number, or too large for a float."""
-    try:
-        return float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:
-        return math.nan
 
 
 def parsed(value: Any) -> float | None:

@@ -1,131 +1,133 @@
-"""`report.html`: all runs of a root on one page that needs nothing else, with a table that sorts and curves that follow it.
+"""`report.html`: all runs of a root on one page that needs nothing else. What it shows is drawn by the scripts of `page/`."""
 
-A run is a row of one bokeh data source, which the table and every curve share: a run chosen in one is chosen in all.
-"""
-
-import colorsys
-import functools
+import base64
+import hashlib
 import html
+import json
 import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from bokeh import models
-from bokeh.embed import file_html
-from bokeh.layouts import column, row
-from bokeh.models import CDSView, ColumnDataSource, CustomJS, widgets
-from bokeh.models.widgets import HTMLTemplateFormatter, TableColumn
-from bokeh.plotting import figure
-from bokeh.resources import INLINE
 
-from framework.runs.report import ReportedRun, count_states, differing, parsed
+from framework.config.identity import EXECUTION, is_below
+from framework.runs.history import Curve, History
+from framework.runs.metrics_file import is_maximised
+from framework.runs.report import ReportedRun, differing
 from framework.runtime.files import write_atomically
 
-_FIRST_COLORS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f"]
-_CHARACTER = 7.4  # pixels, of the table's font
+_FILES = Path(__file__).with_name("page")
 _MOST_PANELS = 8
-_FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-_TABLE_STYLE = models.InlineStyleSheet(
-    css=f"""
-    .slick-header-column {{ font: 600 12px {_FONT}; color: #37474f; background: #f5f7f9; }}
-    .slick-cell {{ font: 12.5px {_FONT}; font-variant-numeric: tabular-nums; border-color: #eceff1 !important; }}
-    .slick-row:hover {{ background: #eef4fb; cursor: pointer; }}
-    .slick-cell.selected {{ background: #dcebfb; }}
-    .swatch {{ display: inline-block; width: 22px; height: 10px; border-radius: 3px; }}
-    .number {{ text-align: right; padding-right: 6px; }}
-    .state {{ padding: 1px 8px; border-radius: 9px; background: #eceff1; }}
-    .finished {{ background: #d7f0dc; }} .running {{ background: #d8e8fc; }}
-    .failed, .killed {{ background: #fbdcdc; }} .preempted {{ background: #fdf0d0; }}
+
+
+def write_page(runs: list[ReportedRun], left_out: list[str], target: Path, *, title: str, every_s: float | None = None) -> None:
+    """Write the page, complete or not at all. It loads itself again every `every_s` seconds; None: it does not."""
+    content = _content(runs) | {"title": title, "left_out": left_out, "written": time.time(), "every": every_s}
+    # a "<" could end the element, and an "&" or a line separator mean something to somebody
+    plain = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
+    style = (_FILES / "page.css").read_text()
+    script = '"use strict"\n' + "".join(path.read_text() for path in sorted(_FILES.glob("*.js")))
+    allowed = f"img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+    page = f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>{style}</style>
+</head>
+<body>
+{(_FILES / "page.html").read_text()}
+<script id="data" type="application/json">{plain}</script>
+<script>{script}</script>
+</body>
+</html>
 """
-)
-_PAGE = """
-{% block preamble %}
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
-    font-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'">
-<style>
-body { font: 14px FONT; color: #263238; padding: 16px 24px !important; }
-h1 { font-size: 19px; margin: 0 0 2px; } p { margin: 0 0 10px; color: #607d8b; } details { margin-top: 12px; color: #607d8b; }
-</style>
-{% endblock %}
-{% block contents %}
-<h1>{{ title|e }}</h1>
-<p>{{ counts|e }}. Click a row or a curve to choose a run (with Ctrl several), the head of a column to sort by it.</p>
-{{ super() }}
-{% if left_out %}<details open><summary>left out</summary>
-{% for line in left_out %}<div>{{ line|e }}</div>{% endfor %}
-</details>{% endif %}
-{% endblock %}
-""".replace("FONT", _FONT)
+    write_atomically(target, page)
 
 
-def write_page(runs: list[ReportedRun], left_out: list[str], target: Path, *, title: str) -> None:
-    """Write the page, complete or not at all."""
-    counts = f"{count_states([run.state for run in runs])}; {time.strftime('%Y-%m-%d %H:%M')}"
-    variables = {"counts": counts, "left_out": left_out}
-    write_atomically(target, file_html(_layout(runs), INLINE, title, template=_PAGE, template_variables=variables))
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _layout(runs: list[ReportedRun]) -> Any:
-    source = ColumnDataSource({"color": colors(len(runs)), "run": [run.label for run in runs],
-                               "state": [run.state for run in runs], "note": [run.note for run in runs]})  # fmt: skip
-    view = CDSView(filter=models.AllIndices())
-    linear, log = _panels(runs, source, view, "linear"), _panels(runs, source, view, "log")
-    log.visible = False
-    table = _table(runs, source, view)
-    scale = widgets.RadioButtonGroup(labels=["linear", "log"], active=0, width=120, name="scale")
-    scale.js_on_change("active", CustomJS(args={"linear": linear, "log": log}, code=_CHOOSE_SCALE))
-    shown = widgets.TextInput(placeholder="only runs with these words in them", width=320, name="filter")
-    words = [" ".join([run.label, run.state, run.note, *(f"{k}={v}" for k, v in run.config.items())]).lower() for run in runs]
-    some = models.BooleanFilter()
-    shown.js_on_change("value_input", CustomJS(args={"view": view, "words": words, "some": some}, code=_CHOOSE_RUNS))
-    everything = widgets.Button(label="all runs", width=90, name="all")
-    everything.js_on_click(CustomJS(args={"source": source}, code="source.selected.indices = []"))
-    return column(row(scale, everything, shown), table, linear, log, sizing_mode="stretch_width")
+class _Distinct:
+    """Values that many runs share, each kept once; `add` returns a value's place in `values`."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._places: dict[Any, int] = {}
+
+    def add(self, value: Any, *, key: Any) -> int:
+        if key not in self._places:
+            self._places[key] = len(self.values)
+            self.values.append(value)
+        return self._places[key]
 
 
-_CHOOSE_SCALE = "linear.visible = this.active == 0; log.visible = !linear.visible"
-_CHOOSE_RUNS = r"""
-const asked = this.value_input.toLowerCase().split(/\s+/)
-some.booleans = words.map((text) => asked.every((word) => text.includes(word)))
-view.filter = some"""
+def _content(runs: list[ReportedRun]) -> dict[str, Any]:
+    grids, origins = _Distinct(), _Distinct()
+    differ = differing(runs)
+    common = {key: value for key, value in runs[0].config.items() if all(run.config.get(key) == value for run in runs)}
+    own_keys = dict.fromkeys(key for run in runs for key in run.config if key not in common)
+    tests = {name for run in runs for name in run.last if name.startswith("test/")}
+    return {
+        "runs": [_content_of(run, common, grids, origins) for run in runs],
+        "grids": grids.values,
+        "origins": origins.values,
+        "common": common,
+        "swept": [key for key in differ if not is_below(key, EXECUTION)],
+        "computed": [key for key in own_keys if not is_below(key, EXECUTION)],
+        "execution": [key for key in own_keys if is_below(key, EXECUTION)],
+        "monitor": Counter(run.monitor for run in runs).most_common(1)[0][0],
+        "panels": panel_names(runs),
+        "tests": sorted(tests, key=lambda name: (name != "test/loss", name)),
+    }
 
 
-# --- the curves
+def _content_of(run: ReportedRun, common: dict[str, str], grids: _Distinct, origins: _Distinct) -> dict[str, Any]:
+    step, samples_seen = run.numbers["step"], run.numbers["samples_seen"]
+    batch = samples_seen / step if step else math.nan
+    return {
+        "label": run.label,
+        "state": run.state,
+        "note": run.note,
+        "monitor": run.monitor,
+        "maximised": is_maximised(run.monitor, monitor=run.monitor, mode=run.mode),
+        "last": run.last,
+        "best": {name: [value, run.best_steps[name]] for name, value in run.best.items()},
+        "numbers": {name: value for name, value in run.numbers.items() if math.isfinite(value)},
+        "batch": batch if math.isfinite(batch) else None,  # mean; of a run without a step its configuration says it
+        "curves": {name: _packed(curve, grids) for name, curve in run.curves.items()},
+        "clock": _packed(run.history.clock, grids) if run.history.clock[0] else None,
+        "marks": _marks(run.history, grids),
+        "own": {key: value for key, value in run.config.items() if key not in common},
+        "origin": origins.add(run.origin, key=json.dumps(run.origin, sort_keys=True)) if run.origin else None,
+        "predictions": run.predictions,
+        "pictures": {name: base64.b64encode(content).decode() for name, content in run.pictures.items()},
+    }
 
 
-def _panels(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView, scale: Literal["linear", "log"]) -> Any:
-    figures: list[Any] = []
-    for name in panel_names(runs):
-        xs, ys = f"steps of {name}", f"values of {name}"
-        if xs not in source.data:
-            empty: tuple[list[float], list[float]] = ([], [])
-            curves = [run.curves.get(name, empty) for run in runs]
-            source.data[xs] = [np.array(steps, dtype=np.float32) for steps, _ in curves]
-            source.data[ys] = [np.array(values, dtype=np.float32) for _, values in curves]
-        panel = figure(
-            height=270, sizing_mode="stretch_width", title=name, y_axis_type=scale, tools="pan,box_zoom,wheel_zoom,tap,reset",
-            active_drag="box_zoom", active_scroll=None, x_axis_label="step", name=f"{scale} {name}",
-            **({"x_range": figures[0].x_range} if figures else {}),
-        )  # fmt: skip
-        panel.toolbar.logo, panel.toolbar.autohide = None, True
-        panel.grid.grid_line_color, panel.outline_line_color = "#eceff1", None
-        curve = functools.partial(models.MultiLine, xs=xs, ys=ys, line_color="color")
-        lines = panel.add_glyph(
-            source,
-            curve(line_width=1.6, line_alpha=0.85),
-            selection_glyph=curve(line_width=2.4),
-            nonselection_glyph=curve(line_alpha=0.08),
-            hover_glyph=curve(line_width=3.2),
-            view=view,
-        )
-        tooltips = [("", "@run"), ("step", "$snap_x{0}"), ("value", "$snap_y{0.0000}")]
-        panel.add_tools(models.HoverTool(renderers=[lines], line_policy="nearest", tooltips=tooltips))
-        figures.append(panel)
-    pairs = [row(*figures[i : i + 2], sizing_mode="stretch_width") for i in range(0, len(figures), 2)]
-    return column(*pairs, sizing_mode="stretch_width")
+def _packed(curve: Curve, grids: _Distinct) -> tuple[int, str]:
+    """Return the place of a curve's steps, and its values in 32 bits: more than a screen shows, a third of the text."""
+    with np.errstate(over="ignore"):  # infinite then, and not drawn
+        values = np.array(curve[1], dtype="<f4")
+    return _grid(curve[0], grids), base64.b64encode(values.tobytes()).decode()
+
+
+def _grid(steps: Iterable[float], grids: _Distinct) -> int:
+    whole = tuple(int(step) for step in steps)
+    return grids.add(whole, key=whole)
+
+
+def _marks(history: History, grids: _Distinct) -> dict[str, Any]:
+    hashes = np.array([crc for _, crc in history.marks], dtype="<u4")
+    return {"stride": history.stride, "rows": history.num_rows, "grid": _grid((step for step, _ in history.marks), grids),
+            "hashes": base64.b64encode(hashes.tobytes()).decode()}  # fmt: skip
 
 
 def panel_names(runs: list[ReportedRun]) -> list[str]:
@@ -134,78 +136,3 @@ def panel_names(runs: list[ReportedRun]) -> list[str]:
     metrics = dict.fromkeys(["loss", *(name.partition("/")[2] for name in found)])
     ordered = [f"{split}/{metric}" for metric in metrics for split in ("val", "train")]
     return [name for name in ordered if name in found][:_MOST_PANELS]
-
-
-def colors(count: int) -> list[str]:
-    """Return a color for each run: ten colors that are easy to distinguish, then more from around the color circle."""
-    chosen = _FIRST_COLORS[:count]
-    for number in range(len(chosen), count):
-        red, green, blue = colorsys.hls_to_rgb(number * 0.618 % 1, (0.38, 0.5, 0.62)[number % 3], 0.65)
-        chosen.append(f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}")
-    return chosen
-
-
-# --- the table
-
-
-def _table(runs: list[ReportedRun], source: ColumnDataSource, view: CDSView) -> widgets.DataTable:
-    swatch = HTMLTemplateFormatter(template='<span class="swatch" style="background: <%- value %>"></span>')
-    state = HTMLTemplateFormatter(template='<span class="state <%- value %>"><%- value %></span>')
-    columns = [TableColumn(field="color", title="", width=34, formatter=swatch, sortable=False),
-               _text_column("run", "run", source),
-               TableColumn(field="state", title="state", width=100, formatter=state)]  # fmt: skip
-    for title, values, kind in _cells(runs):
-        field = f"cell {title}"
-        numbers = [math.nan if value in ("", "null") else parsed(value) for value in values]
-        is_number = None not in numbers
-        source.data[field] = np.array(numbers, dtype=float) if is_number else [str(value) for value in values]
-        columns.append(_number_column(field, title, kind) if is_number else _text_column(field, title, source))
-    if any(run.note for run in runs):
-        columns.append(_text_column("note", "note", source))
-    return widgets.DataTable(
-        source=source, view=view, columns=columns, sizing_mode="stretch_width", height=min(352, 48 + 28 * len(runs)),
-        row_height=28, index_position=None, autosize_mode="none", frozen_columns=2, reorderable=False, name="runs",
-        stylesheets=[_TABLE_STYLE],
-    )  # fmt: skip
-
-
-def _cells(runs: list[ReportedRun]) -> Iterator[tuple[str, list[Any], str]]:
-    """Yield the columns between a run's state and its note, with the kind of their numbers: values that differ between the
-    configurations, best and final metrics, progress, and time."""
-    for key in differing(runs):
-        yield key, [run.config.get(key, "") for run in runs], "setting"
-    names = panel_names(runs)
-    monitored = dict.fromkeys(run.monitor for run in runs)
-    for name in dict.fromkeys([*monitored, *(name for name in names if name.startswith("val/"))]):
-        yield f"best {name}", [run.best.get(name, math.nan) for run in runs], "metric"
-    tests = {name for run in runs for name in run.curves if name.startswith("test/")}
-    for name in [*sorted(tests, key=lambda name: (name != "test/loss", name)), *names]:
-        yield name, [run.last.get(name, math.nan) for run in runs], "metric"
-    yield "step", [run.numbers["step"] for run in runs], "count"
-    yield "time", [run.numbers["wall_s"] for run in runs], "duration"
-    yield "samples/s", [run.last.get("train/samples_per_s", math.nan) for run in runs], "count"
-    yield "goodput", [run.numbers["goodput"] for run in runs], "share"
-    yield "restarts", [run.numbers["restarts"] for run in runs], "count"
-
-
-_SHOWN = {  # how a number is written: aligned by its point within a column
-    "setting": "+value.toPrecision(6)",
-    "metric": "Math.abs(value) >= 1e5 || value != 0 && Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toFixed(4)",
-    "count": 'Math.round(value).toLocaleString("en")',
-    "share": 'Math.round(100 * value) + " %"',
-    "duration": """[value / 3600, value / 60 % 60, value % 60].map(Math.floor)
-        .map((n, i) => i ? String(n).padStart(2, "0") : n).join(":")""",
-}
-
-
-def _number_column(field: str, title: str, kind: str) -> TableColumn:
-    width = round(_CHARACTER * max(8, len(title) + 2)) + 16
-    template = f'<div class="number"><%= Number.isNaN(value) ? "" : {_SHOWN[kind]} %></div>'
-    return TableColumn(field=field, title=html.escape(title), width=width, sorter=models.NanCompare(),
-                       formatter=HTMLTemplateFormatter(template=template))  # fmt: skip
-
-
-def _text_column(field: str, title: str, source: ColumnDataSource) -> TableColumn:
-    longest = max(map(len, [title, *source.data[field]]))
-    return TableColumn(field=field, title=html.escape(title), width=round(_CHARACTER * min(60, max(6, longest))) + 22,
-                       formatter=HTMLTemplateFormatter(template='<span title="<%- value %>"><%- value %></span>'))  # fmt: skip

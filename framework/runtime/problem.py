@@ -60,7 +60,6 @@ _MODULES = {
     "mlflow": ["mlflow"],
     "slurm": ["submitit"],
     "search": ["optuna"],
-    "report": ["bokeh"],
     "mpi": ["mpi4py"],
     "export": ["onnx", "onnxscript", "onnxruntime"],
     "float8": ["torchao"],

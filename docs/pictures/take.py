@@ -1,0 +1,65 @@
+"""Take the pictures of docs/reports.md: real runs, in headless Chromium, wide and narrow, light and dark.
+
+    python docs/pictures/take.py [ROOT]     ROOT: an existing folder of runs; without it a small sweep is run first
+
+Needs selenium, and Debian's chromium and chromium-driver (tests/install_debian.sh).
+"""
+
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.browser import browser  # noqa: E402  # of this checkout
+
+SWEEP = ["-m", "optimizer.lr=2e-3,1e-2", "seed=0,1,2", "trainer.max_epochs=8", "trainer.eval_every=10"]
+FAILING = [
+    "optimizer.lr=1e30",
+    "trainer.max_epochs=8",
+    "trainer.eval_every=10",
+    "rehearse=false",
+]  # its loss is soon not finite
+HEIGHTS = {1400: 1000, 800: 1250}
+
+
+def take(page: Path, target: Path, *, width: int, height: int, scheme: str, state: dict[str, Any], show: str = "body") -> None:
+    """Take one picture; `show` is the selector of what is to be at its top."""
+    driver = browser(width=width, height=height, scheme=scheme)
+    try:
+        driver.get(f"{page.as_uri()}#{urllib.parse.quote(json.dumps(state))}")
+        driver.execute_script("document.querySelector(arguments[0]).scrollIntoView()", show)
+        picture = Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
+    finally:
+        driver.quit()
+    picture.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
+    print(f"{target}: {target.stat().st_size} bytes")
+
+
+def main(given: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(given[0]).resolve() if given else Path(folder, "runs")
+        for line in [["mode=report"]] if given else [SWEEP, FAILING, ["mode=report"]]:
+            command = [sys.executable, f"{ROOT}/train.py", *line, f"run.root={root.name}"]
+            subprocess.run(command, cwd=root.parent, check=line is not FAILING)
+        page = root / "report.html"
+        labels = sorted(f"{path.parent.parent.name}/{path.parent.name}" for path in root.glob("*/*/config.yaml"))
+        for width, height in HEIGHTS.items():
+            for scheme in ("light", "dark"):
+                target = HERE / f"report_{width}_{scheme}.png"
+                state = {} if scheme == "light" else {"group": "seed"}
+                take(page, target, width=width, height=height, scheme=scheme, state=state)
+        take(page, HERE / "report_two_runs.png", width=1000, height=880, scheme="light", state={"chosen": labels[:2]})
+        take(page, HERE / "report_parallel.png", width=1000, height=320, scheme="light", state={}, show="#parallel")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
