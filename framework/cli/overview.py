@@ -10,7 +10,7 @@ from framework.config.validation import validate
 from framework.launch.claim import print_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.report import count_states, find_runs, printable, read_runs
-from framework.runs.status import print_table
+from framework.runs.status_table import print_table
 from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
@@ -60,13 +60,14 @@ def make_report(root: Path) -> Exit:
 def print_status(root: Path) -> Exit:
     """Print a table, a line for each run."""
     try:
-        found = _of_sweep(root / "sweep.csv") or {path: str(path.relative_to(root)) for path in find_runs(root)}
+        of_sweep = _of_sweep(root / "sweep.csv")
+        found = list(of_sweep) or find_runs(root)
     except (OSError, ValueError, csv.Error) as error:
         what = f"{printable(str(root))}/sweep.csv cannot be read ({error})"
         return print_problems([Problem("run.root", what, "the sweep's command writes it again")])
     if not found:
         return _no_run(root)
-    print_table([RunDirectory(path) for path in found], list(found.values()))
+    print_table([RunDirectory(path) for path in found], root=root, values=list(of_sweep.values()) or None)
     return Exit.FINISHED
 
 
