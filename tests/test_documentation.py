@@ -273,6 +273,10 @@ def test_what_a_page_points_to_is_there(page: str) -> None:
 
 def test_a_picture_is_small() -> None:
     assert 0 < (ROOT / "docs" / "curves.png").stat().st_size < 100_000
+    taken = (ROOT / "docs" / "pictures.py").read_text()
+    for picture in (ROOT / "docs" / "pictures").iterdir():
+        assert 0 < picture.stat().st_size < 50_000 and f'"{picture.stem}"' in taken, picture
+        assert any(f"pictures/{picture.name})" in text for text in PAGES.values()), f"{picture} is on no page"
 
 
 TROUBLE = "docs/troubleshooting.md"
