@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -141,6 +142,19 @@ def test_a_terminal_gets_its_cursor_back_after_an_error(tmp_path: Path) -> None:
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert text.rindex("ERROR: rank 0 failed: LookupError: the planted fault") > text.rindex("\x1b[?25h")
     assert not any("━" in text for text in shown.lines), shown.received[-3000:]
+
+
+@pytest.mark.parametrize("strategy", [[], DDP], ids=["alone", "two processes"])
+def test_a_signal_is_said_in_its_place(strategy: list[str], tmp_path: Path) -> None:
+    def act() -> None:
+        if os.environ.get("RANK", "0") == "0":
+            speaker = os.getppid() if strategy else os.getpid()
+            os.kill(speaker, signal.SIGINT)
+
+    run, shown = on_terminal(*RUN, *strategy, root=tmp_path / "runs", columns=100, before=after_step(8, act))
+    assert run.code == 75, shown.lines
+    assert "SIGINT: stopping after this step; Ctrl-C again stops at once" in shown.lines, shown.lines
+    assert not any("━" in text for text in shown.lines), "nor is the line left above it"
 
 
 # --- the table of evaluations
@@ -336,6 +350,19 @@ def test_status_in_a_file_has_a_line_for_each_run(runs: Ended) -> None:
     assert len(told) == 2 + 3 + 1 and "\x1b" not in "".join(told)
     (line,) = [line for line in told if "seed=1" in line]
     assert line.split()[1] == "finished"
+
+
+def test_status_of_a_sweep_shows_ids_and_swept_values(tmp_path: Path) -> None:
+    line = [*RUN, "trainer.max_epochs=1", "seed=1,2", "optimizer.lr=0.1"]
+    run = lambda overrides: sweep(overrides, [])  # noqa: E731
+    assert command(*line, root=tmp_path / "runs", run=run).code == 0
+    ids = {path.parent.name for path in (tmp_path / "runs").glob("default/*/config.yaml")}
+    (folder,) = (tmp_path / "runs").glob("sweeps/*")
+    by_line, by_folder = command("mode=status", *line, root=tmp_path / "runs", run=run), command("mode=status", root=folder)
+    for told in (by_line.output, by_folder.output):
+        rows = [text.split() for text in told.splitlines()[2:4]]
+        assert {row[0].removeprefix("default/") for row in rows} == ids
+        assert {word for row in rows for word in row if word.startswith("seed=")} == {"seed=1", "seed=2"}
 
 
 # --- help
