@@ -261,9 +261,13 @@ def test_what_a_page_points_to_is_there(page: str) -> None:
         assert (ROOT / name).exists() or name in shown, name
 
 
-def test_pictures_are_small() -> None:
-    sizes = {path.name: path.stat().st_size for path in (ROOT / "docs").rglob("*.png")}
-    assert len(sizes) >= 7 and all(0 < size < 200_000 for size in sizes.values()), sizes
+def test_pictures_are_small_and_shown() -> None:
+    pictures = [path for path in (ROOT / "docs").rglob("*") if path.suffix in (".png", ".svg")]
+    scripts = " ".join(path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.py"))
+    for picture in pictures:
+        assert 0 < picture.stat().st_size < 200_000, picture
+        assert any(f"{picture.name})" in text for text in PAGES.values()), f"{picture} is on no page"
+        assert picture.parent.name != "pictures" or picture.stem in scripts, f"{picture}: what draws it?"
 
 
 TROUBLE = "docs/troubleshooting.md"

@@ -1,17 +1,14 @@
 """The sinks say what metrics.jsonl says, once, also after interruptions; one that fails does not end the run."""
 
 import csv
-import fcntl
 import io
 import json
 import os
-import pty
 import re
 import shutil
 import signal
 import socket
 import struct
-import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +26,7 @@ from framework.loggers.wandb import Wandb
 from framework.runs.metrics_file import MACHINE
 from framework.sweep.sweep import sweep
 from framework.training.trainer import Trainer
-from tests.harness import Ended, assert_same_bits, begin, command, end, files_below, finished, slow_but, wait_for
+from tests.harness import Ended, assert_same_bits, command, files_below, finished, slow_but, wait_for
 from tests.test_resume import after_step, crash, preempt
 from tests.wandb_server import WandbServer, wandb_server
 
@@ -673,94 +670,12 @@ def test_a_sink_hears_nothing_of_the_signals_that_stop_a_run(tmp_path: Path) -> 
 # --- the console
 
 
-class Screen:
-    """What a terminal shows: enough of one for a progress line."""
-
-    def __init__(self) -> None:
-        self.lines = [""]
-        self.row = 0
-        self.column = 0
-
-    def write(self, text: str) -> None:
-        for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]", text):
-            if token == "\n":
-                self.row += 1
-                self.lines += [""] * (self.row + 1 - len(self.lines))
-            elif token == "\r":
-                self.column = 0
-            elif token.endswith("A") and len(token) > 1:
-                self.row -= int(token[2:-1] or 1)
-            elif token == "\x1b[2K":
-                self.lines[self.row] = ""
-            elif len(token) == 1:
-                line = self.lines[self.row].ljust(self.column)
-                self.lines[self.row] = line[: self.column] + token + line[self.column + 1 :]
-                self.column += 1
-
-
-def on_terminal(*overrides: str, root: Path, columns: int, before: Callable[[], None] = lambda: None) -> tuple[Ended, str]:
-    """Run a command whose stderr is a terminal; return how it ended and all that the terminal got."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-
-    def use_terminal() -> None:
-        os.close(master)
-        os.dup2(slave, 0)  # rich asks stdin's size first, and COLUMNS before that
-        os.dup2(slave, 2)
-        os.environ.update(TERM="xterm-256color")
-        os.environ.pop("COLUMNS", None)
-        before()
-
-    process = begin(*overrides, root=root, before=use_terminal)
-    os.close(slave)
-    received = b""
-    while True:
-        try:
-            block = os.read(master, 65536)
-        except OSError:  # EIO: the last process that had it open has ended
-            break
-        if not block:
-            break
-        received += block
-    os.close(master)
-    return end(process, root=root), received.decode()
-
-
-@pytest.mark.parametrize("strategy", [[], DDP], ids=["single", "ddp 2"])
-@pytest.mark.parametrize("columns", [80, 140])
-def test_a_terminal_shows_one_progress_line_below_the_evaluations(columns: int, strategy: list[str], tmp_path: Path) -> None:
-    run, text = on_terminal(*RUN, *strategy, root=tmp_path / "runs", columns=columns)
-    assert run.code == 0, text
-    screen = Screen()
-    screen.write(text)
-    lines = [line.rstrip() for line in screen.lines if line.strip()]
-    progress = [line for line in lines if "eta" in line]
-    assert len(progress) == 1 and lines[-1] == progress[0], lines
-    row = [row for row in run.rows if row["split"] == "train"][-1]
-    start = "━{20} " if columns > 100 else ""
-    assert re.match(rf"{start}step 16/16  eta \d:\d\d:\d\d  loss {row['loss']:.4f}  ", progress[0]), progress
-    if columns > 100:
-        assert f"lr {row['lr']:.2e}" in progress[0] and progress[0].endswith(" samples/s")
-    evaluations = [line for line in lines if re.match(r"step \d+/16  (val|test)  loss", line)]
-    assert len(evaluations) == 5 and text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
-
-
-def test_a_terminal_gets_its_cursor_back_after_an_error(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise LookupError("the planted fault")
-
-    run, text = on_terminal(*RUN, root=tmp_path / "runs", columns=140, before=after_step(6, fail))
-    assert run.code == 1
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-    assert text.rindex("ERROR: rank 0 failed: LookupError: the planted fault") > text.rindex("\x1b[?25h")
-
-
 def test_without_a_terminal_the_console_is_plain_lines(base: Ended) -> None:
     assert "\x1b" not in base.output and "\r" not in base.output
     number = r"[\d.]+"
     pattern = rf"step (\d+)/16  loss {number}  accuracy {number}  top5 {number}  lr {number}e-\d\d  [\d,]+ samples/s  eta \d:\d\d:\d\d"
     steps = [int(found[1]) for line in base.output.splitlines() if (found := re.fullmatch(pattern, line))]
-    assert steps[0] == 1 and steps[-1] == 16 and len(steps) <= 2 + base.summary["wall_s"] / 2, "by the clock, and the last"
+    assert steps[0] == 1 and steps[-1] == 16 and len(steps) <= 2 + base.summary["wall_s"] / 5, "by the clock, and the last"
     row = [row for row in base.rows if row["split"] == "train"][-1]
     assert f"step 16/16  loss {row['loss']:.4f}  accuracy {row['accuracy']:.4f}" in base.output
 

@@ -18,7 +18,7 @@ from framework.config.schema import RunConfig
 from framework.distributed.mpi import start as mpi
 from framework.launch.claim import print_problems
 from framework.runtime.exits import Exit
-from tests.harness import command, typed
+from tests.harness import Says, command, typed
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -74,6 +74,11 @@ MALFORMED: dict[str, list[str]] = {
     "SEED=1": ["SEED: unknown key (did you mean seed?)"],
     "traner.max_steps=3": ["traner.max_steps: unknown key (did you mean trainer.max_steps?)"],
     "trainer.max_step=3": ["trainer.max_step: unknown key (did you mean trainer.max_steps?)"],
+    "modle=mlp": ["modle: unknown key (did you mean model=mlp?)"],
+    "model.hiden=3": ["model.hiden: unknown key (did you mean model.channels?)"],  # a misspelt word of other programs
+    "parallel=deepspeed": [f"parallel: no option 'deepspeed' ({one_of('parallel')}; did you mean zero or fsdp?)"],
+    "trainer.accelerator=gpu": [Says("trainer.accelerator: unknown key ... the device is found by itself ... launch.nproc_per_node")],
+    "callbacks=default": [Says("callbacks: unknown key ... trainer and checkpoint ... part=NAME")],
     "trainer.lr=3": ["trainer.lr: unknown key (did you mean optimizer.lr?)"],
     "optimizer.weigth_decay=0.1": ["optimizer.weigth_decay: unknown key (did you mean optimizer.weight_decay?)"],
     "model.dimm=3": [f"model.dimm: unknown key ({CNN})"],

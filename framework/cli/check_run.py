@@ -9,13 +9,14 @@ from framework.config.draft import Draft
 from framework.config.modes import Command
 from framework.launch.claim import print_problems
 from framework.preflight.slurm import job_problems
+from framework.runs.facts import is_brief
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 
 if TYPE_CHECKING:
     from framework.build.training import Builder
 
-_MOST_ROWS = 20  # of the table at a run's start
+_MOST_ROWS = 8  # of the table at a run's start, which is a part of the first screen
 
 
 def check_run(command: Command) -> int:
@@ -60,7 +61,7 @@ def _rows(build: "Builder") -> list[dict[str, Any]]:
 
 def show_model(build: "Builder") -> None:
     """Print the outermost modules of a run's model, and what they return, on a terminal; elsewhere nothing."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or is_brief():
         return
     from framework.preflight.child import in_child
 
@@ -83,15 +84,18 @@ def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = 
         ("FLOPs", "right"),
     ):
         table.add_column(name, justify=justify, no_wrap=name != "module", overflow="fold", min_width=4)  # type: ignore[arg-type]
-    for name, row in ((row["name"], row) for row in rows):
-        if is_short and ("." in name or table.row_count == _MOST_ROWS):
-            continue
+    named = [(row["name"], row) for row in rows]
+    shown = [(name, row) for name, row in named if "." not in name][:_MOST_ROWS] if is_short else named
+    for name, row in shown:
         several = f"{row['count']} x " if row["count"] > 1 else ""
         frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
         flops = "" if row["flops"] is None else f"{several}{_short(row['flops'])}"
         numbers = f"{several}{row['parameters']:,}{frozen}"
         table.add_row(name or "(the model)", row["kind"], row["shape"], numbers, flops)
-    Console(file=file, width=None if file.isatty() else 120).print(table)
+    console = Console(file=file, width=None if file.isatty() else 120)
+    console.print(table)
+    if len(shown) < len(rows):
+        console.print(f"and {len(rows) - len(shown)} more: mode=check shows all", highlight=False)
 
 
 def _short(number: float) -> str:

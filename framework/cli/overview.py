@@ -11,7 +11,7 @@ from framework.config.validation import validate
 from framework.launch.claim import print_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.report import RunReader, count_states, find_runs, printable
-from framework.runs.status import print_table
+from framework.runs.status_table import print_table
 from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
@@ -82,13 +82,14 @@ def print_status(command: Command) -> Exit:
     """Print a table, a line for each run."""
     root = Path(command.config.run.root)
     try:
-        found = _of_sweep(root / "sweep.csv") or {path: str(path.relative_to(root)) for path in find_runs(root)}
+        of_sweep = _of_sweep(root / "sweep.csv")
+        found = list(of_sweep) or find_runs(root)
     except (OSError, ValueError, csv.Error) as error:
         what = f"{printable(str(root))}/sweep.csv cannot be read ({error})"
         return print_problems([Problem("run.root", what, "the sweep's command writes it again")])
     if not found:
         return _no_run(root)
-    print_table([RunDirectory(path) for path in found], list(found.values()))
+    print_table([RunDirectory(path) for path in found], root=root, values=list(of_sweep.values()) or None)
     return Exit.FINISHED
 
 

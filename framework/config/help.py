@@ -1,39 +1,68 @@
 """What `python train.py --help` prints: made from the comments in `conf/`, so that new options appear by themselves."""
 
+import os
 import platform
+import re
+import textwrap
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from framework.config.folders import CONF, defaults_in, groups, option_file, option_node, options
 from framework.config.schema import SEVERAL
 
+_WIDEST, _OF_TEXT = 120, 30  # columns: of a line; the fewest that a comment is wrapped in beside its key
+_WORDS = re.compile(r"""(?:"[^"]*"|\S)+""")  # of a command: what quotes hold is not parted
 
-def help_text(overrides: list[str]) -> str:
-    """Return the help of the options that the line chooses; if it chooses none, the usage and all groups and keys."""
+
+def help_text(overrides: list[str], *, width: int | None = None) -> str:
+    """Return the help of the options that the line chooses; if it chooses none, the usage and all groups and keys.
+
+    `width`: in columns; None: the terminal's.
+    """
+    width = _terminal_width() if width is None else width
     chosen = [(group, option) for group, _, option in (text.partition("=") for text in overrides)
               if group in groups() and option in options(group)]  # fmt: skip
     if chosen:
-        return "\n\n".join(_option_help(group, option) for group, option in chosen)
-    parts = [Path(__file__).with_name("usage.txt").read_text(), "Groups: choose with group=option (* is the default)\n"]
+        return "\n\n".join("\n".join(_option_help(group, option, width)) for group, option in chosen)
+    return "\n".join(_whole_help(width))
+
+
+def _whole_help(width: int) -> Iterator[str]:
+    for line in Path(__file__).with_name("usage.txt").read_text().splitlines():
+        command, gap, text = re.fullmatch(r" *(.*?)(?:( {3,})(.*))?", line).groups(default="")  # type: ignore[union-attr]
+        yield from _command(command, text, width, column=line.find(text) - 1) if line.startswith("  ") else [line]
+    yield "\nGroups: choose with group=option (* is the default)\n"
     defaults = defaults_in(CONF / "config.yaml")
     for group in groups():
         if options(group):
-            parts.append(f"  {group}")
+            yield f"  {group}"
             for name in options(group):
                 mark = "*" if name == defaults.get(group) else " "
-                parts.append(_line(f"{mark} {name}", _comment(group, name), width=20))
-    parts.append("\nKeys: set with key=value\n")
-    parts += _keys((CONF / "config.yaml").read_text().partition("\n\n")[2])
-    parts.append("\nAn option's own keys: python train.py GROUP=OPTION --help, as in model=gpt --help")
-    return "\n".join(parts)
+                yield from _line(f"{mark} {name}", _comment(group, name), width, column=20)
+    yield "\nKeys: set with key=value\n"
+    yield from _keys((CONF / "config.yaml").read_text().partition("\n\n")[2], width)
+    yield ""
+    yield from textwrap.wrap("An option's own keys: python train.py GROUP=OPTION --help, as in model=gpt --help", width)
 
 
-def _option_help(group: str, option: str) -> str:
+def _option_help(group: str, option: str, width: int) -> Iterator[str]:
     text = option_file(group, option).read_text(errors="replace")
     is_global = text.startswith("# @package _global_")
     target = option_node(group, option).get("_target_")
-    head = [f"{group}={option}  {_comment(group, option)}".rstrip(), *([f"  {target}"] if target else [])]
-    return "\n".join([*head, *_keys(text, *([] if is_global or group in SEVERAL else [group]))])
+    yield from textwrap.wrap(f"{group}={option}  {_comment(group, option)}".rstrip(), width, subsequent_indent="  ")
+    if target:
+        yield f"  {target}"
+    yield from _keys(text, width, *([] if is_global or group in SEVERAL else [group]))
+
+
+def _terminal_width() -> int:
+    """Return the columns of the terminal that reads this, also through a pager; of a file, as many as read well."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            return max(20, min(os.get_terminal_size(descriptor).columns or _WIDEST, _WIDEST))
+    return _WIDEST
 
 
 def version_text(version: str) -> str:
@@ -42,9 +71,31 @@ def version_text(version: str) -> str:
     return f"Steadfast {version}, with {packages}, Python {platform.python_version()}"
 
 
-def _line(left: str, right: str, *, width: int) -> str:
-    line = f"  {left:<{width}} {right}".rstrip()
-    return line if len(line) <= 120 else line[:117].rpartition(" ")[0] + " ..."
+def _line(left: str, right: str, width: int, *, column: int) -> list[str]:
+    """Return a key or option and its comment, which is wrapped beside it, or below it where there is little room."""
+    beside = f"  {left:<{column}} "
+    if width - column - 3 >= max(_OF_TEXT, *map(len, right.split()), 0):
+        return _wrapped(right, width, first=beside, other=" " * (column + 3)) if right else [beside.rstrip()]
+    return [f"  {left}", *_wrapped(right, width, first=" " * 6, other=" " * 6)]
+
+
+def _command(command: str, text: str, width: int, *, column: int) -> list[str]:
+    """Return a line of the usage: a command can be pasted also where it takes several lines."""
+    if text and column + len(text) < width:
+        return [f"  {command:<{column - 2}} {text}"]
+    lines, line = list[str](), ""
+    for word in _WORDS.findall(command):
+        if line and len(line) + len(word) + 5 > width:  # with the margin, and the sign at its end
+            lines.append(f"{line} \\")
+            line = f"  {word}"
+        else:
+            line = f"{line} {word}" if line else word
+    below = _wrapped(text, width, first=" " * 6, other=" " * 6) if text else []
+    return [*(f"  {part}" for part in (*lines, line)), *below]
+
+
+def _wrapped(text: str, width: int, *, first: str, other: str) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=other, break_on_hyphens=False)
 
 
 def _comment(group: str, name: str) -> str:
@@ -53,7 +104,7 @@ def _comment(group: str, name: str) -> str:
     return first.removeprefix("# ") if first.startswith("#") else ""
 
 
-def _keys(text: str, *sections: str) -> list[str]:
+def _keys(text: str, width: int, *sections: str) -> list[str]:
     lines, above, indents = [], list(sections), [0] * len(sections)
     for line in text.splitlines():
         content, _, comment = line.partition(" #")
@@ -64,7 +115,7 @@ def _keys(text: str, *sections: str) -> list[str]:
         while len(above) > len(sections) and indents[-1] >= indent:
             above.pop(), indents.pop()
         if value.strip() and above[:1] != ["hydra"] and name != "hydra":
-            lines.append(_line(".".join([*above, name]) + "=" + value.strip(), comment.strip(), width=40))
+            lines += _line(".".join([*above, name]) + "=" + value.strip(), comment.strip(), width, column=40)
         above.append(name)
         indents.append(indent)
     return lines

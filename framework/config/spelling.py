@@ -58,5 +58,8 @@ def nearest(word: str, choices: Sequence[str]) -> str | None:
                 return close
         if last in _VAGUE:
             return None
-    near = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8 if section else 0.6)
-    return choices[lasts.index(near[0])] if near else None
+    if near := difflib.get_close_matches(last, lasts, n=1, cutoff=0.8 if section else 0.6):
+        return choices[lasts.index(near[0])]
+    alike = (choice for choice, names in _words("keys").items() if section and choice in siblings
+             and difflib.get_close_matches(last, names.split(), n=1, cutoff=0.8))  # fmt: skip
+    return next(alike, None)

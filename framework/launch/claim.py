@@ -13,7 +13,8 @@ from framework.launch.mirrored import Settle, mirror_of, mirrored, refused
 from framework.launch.scratch import remove_scratch
 from framework.preflight.check import code_problems, resume_problems
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import MACHINE, read_rows
+from framework.runs.facts import result, say
+from framework.runs.metrics_file import read_rows
 from framework.runs.mirror import Holding, Mirror
 from framework.runs.mirror_fetch import bring_back
 from framework.runs.provenance import Provenance
@@ -53,10 +54,7 @@ def is_finished(run: RunSection) -> bool:
     if all(row["step"] != summary.get("step") for row in rows):
         LOGGER.warning("%s has lost its last rows", directory.metrics)
     LOGGER.info("finished already, at step %s: %s", summary.get("step"), directory.path)
-    for split, metrics in summary.get("metrics", {}).items():
-        shown = {name: value for name, value in metrics["last"].items() if name not in ("lr", "grad_norm", *MACHINE)}
-        numbers = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if isinstance(value, float))
-        LOGGER.info("%s", f"  {split:5}  {numbers}")
+    say(result(directory, root=run.root))
     if run.resume not in ("auto", "must"):
         LOGGER.info("run.resume=%s is not used", run.resume)
     return True

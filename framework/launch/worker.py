@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
@@ -29,6 +28,7 @@ from framework.distributed.hang.board import Board, BoardView, posted_verdict
 from framework.distributed.hang.stillness import Stillness
 from framework.distributed.world import World
 from framework.launch.claim import ClaimedRun
+from framework.launch.cores import share_cores
 from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report
 from framework.launch.scratch import common_folder, new_folder
 from framework.runs.directory import RunDirectory
@@ -63,8 +63,7 @@ def work(frozen: FrozenConfig, scratch: Path | None, *, node_scratch: Path | Non
 
 def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | None, node_scratch: Path | None) -> int:
     config = thaw(frozen)
-    if environment.local_world_size > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // environment.local_world_size))
+    share_cores(environment.local_world_size)
     timeout_s = config.launch.timeout_s
     with ExitStack() as at_end, _watched(frozen, environment, node_scratch, timeout_s=timeout_s) as board:
         record_collectives(frozen.path.parent)

@@ -1,20 +1,25 @@
-"""The console: a progress line on a terminal, plain lines elsewhere."""
+"""The console: on a terminal a live line below a table of the evaluations, plain lines elsewhere."""
 
 import logging
 import math
 import sys
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import is_curve
-from framework.runtime.log import LOGGER
+from framework.runtime.log import LOGGER, to_files
 from framework.runtime.preemption import PREEMPTION
 
-_LINE_EVERY_S, _UPDATE_EVERY_S = 2.0, 0.1
-_WIDTH_FOR_BAR = 110  # columns
-_SHOW_CURSOR = b"\r\n\x1b[?25h"  # the progress line hides the terminal's cursor
+if TYPE_CHECKING:
+    from framework.loggers.evaluation_table import EvaluationTable
+    from framework.loggers.live_line import LiveLine
+
+_UPDATE_EVERY_S = 0.1
+_LINE_EVERY_S, _RARELY_S = 5.0, 60.0  # between plain lines: at the start, and in a long run
+_SHARE = 0.05  # of the time since the start: the pauses grow with it
+_SHOW_CURSOR = b"\r\n\x1b[?25h"  # the live line hides the terminal's cursor
 
 
 class Console:
@@ -24,56 +29,79 @@ class Console:
         self._total_steps = run.total_steps
         self._first_step = run.step
         self._start = time.monotonic()
-        self._progress = _progress_line(run)
         self._shown_at = -math.inf
+        self._terminal = Terminal.of(run)
 
     def log(self, row: dict[str, Any]) -> None:
-        now = time.monotonic()
-        if row["split"] == "train" and row["step"] < self._total_steps:
-            if now - self._shown_at < (_LINE_EVERY_S if self._progress is None else _UPDATE_EVERY_S):
+        now, is_training = time.monotonic(), row["split"] == "train"
+        if is_training and row["step"] < self._total_steps:
+            if now - self._shown_at < self._pause_s(now):
                 return  # small models take thousands of steps a second
             self._shown_at = now
-        step, numbers = row["step"], _numbers(row)
-        seconds = (now - self._start) / max(1, step - self._first_step) * (self._total_steps - step)
-        eta = f"eta {timedelta(seconds=round(seconds))}"
-        if row["split"] != "train":
-            LOGGER.info("%s", f"step {step}/{self._total_steps}  {row['split']}  {numbers}")
-        elif self._progress is not None:
-            progress, task = self._progress
-            progress.update(task, completed=step, numbers=f"{eta}  {numbers}")
+        if self._terminal is not None and is_training:
+            self._terminal.line.update(row)
+            return
+        words = [f"step {row['step']}/{self._total_steps}", *([] if is_training else [row["split"]]), _numbers(row)]
+        if is_training:
+            seconds = (now - self._start) / max(1, row["step"] - self._first_step) * (self._total_steps - row["step"])
+            words.append(f"eta {timedelta(seconds=round(seconds))}")
+        text = "  ".join(words)
+        if self._terminal is None:
+            LOGGER.info("%s", text)
         else:
-            LOGGER.info("%s", f"step {step}/{self._total_steps}  {numbers}  {eta}")
+            to_files(text, level=logging.INFO)
+            self._terminal.add_row(row)
+
+    def _pause_s(self, now: float) -> float:
+        if self._terminal is not None:
+            return _UPDATE_EVERY_S
+        return min(_RARELY_S, max(_LINE_EVERY_S, _SHARE * (now - self._start)))
 
     def close(self, summary: dict[str, Any]) -> None:
-        if self._progress is not None:
-            self._progress[0].stop()
-            PREEMPTION.last_words = b""
-            _log_to_stderr()
+        if self._terminal is not None:
+            self._terminal.close()
 
 
-def _progress_line(run: RunInfo) -> Any:
-    if not sys.stderr.isatty():
-        return None
-    from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, Progress, TextColumn
+class Terminal:
+    """A terminal that moves its cursor: it has the live line, which goes without a trace, and above it what is printed."""
 
-    console = RichConsole(stderr=True)
-    if console.is_dumb_terminal:
-        return None
-    PREEMPTION.last_words = _SHOW_CURSOR
-    progress = Progress(
-        *([BarColumn(bar_width=20)] if console.width >= _WIDTH_FOR_BAR else []),
-        TextColumn("step {task.completed}/{task.total}  {task.fields[numbers]}"),  # a narrow terminal cuts its end
-        console=console,
-    )
-    task = progress.add_task("train", total=run.total_steps, completed=run.step, numbers="")
-    progress.start()
-    _log_to_stderr()
-    return progress, task
+    def __init__(self, console: Any, line: "LiveLine", table: "EvaluationTable") -> None:
+        from rich.live import Live
+
+        self.line = line
+        self._console, self._table = console, table
+        PREEMPTION.last_words = _SHOW_CURSOR
+        self._live = Live(line, console=console, refresh_per_second=10, transient=True)
+        self._live.start(refresh=True)  # not by rich's thread first: a row at that moment would leave its line behind
+        _log_to_stderr()
+
+    @classmethod
+    def of(cls, run: RunInfo) -> "Terminal | None":
+        """Return the terminal that stderr is; None if it is none, or can only print."""
+        if not sys.stderr.isatty():
+            return None
+        from rich.console import Console as RichConsole
+
+        console = RichConsole(stderr=True, highlight=False)
+        if console.is_dumb_terminal:
+            return None
+        from framework.loggers.evaluation_table import EvaluationTable
+        from framework.loggers.live_line import LiveLine
+
+        return cls(console, LiveLine(run), EvaluationTable(run))
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        for text in self._table.lines(row, width=self._console.width):
+            self._console.print(text, style="green" if "*" in text else None, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+        PREEMPTION.last_words = b""
+        _log_to_stderr()
 
 
 def _log_to_stderr() -> None:
-    """Write the log to the current sys.stderr: while the progress line is on, rich's, which writes above the line."""
+    """Write the log to the current sys.stderr: while the live line is on, rich's, which writes above the line."""
     for handler in LOGGER.handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
@@ -86,6 +114,6 @@ def _numbers(row: dict[str, Any]) -> str:
             shown.append(f"{value:,.0f} samples/s")
         elif name == "lr":
             shown.append(f"lr {value:.2e}")
-        elif is_curve(name):
+        elif is_curve(name) and value is not None:  # null: it was not finite
             shown.append(f"{name} {value:.4f}")
     return "  ".join(shown)

@@ -26,6 +26,9 @@ class RunInfo:
     record_id: str = ""  # of the run's record: the same after an interruption, a new one when the run starts from step 0
     group: str | None = None  # the sweep that the run is a part of
     samples: Samples | None = None
+    monitor: str = "val/loss"  # SPLIT/METRIC: what checkpoint.monitor names
+    direction: str = "min"  # min or max: what is better of it
+    best: float | None = None  # its best value before `step`
 
 
 class Sink(Protocol):

@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import os
 import socket
 import time
 from contextlib import suppress
@@ -23,17 +22,16 @@ from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
 from framework.config.code import loaded_unseen
 from framework.distributed.world import World
-from framework.loggers.sink import RunInfo
-from framework.modes.stored_samples import stored_samples
+from framework.modes.opening import open_record
 from framework.modules.flops import device_name
-from framework.modules.structure import batch_dependent_layers
 from framework.runs.curves import draw_curves
 from framework.runs.directory import RunDirectory
+from framework.runs.facts import result, say
 from framework.runs.metrics_file import iterate_rows, numbers_of, write_rows
 from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, headline
 from framework.runtime.files import flush_directory, replacing
-from framework.runtime.log import LOGGER
+from framework.runtime.log import LOGGER, log_wrapped
 from framework.runtime.plain import Invalid, require_file
 from framework.runtime.preemption import PREEMPTION
 from framework.training.trainer import Trainer
@@ -42,27 +40,29 @@ from framework.training.trainer import Trainer
 def train(build: Builder) -> Exit:
     """Train the run. Collective. Returns how it ended; an unexpected error is raised."""
     directory, world = build.directory, build.world
-    if places := world.agreement.to_rank_0((socket.gethostname(), device_name(world.device))):
+    places = world.agreement.to_rank_0((socket.gethostname(), device_name(world.device)))
+    if places:
         Provenance(directory.path).add_workers(hosts=[host for host, _ in places], devices=[device for _, device in places])
     gc.freeze()  # what has been imported stays: no collection need look at it
     trainer = build.trainer()
     try:
         _continue(trainer, build)
-        _open_record(trainer, build)
+        open_record(trainer, build, places=places)
         is_finished = trainer.fit()
         if is_finished:
             if trainer.parts.loop.stopped and world.rank == 0:
                 LOGGER.info("ended after step %d: %s", trainer.progress.step, trainer.parts.loop.stopped)
             trainer.parts.ended()
             _leave_results(trainer, build)
-            if world.rank == 0:
-                LOGGER.info("finished: %s, %s and %s are in %s", directory.weights.name, directory.metrics.name,
-                            directory.curves.name, directory.path)  # fmt: skip
         elif world.rank == 0:
             assert trainer.saver.last is not None  # a stop saves a checkpoint, or relies on the last one
             LOGGER.info("stopped after step %d; the same command continues from step %d, of which there is a checkpoint",
                         trainer.progress.step, trainer.saver.last.step)  # fmt: skip
         _close_record(trainer, "finished" if is_finished else "preempted")
+        if is_finished and world.rank == 0:  # last: nothing of a terminal's live line is below it
+            files = f"{directory.weights.name}, {directory.metrics.name} and {directory.curves.name}"
+            log_wrapped(f"finished: {files} are in {directory.path}", hang=2)
+            say(result(directory, root=build.config.run.root))
         return Exit.FINISHED if is_finished else Exit.PREEMPTED
     except RunEnded as end:
         what = f"{end}; {_what_is_left(directory)}" if isinstance(end, DiskFailed) else str(end)
@@ -186,61 +186,6 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
     began = {"wall_s": 0.0, "train_s": 0.0, "began": time.time()}
     found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
     return found
-
-
-def _open_record(trainer: Trainer, build: Builder) -> None:
-    config, directory, world = build.config, build.directory, build.world
-    shown = trainer.splits.loader("train") if world.rank == 0 and config.logger else None
-    info = RunInfo(
-        directory=directory.path,
-        run_id=config.run.id,
-        name=config.name,
-        step=trainer.progress.step,
-        total_steps=trainer.plan.total_steps,
-        config=config.plain(),
-        group=config.run.group,
-        samples=stored_samples(shown.source, shown.dataset) if shown is not None else None,
-    )
-    before = directory.read_summary().get("began")
-    if isinstance(before, (int, float)):  # the run was killed before its first checkpoint
-        trainer.progress.began = min(trainer.progress.began, before)
-    sizes: dict[str, tuple[int, bool]] = {}
-    own = {name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}
-    for part in world.agreement.distinct(own).values():  # a stage of a pipeline has a part of the parameters
-        sizes |= part
-    num_parameters = sum(size for size, _ in sizes.values())
-    num_trained = sum(size for size, is_trained in sizes.values() if is_trained)
-    if world.world_size > 1:
-        LOGGER.debug("%s", f"process {os.getpid()} on {socket.gethostname()}, {world.device}")  # for train.log
-    if world.rank == 0:
-        share = "" if num_trained == num_parameters else f"{num_trained:,} of "
-        LOGGER.info("%s", f"training {share}{num_parameters:,} parameters for {info.total_steps} steps on {world.world_size} x "
-                          f"{world.device.type}, in {directory.path}")  # fmt: skip
-        _warn_of_low_rate(trainer)
-        kinds = batch_dependent_layers(trainer.engine.module)
-        if config.trainer.sync_batchnorm:
-            kinds = [kind for kind in kinds if "BatchNorm" not in kind]
-        if kinds and trainer.engine.mesh is not None and config.micro_batch_size is None:
-            LOGGER.warning("the model has %s: what it computes depends on the number of processes unless "
-                           "micro_batch_size is set", " and ".join(kinds))  # fmt: skip
-    trainer.recorder.open(
-        info,
-        world_size=world.world_size,
-        parallel=config.parallel["_target_"].rpartition(".")[2],
-        parameters=num_parameters,
-        total_steps=info.total_steps,
-        monitor=config.checkpoint.monitor,
-        **trainer.summary(),
-    )
-
-
-def _warn_of_low_rate(trainer: Trainer) -> None:
-    """Warn if the schedule never brings the learning rate near its peak: a warm-up longer than the run."""
-    total = trainer.plan.total_steps
-    highest = max(trainer.update.schedule(step) for step in {0, total - 1, *range(0, total, max(1, total // 1000))})
-    if highest < 0.5:
-        LOGGER.warning("the learning rate never gets beyond %.2g of optimizer.lr in these %d steps: look at scheduler.*",
-                       highest, total)  # fmt: skip
 
 
 def _leave_results(trainer: Trainer, build: Builder) -> None:

@@ -1,27 +1,14 @@
-"""The states of runs and the table of mode=status: from the runs' directories, and from Slurm for runs in its queue."""
+"""The states of runs: from the runs' directories, and from Slurm for runs in its queue."""
 
-import math
-import os
 import re
-import sys
-from collections.abc import Container, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import Row, rows_in
-from framework.runs.report import count_states, number, printable
 from framework.runtime import slurm
-from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.slurm import QueuedJob, SlurmFailed
-
-_TAIL_BYTES = 65536  # of metrics.jsonl: some hundred rows
-_LONGEST_S = 1e9
-_WIDE = 1000  # columns, of a file: it folds no line
-_STYLES = {"finished": "green", "failed": "red", "killed": "red", "running": "cyan", "queued": "yellow", "preempted": "yellow",
-           "cancelled": "yellow", "?": "magenta"}  # fmt: skip
 
 
 def queued_jobs(directories: Iterable[RunDirectory]) -> dict[Path, QueuedJob]:
@@ -94,66 +81,3 @@ def _last_words(directory: RunDirectory, end: str) -> Standing:
     if not has_begun and (not end or end.split()[0] in _FAULTS):
         return Standing("failed", f"the job ended before the run began: {words}")
     return Standing("killed", words)
-
-
-def print_table(directories: Sequence[RunDirectory], labels: Sequence[str], *, pruned: Container[Path] = ()) -> None:
-    """Print a table, a line for each run. `labels` say how the runs differ; `pruned` are those that a search has ended."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    odd = {directory.path: files for directory in directories if (files := directory.odd_files())}
-    found = standings(directory for directory in directories if directory.path not in odd)
-    found |= {path: standing._replace(state="pruned") for path, standing in found.items() if path in pruned}
-    rows = []
-    for directory, label in zip(directories, labels):
-        if path_odd := odd.get(directory.path):
-            cells = {"state": "unreadable", "why": f"{path_odd[0]} is not a plain file"}
-        else:
-            cells = _cells(directory, found[directory.path])
-        rows.append({name: printable(text) for name, text in {"run": label, **cells}.items()})
-    columns = ("run", "state", "step", "ETA", "metric", "job", "node", "why")
-    shown = [name for name in columns if any(row.get(name) for row in rows)]
-    table = Table(*shown, box=SIMPLE_HEAD, pad_edge=False)
-    for row in rows:
-        styles = {"state": _STYLES.get(row["state"], "")}
-        table.add_row(*(Text(row.get(name, ""), style=styles.get(name, "")) for name in shown))
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDE, highlight=False)
-    console.print(table)
-    console.print(count_states([row["state"] for row in rows]))
-
-
-def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
-    state, why, job = standing
-    summary, rows, job_id = directory.read_summary(), _last_rows(directory.metrics), directory.job_id or ""
-    step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
-    total_steps = number(summary.get("total_steps"))
-    pace = next((number(row.get("step_s")) for row in reversed(rows) if row["split"] == "train"), math.nan)
-    cells = {"state": state, "metric": _last_metric(rows, str(summary.get("monitor"))), "job": job_id}
-    if math.isfinite(step):
-        cells["step"] = f"{step:.0f}" + (f"/{total_steps:.0f}" if math.isfinite(total_steps) else "")
-    if state == "running":
-        cells["node"] = job.nodes if job else str(Lock(directory.path).holder().get("host", ""))
-        if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # not if it is nan
-            cells["ETA"] = str(timedelta(seconds=math.ceil(eta_s)))
-    return cells | {"why": " ".join(why.split())}
-
-
-def _last_rows(path: Path) -> list[Row]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return rows_in(file.read())
-    except OSError:
-        return []
-
-
-def _last_metric(rows: list[Row], monitor: str) -> str:
-    """Return the last value of checkpoint.monitor; before the first evaluation, the training loss."""
-    for name in (monitor, "train/loss"):
-        split, _, metric = name.partition("/")
-        for row in reversed(rows):
-            if row["split"] == split and isinstance(row.get(metric), (int, float)):
-                return f"{name} {row[metric]:.4g}"
-    return ""

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,11 +48,16 @@ def log_file(path: Path, *, who: str = "launcher") -> Iterator[None]:
         handler.close()
 
 
-def to_files(text: str) -> None:
-    """Log an error to the files only: a traceback, of which the console gets the headline."""
+def log_wrapped(text: str, *, hang: int) -> None:
+    """Log a line that a terminal shows wrapped at words, its later lines indented by `hang` columns; files have it whole."""
+    LOGGER.info("%s", text, extra={"hang": hang})
+
+
+def to_files(text: str, *, level: int = logging.ERROR) -> None:
+    """Log to the files only: a traceback, of which the console gets the headline, or what a terminal shows in another form."""
     for handler in LOGGER.handlers:
         if isinstance(handler, logging.FileHandler):
-            handler.handle(LOGGER.makeRecord(LOGGER.name, logging.ERROR, "", 0, "%s", (text,), None))
+            handler.handle(LOGGER.makeRecord(LOGGER.name, level, "", 0, "%s", (text,), None))
 
 
 class _File(logging.FileHandler):
@@ -72,7 +78,14 @@ class _Console(logging.Formatter):
     """Shows rank and level of warnings and errors only."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return super().formatMessage(record) if record.levelno >= logging.WARNING else record.message
+        text = super().formatMessage(record) if record.levelno >= logging.WARNING else record.message
+        hang = getattr(record, "hang", None)
+        with suppress(OSError, ValueError):  # it is no terminal, or closed
+            if hang is not None and len(text) > (width := os.get_terminal_size(sys.stderr.fileno()).columns) > 0:
+                indent = text[: len(text) - len(text.lstrip())]
+                return textwrap.fill(text.lstrip(), max(40, width), initial_indent=indent, subsequent_indent=" " * hang,
+                                     break_long_words=False, break_on_hyphens=False)  # fmt: skip
+        return text
 
 
 def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:

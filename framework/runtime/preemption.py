@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from framework.runtime.environment import variables
+
 _END = b"\0"  # no signal has this number
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -83,8 +85,10 @@ class Preemption:
         if self.signum is None and self.speaks:
             # not through logging, whose lock the interrupted code may hold
             again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
+            # in the place of a live line, which may be another process's: it is drawn again below
+            erase = "\r\x1b[2K" if os.isatty(2) and variables().get("TERM") not in (None, "dumb", "unknown") else ""
             with suppress(OSError):  # the terminal has closed
-                os.write(2, f"{signal.Signals(signum).name}: {self.says}{again}\n".encode())
+                os.write(2, f"{erase}{signal.Signals(signum).name}: {self.says}{again}\n".encode())
         if self.signum is None:
             self.signum, self._since = signum, time.monotonic()
         self._times += signum == signal.SIGINT

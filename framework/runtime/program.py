@@ -2,9 +2,11 @@
 
 import atexit
 import os
+import shlex
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from framework.runtime.environment import variables
@@ -53,3 +55,11 @@ def _words_before_arguments() -> list[str]:
     """Return what the interpreter was given before this program's own arguments; nothing if those are others."""
     before = len(sys.orig_argv) - len(sys.argv) + 1
     return sys.orig_argv[1:before] if sys.orig_argv[before:] == sys.argv[1:] else []
+
+
+def program() -> str:
+    """Return how this process's command begins, for another one that can be pasted."""
+    path = Path(sys.argv[0])
+    if path.name == "train.py":
+        return f"python {shlex.quote(sys.argv[0])}"
+    return "python -m framework" if path.name == "__main__.py" else "steadfast"

@@ -22,6 +22,7 @@ from framework.launch.slurm import submit
 from framework.preflight.check import changed_code
 from framework.preflight.slurm import JobRequest, job_problems
 from framework.runs.directory import RunDirectory
+from framework.runs.facts import be_brief
 from framework.runs.provenance import WAYS
 from framework.runs.status import queued_jobs
 from framework.runs.table import TableRow
@@ -138,6 +139,7 @@ class Pool:
 def _run(line: list[str], share: set[int], log: Path | None) -> None:
     die_with_parent()
     PREEMPTION.speaks = False
+    be_brief()
     PREEMPTION.watch()  # it has a signal that came just before the fork
     if log is not None:
         import torch

@@ -16,7 +16,7 @@ from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection
 from framework.config.targets import locate
 from framework.launch.claim import print_problems
-from framework.runs.status import print_table
+from framework.runs.status_table import print_table
 from framework.runs.table import TableRow, best_of, listing, write_csv
 from framework.runtime import log
 from framework.runtime.exits import Exit, RunEnded
@@ -97,7 +97,8 @@ class Sweep:
 def print_sweep_status(sweep: Sweep) -> int:
     rows = sweep.rows()
     pruned = {row.directory.path for row in rows if row.state == "pruned"}
-    print_table([row.directory for row in rows], [row.assignment for row in rows], pruned=pruned)
+    root, values = Path(sweep.jobs[0].config.run.root), [row.assignment for row in rows]
+    print_table([row.directory for row in rows], root=root, values=values, pruned=pruned)
     return Exit.FINISHED
 
 

@@ -79,6 +79,11 @@ class Tracker:
         if is_best:
             split["best"] = row
 
+    @property
+    def best(self) -> float | None:
+        """The best value of the monitor so far; None if it has not been measured."""
+        return self.splits.get(self.monitor_split, {}).get("best", {}).get(self.monitor_metric)
+
     def monitored(self, *, step: int) -> float | None:
         """Return the monitored value, if it was measured at `step`."""
         row = self.splits.get(self.monitor_split, {}).get("last")

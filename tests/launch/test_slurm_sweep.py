@@ -356,7 +356,7 @@ def test_status_tells_of_each_run_where_it_is_and_why(submitted: Sweep) -> None:
     (folder,) = [path for path in submitted.root.glob("sweeps/*") if "seed=0,1" in (path / "sweep.yaml").read_text()]
     of_sweep = command("mode=status", root=folder)
     assert "seed=0" in of_sweep.output and "2 runs: 2 running" in of_sweep.output and "seed=3" not in of_sweep.output
-    assert {seed: row["state"] for seed, row in by_line.items()} == {
+    assert {row["differs"]: row["state"] for row in by_line.values()} == {
         "seed=0": "running",
         "seed=3": "queued",
         "seed=9": "missing",

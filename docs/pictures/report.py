@@ -1,6 +1,6 @@
 """Take the pictures of docs/reports.md: real runs, in headless Chromium, wide and narrow, light and dark.
 
-    python docs/pictures/take.py [ROOT]     ROOT: an existing folder of runs; without it a small sweep is run first
+    python docs/pictures/report.py [ROOT]     ROOT: an existing folder of runs; without it a small sweep is run first
 
 Needs selenium, and Debian's chromium and chromium-driver (tests/install_debian.sh).
 """

@@ -1,0 +1,47 @@
+"""The table of a run's evaluations on a terminal, a row at a time, above the live line."""
+
+from typing import Any
+
+from framework.loggers.live_line import figure
+from framework.loggers.sink import RunInfo
+from framework.runs.metrics_file import is_curve
+
+_NARROWEST = 10  # columns of a number
+
+
+class EvaluationTable:
+    """Its columns are those that fit into the terminal, the loss and the monitored metric first; the rows in metrics.jsonl
+    have all. A star marks a value of `checkpoint.monitor` that is the best so far.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        self._run, self._best = run, run.best
+        self._of_step = max(len("step"), len(str(run.total_steps)))
+        self._columns: list[str] = []  # of the header that stands above
+
+    def lines(self, row: dict[str, Any], *, width: int) -> list[str]:
+        """Return a row, below a header if its columns are others than the last row's."""
+        split, _, monitored = self._run.monitor.partition("/")
+        names = [name for name, value in row.items() if is_curve(name) and value is not None]
+        names.sort(key=lambda name: (name != "loss", name != monitored))  # stable
+        columns, room = list[str](), width - self._of_step - len("  split") - 1
+        for name in names:
+            room -= _width(name) + 2
+            columns += [name] if room >= 0 else []
+        starred = monitored if row["split"] == split and self._is_best(row.get(monitored)) else ""
+        numbers = {name: figure(row[name]) + ("*" if name == starred else " ") for name in columns}
+        head = [f"{'step':>{self._of_step}}  split", *(f"{name:>{_width(name) - 1}} " for name in columns)]
+        cells = [f"{row['step']:>{self._of_step}}  {row['split']:5}", *(f"{numbers[name]:>{_width(name)}}" for name in columns)]
+        has_header, self._columns = columns == self._columns, columns
+        return [*([] if has_header else ["  ".join(head).rstrip()]), "  ".join(cells).rstrip()]
+
+    def _is_best(self, value: float | None) -> bool:
+        if value is None:
+            return False
+        is_better = self._best is None or (value > self._best if self._run.direction == "max" else value < self._best)
+        self._best = value if is_better else self._best
+        return is_better
+
+
+def _width(name: str) -> int:
+    return max(len(name), _NARROWEST) + 1  # with the star

@@ -1,0 +1,113 @@
+"""The live line of a terminal: as much of bar, step, loss, main metric, speed and times as its columns hold."""
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from framework.loggers.sink import RunInfo
+from framework.runs.metrics_file import is_curve
+
+_WIDEST_BAR = 40  # columns
+_BARS = (20, 10, 6, 0)  # the fewest columns of the bar, from much room to little
+# What gives way first where there is little room: each time a field is named, its next shorter form is taken.
+_GIVES_WAY = ("others", "lr", "bar", "times", "speed", "step", "loss", "metric", "bar", "times", "gap", "times", "metric",
+              "bar", "speed", "times", "loss")  # fmt: skip
+_FIELDS = ("step", "loss", "metric", "others", "lr", "speed", "times")
+
+
+class LiveLine:
+    """The line as rich draws it, again and again and by its own clock: a new row only leaves its numbers here."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._run, self._begun = run, time.monotonic()
+        self._row: dict[str, Any] = {}
+        self._step, self._at = run.step, self._begun  # of the row
+
+    def update(self, row: dict[str, Any]) -> None:
+        """Show a training row from now on."""
+        self._row, self._step, self._at = row, row["step"], time.monotonic()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        done, todo = "=-" if options.ascii_only else "━━"
+        text = Text(no_wrap=True, overflow="crop")
+        bar, words = fitted(self._forms(), width=options.max_width - 1)  # the last column would make some terminals wrap
+        if bar:
+            num_done = round(bar * min(1.0, self._step / max(1, self._run.total_steps)))
+            text.append(done * num_done, style="cyan").append(todo * (bar - num_done), style="bright_black")
+            text.append(" ")
+        yield text.append(words)
+
+    def _forms(self) -> dict[str, Sequence[str]]:
+        now, row, left = time.monotonic(), self._row, self._run.total_steps - self._step
+        elapsed_s, pace_s = now - self._begun, (self._at - self._begun) / max(1, self._step - self._run.step)
+        elapsed, eta = clock(elapsed_s), clock(max(0.0, left * pace_s - (now - self._at)))
+        times = (f"{elapsed} elapsed  eta {eta}", f"{elapsed}  eta {eta}", f"{elapsed}<{eta}", f"eta {eta}", "")
+        names = [name for name, value in row.items() if is_curve(name) and name != "loss" and value is not None]
+        main = main_metric(names, monitor=self._run.monitor)
+        speed, lr = row.get("samples_per_s"), row.get("lr")
+        return {
+            "step": (f"step {self._step}/{self._run.total_steps}", f"{self._step}/{self._run.total_steps}"),
+            "loss": (*_named("loss", row.get("loss")), ""),
+            "metric": (*_named(main, row.get(main)), ""),
+            "others": ("  ".join(f"{name} {figure(row[name])}" for name in names if name != main), ""),
+            "lr": (f"lr {lr:.2e}" if lr is not None else "", ""),
+            "speed": (f"{speed:,.0f} samples/s", f"{short(speed)}/s", "") if speed is not None else ("", "", ""),
+            "times": times if row else (f"{elapsed} elapsed", elapsed, elapsed, "", ""),
+        }
+
+
+def fitted(forms: Mapping[str, Sequence[str]], *, width: int) -> tuple[int, str]:
+    """Return the columns of the bar, and the words after it, that fit into `width` together. Nothing is cut within a number.
+
+    `forms` has each field's texts, from the longest to the shortest.
+    """
+    every = {**forms, "gap": ("  ", " "), "bar": _BARS}
+    taken = dict.fromkeys(every, 0)
+    for name in (*_GIVES_WAY, ""):
+        gap = "  "[taken["gap"] :]
+        words = gap.join(filter(None, (forms[field][taken[field]] for field in _FIELDS)))
+        least = _BARS[taken["bar"]]
+        if len(words) + least + bool(least) <= width or not name:
+            break
+        taken[name] += 1
+    return min(_WIDEST_BAR, width - len(words) - 1) if least else 0, words
+
+
+def main_metric(names: Sequence[str], *, monitor: str) -> str:
+    """Return the metric to show beside the loss: the monitored one, else the first; empty if there is none."""
+    monitored = monitor.partition("/")[2]
+    return monitored if monitored in names else next(iter(names), "")
+
+
+def figure(value: float) -> str:
+    """Write a number with four digits behind the point, or as a power of ten where they would show nothing."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
+
+
+def brief(value: float) -> str:
+    """Write a number in about five characters."""
+    if 1 <= abs(value) < 1e4:
+        return f"{value:.2f}"
+    return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1 else f"{value:.1e}"
+
+
+def clock(seconds: float) -> str:
+    """Write a time as 0:07, 12:34, 1:02:03, or 2 days, 3:04:05."""
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
+
+
+def short(number: float) -> str:
+    """Write a number with three digits and a unit of a thousand: 3.79k."""
+    for unit in ("", "k", "M"):
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
+
+
+def _named(name: str, value: float | None) -> tuple[str, str]:
+    return ("", "") if value is None else (f"{name} {figure(value)}", f"{name} {brief(value)}")

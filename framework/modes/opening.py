@@ -1,0 +1,105 @@
+"""The opening of a run's record: what the run says of itself first, and what its loggers get."""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from framework.build.training import Builder
+from framework.loggers.sink import RunInfo
+from framework.modes.stored_samples import stored_samples
+from framework.modules.structure import batch_dependent_layers
+from framework.runs.facts import say
+from framework.runtime.log import LOGGER, log_wrapped
+from framework.training.trainer import Trainer
+
+
+def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str, str]]) -> None:
+    """Start or continue the record, and say what runs. Collective; rank 0 needs the `places` of all ranks: host and device."""
+    config, directory, world = build.config, build.directory, build.world
+    shown = trainer.splits.loader("train") if world.rank == 0 and config.logger else None
+    info = RunInfo(
+        directory=directory.path,
+        run_id=config.run.id,
+        name=config.name,
+        step=trainer.progress.step,
+        total_steps=trainer.plan.total_steps,
+        config=config.plain(),
+        group=config.run.group,
+        samples=stored_samples(shown.source, shown.dataset) if shown is not None else None,
+        monitor=config.checkpoint.monitor,
+        direction=config.checkpoint.direction,
+        best=trainer.tracker.best,
+    )
+    before = directory.read_summary().get("began")
+    if isinstance(before, (int, float)):  # the run was killed before its first checkpoint
+        trainer.progress.began = min(trainer.progress.began, before)
+    sizes: dict[str, tuple[int, bool]] = {}
+    own = {name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}
+    for part in world.agreement.distinct(own).values():  # a stage of a pipeline has a part of the parameters
+        sizes |= part
+    num_parameters = sum(size for size, _ in sizes.values())
+    num_trained = sum(size for size, is_trained in sizes.values() if is_trained)
+    if world.world_size > 1:
+        LOGGER.debug("%s", f"process {os.getpid()} on {socket.gethostname()}, {world.device}")  # for train.log
+    if world.rank == 0:
+        share = "" if num_trained == num_parameters else f"{num_trained:,} of "
+        log_wrapped(f"training {share}{num_parameters:,} parameters for {info.total_steps} steps on {world.world_size} x "
+                    f"{world.device.type}, in {directory.path}", hang=2)  # fmt: skip
+        say(_facts(trainer, build, places))
+        _warn_of_low_rate(trainer)
+        kinds = batch_dependent_layers(trainer.engine.module)
+        if config.trainer.sync_batchnorm:
+            kinds = [kind for kind in kinds if "BatchNorm" not in kind]
+        if kinds and trainer.engine.mesh is not None and config.micro_batch_size is None:
+            LOGGER.warning("the model has %s: what it computes depends on the number of processes unless "
+                           "micro_batch_size is set", " and ".join(kinds))  # fmt: skip
+    trainer.recorder.open(
+        info,
+        world_size=world.world_size,
+        parallel=_last(config.parallel),
+        parameters=num_parameters,
+        total_steps=info.total_steps,
+        monitor=config.checkpoint.monitor,
+        **trainer.summary(),
+    )
+
+
+def _facts(trainer: Trainer, build: Builder, places: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    config, plan, mesh = build.config, trainer.plan, trainer.engine.mesh
+    yield "model", f"{_last(config.model)} in {config.precision.name}"
+    axes = zip(mesh.mesh_dim_names or (), mesh.shape) if mesh is not None else ()
+    over = "".join(f", {axis} {size}" for axis, size in axes)
+    yield "strategy", f"{_last(config.parallel)}{over}: {_devices(places)}"
+    loader = trainer.splits.loader("train")
+    cut = f" in micro-batches of {config.micro_batch_size}" if config.micro_batch_size is not None else ""
+    yield "data", f"{_last(config.dataset)}: {len(loader.source):,} training samples, {config.global_batch_size} a step{cut}"
+    epoch, first = loader.order.steps_in(1), trainer.progress.step + 1
+    every = [f"{what} {_when(steps)}" for what, steps in (
+        ("evaluation", plan.settings.eval_every), ("checkpoint", plan.checkpoint_every))]  # fmt: skip
+    yield "steps", f"{first} to {plan.total_steps}, {epoch} an epoch; {', '.join(every)}"
+
+
+def _devices(places: Sequence[tuple[str, str]]) -> str:
+    hosts = list(dict.fromkeys(host for host, _ in places))
+    kinds = dict.fromkeys(device for _, device in places)
+    counts = [f"{sum(device == kind for _, device in places)} x {kind}" for kind in kinds]
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts, {hosts[0]} to {hosts[-1]}"
+    return f"{', '.join(counts)} on {where}"
+
+
+def _when(steps: int | None) -> str:
+    return "at the end" if steps is None else f"every {steps}"
+
+
+def _last(node: dict[str, Any]) -> str:
+    return str(node["_target_"]).rpartition(".")[2]
+
+
+def _warn_of_low_rate(trainer: Trainer) -> None:
+    """Warn if the schedule never brings the learning rate near its peak: a warm-up longer than the run."""
+    total = trainer.plan.total_steps
+    highest = max(trainer.update.schedule(step) for step in {0, total - 1, *range(0, total, max(1, total // 1000))})
+    if highest < 0.5:
+        LOGGER.warning("the learning rate never gets beyond %.2g of optimizer.lr in these %d steps: look at scheduler.*",
+                       highest, total)  # fmt: skip

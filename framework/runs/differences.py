@@ -1,0 +1,52 @@
+"""In which keys runs differ that have one name: what was swept, or changed from one command to the next."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.config.folders import parse_yaml
+from framework.config.identity import EXECUTION, is_below
+from framework.runtime.problem import shown
+
+_MOST_KEYS = 2000  # of a configuration
+_NOT_SHOWN = (*EXECUTION, "hash")
+
+
+def differences(paths: Iterable[Path]) -> dict[Path, str]:
+    """Return for each run its values of the keys in which it differs from another run beside it: `KEY=VALUE KEY=VALUE`.
+
+    Where the options of a group differ, the options alone are named, not their keys.
+    """
+    beside = defaultdict[Path, dict[Path, dict[str, str]]](dict)
+    for path in paths:
+        beside[path.parent][path] = _values(path / "config.yaml")
+    found = dict[Path, str]()
+    for runs in beside.values():
+        keys = dict.fromkeys(key for values in runs.values() for key in values)
+        differ = [key for key in keys if len({values[key] for values in runs.values() if key in values}) > 1]
+        named = [key for key in differ if not is_below(key.rpartition(".")[0], differ)]
+        found |= {path: " ".join(f"{key}={values[key]}" for key in named if key in values) for path, values in runs.items()}
+    return found
+
+
+def _values(path: Path) -> dict[str, str]:
+    try:
+        return dict(islice(_leaves(parse_yaml(path.read_bytes())), _MOST_KEYS))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # missing, or damaged
+        return {}
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values one by one, so that a file whose aliases multiply does no harm."""
+    for name, value in node.items() if isinstance(node, dict) else ():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{key}.")
+        elif name == "_target_":  # the choice of an option
+            yield prefix.rstrip("."), str(value).rpartition(".")[2]
+        elif not is_below(key, _NOT_SHOWN):
+            yield key, shown(value)

@@ -1,0 +1,71 @@
+"""What a run says of itself at its start and its end, a fact a line: what runs, and what has come of it."""
+
+import math
+import shlex
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any, TypeGuard
+
+from framework.runs.directory import RunDirectory
+from framework.runs.metrics_file import is_curve
+from framework.runtime.environment import variables
+from framework.runtime.log import LOGGER, log_wrapped
+from framework.runtime.program import program
+
+Facts = Iterable[tuple[str, str]]  # labels and texts; a fact without a label is one more of the label above
+_BRIEF = "STEADFAST_BRIEF"
+_LABEL = 10  # columns
+
+
+def be_brief() -> None:
+    """Let runs in this process, and in those it starts, say no facts: a sweep says what there is to say of its jobs."""
+    variables()[_BRIEF] = "1"
+
+
+def is_brief() -> bool:
+    return _BRIEF in variables()
+
+
+def say(facts: Facts) -> None:
+    """Log facts, unless this process is to be brief. Commands stay whole, so that they can be pasted."""
+    for label, text in [] if is_brief() else facts:
+        line = f"  {label:<{_LABEL}}{text}"
+        if text.startswith(program()):
+            LOGGER.info("%s", line)
+        else:
+            log_wrapped(line, hang=2 + _LABEL)
+
+
+def result(directory: RunDirectory, *, root: str) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a run that is finished, from its summary: `root` is where runs live."""
+    summary = directory.read_summary()
+    metrics, monitor = summary.get("metrics", {}), str(summary.get("monitor"))
+    split, _, name = monitor.partition("/")
+    best = metrics.get(split, {}).get("best", {})
+    if _is_number(best.get(name)):
+        yield "best", f"{monitor} {best[name]:.4f} at step {best.get('step')}"
+    for split in [split for split in ("train", "val", "test") if split in metrics]:
+        row = metrics[split].get("last", {})
+        shown = [f"{name} {value:.4f}" for name, value in row.items() if is_curve(name) and _is_number(value)]
+        yield split, "  ".join(shown)
+    if took := "; ".join(_costs(summary)):
+        yield "took", took
+    run = f"run.dir={shlex.quote(str(directory.path))}"
+    yield "next", f"{program()} mode=eval {run}"
+    yield "", f"{program()} mode=export {run}"
+    yield "", f"{program()} mode=report run.root={shlex.quote(root)}"
+
+
+def _costs(summary: dict[str, Any]) -> Iterator[str]:
+    wall_s, train_s, samples = (summary.get(name) for name in ("wall_s", "train_s", "samples_seen"))
+    if _is_number(wall_s):
+        yield f"{timedelta(seconds=round(wall_s))}"
+    if _is_number(train_s) and _is_number(samples) and train_s > 0:
+        yield f"{samples / train_s:,.0f} samples/s in training"
+    memory = [peak for peak in summary.get("memory_gib") or [] if _is_number(peak)]
+    if memory:
+        yield f"{max(memory):.2f} GiB at most" + (" in a process" if len(memory) > 1 else "")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and math.isfinite(value)

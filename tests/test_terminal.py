@@ -1,0 +1,401 @@
+"""What a terminal shows of a run, at any width, and what a file gets of it instead; mode=status and --help in a terminal."""
+
+import importlib.util
+import os
+import re
+import signal
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from framework.config.help import help_text
+from framework.launch import cores
+from framework.loggers import console
+from framework.loggers.evaluation_table import EvaluationTable
+from framework.loggers.live_line import LiveLine, brief, clock, figure, fitted
+from framework.loggers.sink import RunInfo
+from framework.runs import facts
+from framework.runtime import log
+from framework.sweep.sweep import sweep
+from tests.harness import Ended, command, finished
+from tests.terminal import TRAIN, Shown, on_terminal, resize, show
+from tests.test_loggers import DDP, RUN
+from tests.test_resume import after_step, preempt
+
+WIDTHS = [60, 80, 120]
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+TIMES = r"\d+:\d\d(?: elapsed)?(?:<|  eta )\d+:\d\d"
+
+
+def run_info(
+    *, total_steps: int = 800, monitor: str = "val/loss", direction: str = "min", best: float | None = None
+) -> RunInfo:
+    return RunInfo(Path(), "id", "name", 0, total_steps, {}, monitor=monitor, direction=direction, best=best)
+
+
+def live_lines(shown: Shown) -> list[str]:
+    """Return every state of the live line that the terminal got."""
+    parts = re.split(r"\r\n|\r\x1b\[2K|\r", shown.received.decode())
+    return [text for part in parts if "━" in (text := ESCAPES.sub("", part))]
+
+
+# --- the live line
+
+
+def forms(*, total_steps: int, metric: str = "accuracy", loss: float = 2.13642) -> dict[str, tuple[str, ...]]:
+    line = LiveLine(run_info(total_steps=total_steps))
+    line.update(
+        {"step": 120, "split": "train", "loss": loss, metric: 0.42191, "top5": 0.93, "lr": 1e-3, "samples_per_s": 3793.2}
+    )
+    return {name: tuple(texts) for name, texts in line._forms().items()}
+
+
+@pytest.mark.parametrize(("total_steps", "metric", "loss"), [(800, "accuracy", 2.1), (12_345_678, "balanced_accuracy", 1e-9)])
+def test_it_fits_at_every_width_and_no_field_is_cut(total_steps: int, metric: str, loss: float) -> None:
+    every = forms(total_steps=total_steps, metric=metric, loss=loss)
+    counts = []
+    for width in range(10, 240):
+        bar, words = fitted(every, width=width)
+        assert bar + bool(bar) + len(words) <= max(width, len(every["step"][-1])), (width, bar, words)
+        shown = [field for field, texts in every.items() if any(text and text in words for text in texts)]
+        kept = [text for field in shown for text in sorted(every[field], key=len, reverse=True) if text and text in words]
+        assert all(word in " ".join(kept) for word in words.split()), (width, words, kept)
+        counts.append(len(shown) + bool(bar))
+    assert all(few <= many for few, many in pairwise(counts)), "a wider terminal shows no less"
+
+
+def test_at_60_columns_it_has_everything() -> None:
+    bar, words = fitted(forms(total_steps=800), width=59)
+    assert bar >= 6 and re.fullmatch(r"120/800 loss 2\.14 accuracy 0\.422 3\.79k/s \d:\d\d<\d:\d\d", words), words
+
+
+def test_what_is_least_important_goes_first() -> None:
+    gone = []
+    for width in range(240, 10, -1):
+        bar, words = fitted(forms(total_steps=800), width=width)
+        there = {"top5": "top5" in words, "lr": "lr" in words, "elapsed": "elapsed" in words or "<" in words or "  eta" in words,
+                 "metric": "accuracy" in words, "bar": bar > 0, "speed": "/s" in words, "loss": "loss" in words}  # fmt: skip
+        gone += [name for name, is_there in there.items() if not is_there and name not in gone]
+    assert gone == ["top5", "lr", "elapsed", "metric", "bar", "speed", "loss"]
+
+
+def test_numbers_are_short_and_never_nothing() -> None:
+    assert [figure(x) for x in (0.5, 12.34567, 0.0, 1e-5, 2.5e7, -0.25)] == [
+        "0.5000",
+        "12.3457",
+        "0.0000",
+        "1.00e-05",
+        "2.50e+07",
+        "-0.2500",
+    ]
+    assert [brief(x) for x in (0.5, 12.34567, 0.0, 1e-5, 2.5e7)] == ["0.500", "12.35", "0.000", "1.0e-05", "2.5e+07"]
+    assert [clock(x) for x in (7, 754, 3723, 2 * 86400 + 11045)] == ["0:07", "12:34", "1:02:03", "2 days, 3:04:05"]
+
+
+@pytest.mark.parametrize(("columns", "strategy"), [(60, []), (80, DDP), (120, [])], ids=["60", "80, two processes", "120"])
+def test_a_terminal_shows_it_below_the_evaluations_and_then_no_more(columns: int, strategy: list[str], tmp_path: Path) -> None:
+    run, shown = on_terminal(*RUN, *strategy, root=tmp_path / "runs", columns=columns)
+    assert run.code == 0, shown.lines
+    drawn = live_lines(shown)
+    assert drawn and max(map(len, drawn)) < columns
+    rows = [row for row in run.rows if row["split"] == "train"]
+    losses = {text for row in rows for text in (f"loss {figure(row['loss'])}", f"loss {brief(row['loss'])}")}
+    with_row = [text for text in drawn if "loss" in text]
+    assert with_row
+    for text in with_row:
+        assert re.search(r"━{6,} (step )?\d+/16 +loss", text) and re.search(TIMES, text) and "samples/s" in text or "/s" in text
+        assert re.search(r"loss \S+", text)[0] in losses, text
+    assert not any("━" in text or "eta" in text for text in shown.lines), "it goes without a trace"
+    evaluations = [text.split() for text in shown.lines if re.match(r" +\d+  (val|test) ", text)]
+    assert [(int(step), split) for step, split, *_ in evaluations] == [
+        (row["step"], row["split"]) for row in run.rows if row["split"] != "train"
+    ]
+    assert [text for text in shown.lines if text.startswith("step  split")] == [
+        "step  split        loss     accuracy         top5"
+    ]
+    text = shown.received.decode()
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+    after = ESCAPES.sub("", text[text.index("finished: ") :]).replace("\r", "")
+    assert "━" not in after and all(line.startswith("  ") for line in after.splitlines()[1:]), "nothing stale after it"
+    logged = (run.directory / "train.log").read_text()
+    assert len(re.findall(r"INFO step \d+/16  (?:val|test)  loss ", logged)) == len(evaluations), "the log has plain lines"
+
+
+def test_it_follows_the_terminals_width(tmp_path: Path) -> None:
+    run, shown = on_terminal(*RUN, root=tmp_path / "runs", columns=120, before=after_step(9, lambda: resize(2, columns=50)))
+    assert run.code == 0, shown.lines
+    before, _, after = shown.received.decode().partition("  10  val ")
+    wide = [len(text) for text in live_lines(Shown(120, received=before.encode()))]
+    narrow = [len(text) for text in live_lines(Shown(120, received=after.encode()))]
+    assert max(wide) > 100 and narrow and max(narrow) < 50, (wide, narrow)
+
+
+def test_a_terminal_gets_its_cursor_back_after_an_error(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise LookupError("the planted fault")
+
+    run, shown = on_terminal(*RUN, root=tmp_path / "runs", columns=140, before=after_step(6, fail))
+    text = shown.received.decode()
+    assert run.code == 1
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert text.rindex("ERROR: rank 0 failed: LookupError: the planted fault") > text.rindex("\x1b[?25h")
+    assert not any("━" in text for text in shown.lines), shown.received[-3000:]
+
+
+@pytest.mark.parametrize("strategy", [[], DDP], ids=["alone", "two processes"])
+def test_a_signal_is_said_in_its_place(strategy: list[str], tmp_path: Path) -> None:
+    def act() -> None:
+        if os.environ.get("RANK", "0") == "0":
+            speaker = os.getppid() if strategy else os.getpid()
+            os.kill(speaker, signal.SIGINT)
+
+    run, shown = on_terminal(*RUN, *strategy, root=tmp_path / "runs", columns=100, before=after_step(8, act))
+    assert run.code == 75, shown.lines
+    assert "SIGINT: stopping after this step; Ctrl-C again stops at once" in shown.lines, shown.lines
+    assert not any("━" in text for text in shown.lines), "nor is the line left above it"
+
+
+# --- the table of evaluations
+
+
+def test_a_star_marks_the_best_of_the_monitor_so_far() -> None:
+    table = EvaluationTable(run_info(monitor="val/accuracy", direction="max", best=0.5))
+    values = [0.4, 0.7, 0.6, 0.8]
+    rows = [{"step": step, "split": "val", "loss": 1.0, "top5": 0.9, "accuracy": value} for step, value in enumerate(values)]
+    header, *lines = [text for row in rows for text in table.lines(row, width=80)]
+    assert header.split() == ["step", "split", "loss", "accuracy", "top5"], "the monitored metric comes first after the loss"
+    assert [text.split()[3] for text in lines] == ["0.4000", "0.7000*", "0.6000", "0.8000*"]
+    assert "*" not in "".join(table.lines({"step": 9, "split": "test", "loss": 0.1, "top5": 0.9, "accuracy": 0.99}, width=80))
+
+
+def test_columns_are_aligned_and_the_header_comes_again_only_with_others() -> None:
+    table = EvaluationTable(run_info())
+    row = {"step": 100, "split": "val", "loss": 12345.678901, "accuracy": 0.5, "a_metric_with_a_long_name": 1e-7}
+    first, second = table.lines(row, width=80), table.lines(row | {"step": 200}, width=80)
+    assert (len(first), len(second)) == (2, 1)
+    ends = [[match.end() for match in re.finditer(r"[^\s*]+", text)] for text in (*first, *second)]
+    assert ends[0][2:] == ends[1][2:] == ends[2][2:]
+    narrow = table.lines(row, width=45)
+    assert len(narrow) == 2 and narrow[0].split() == ["step", "split", "loss", "accuracy"] and max(map(len, narrow)) <= 45
+    assert len(table.lines(row, width=45)) == 1
+
+
+# --- what a run says at its start and its end
+
+
+def test_it_says_first_what_runs(tmp_path: Path) -> None:
+    line = [*RUN, *DDP, "micro_batch_size=4", "precision=bf16", "trainer.freeze=[layers.0.*]"]
+    run = finished(*line, root=tmp_path / "runs")
+    found = facts_in(run.output, after="training ")
+    assert re.search(r"training [\d,]+ of [\d,]+ parameters for 16 steps on 2 x cpu, in ", run.output)
+    assert found["model"] == "MLP in bf16"
+    assert re.fullmatch(r"ddp, \w+ 2: 2 x cpu on \S+", found["strategy"], re.IGNORECASE), found
+    assert found["data"] == "Synthetic: 64 training samples, 16 a step in micro-batches of 4"
+    assert found["steps"] == "1 to 16, 4 an epoch; evaluation every 5, checkpoint every 4"
+
+
+def test_it_says_where_it_continues_and_then_what_has_come_of_it(tmp_path: Path) -> None:
+    command(*RUN, root=tmp_path / "runs", before=after_step(6, preempt))
+    run = finished(*RUN, root=tmp_path / "runs")
+    assert facts_in(run.output, after="training ")["steps"].startswith("7 to 16, ")
+    told, summary = facts_in(run.output, after="finished: "), run.summary
+    best = min((row["loss"], row["step"]) for row in run.rows if row["split"] == "val")
+    assert told["best"] == f"val/loss {best[0]:.4f} at step {best[1]}"
+    (test,) = [row for row in run.rows if row["split"] == "test"]
+    assert told["test"].startswith(f"loss {test['loss']:.4f}  accuracy {test['accuracy']:.4f}")
+    speed, memory = summary["samples_seen"] / summary["train_s"], summary["memory_gib"][0]
+    assert told["took"].endswith(f"; {speed:,.0f} samples/s in training; {memory:.2f} GiB at most"), told["took"]
+    again = finished(*RUN, root=tmp_path / "runs")
+    assert facts_in(again.output, after="finished already, at step 16: ") == told, "also when there is nothing left to do"
+
+
+def facts_in(output: str, *, after: str) -> dict[str, str]:
+    """Return the facts of the block below a line, by their labels."""
+    lines = output.splitlines()
+    (start,) = [number for number, text in enumerate(lines) if text.startswith(after)]
+    found: dict[str, str] = {}
+    for text in lines[start + 1 :]:
+        if not text.startswith("  "):
+            break
+        label = text[2:12].strip()
+        if label:
+            found[label] = text[12:]
+    return found
+
+
+def test_the_next_commands_can_be_pasted(tmp_path: Path) -> None:
+    line = [*RUN, "trainer.max_epochs=1", "rehearse=false"]
+    done = show([*TRAIN, *line], directory=tmp_path, columns=200)
+    assert done.code == 0, done.lines
+    start = next(number for number, text in enumerate(done.lines) if text.startswith("  next "))
+    commands = [text[12:] for text in done.lines[start:]]
+    assert [re.search(r"mode=\w+", text)[0] for text in commands] == ["mode=eval", "mode=export", "mode=report"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for text in (commands[0], commands[2]):
+        assert show(["bash", "-c", text], directory=tmp_path, columns=80, PATH=path).code == 0, text
+    assert (tmp_path / "runs" / "report.html").exists()
+
+
+def test_the_first_screen_holds_the_start(tmp_path: Path) -> None:
+    done = show(
+        [*TRAIN, "model=resnet", "trainer.max_epochs=null", "trainer.max_steps=1", "run.root=runs"],
+        directory=tmp_path,
+        columns=80,
+    )
+    assert done.code == 0, done.lines
+    before = next(number for number, text in enumerate(done.lines) if text.startswith("step  split"))
+    assert before <= 20, done.lines[:before]
+
+
+def test_a_run_of_a_sweep_is_brief(tmp_path: Path) -> None:
+    line = [*RUN, "trainer.max_epochs=1", "seed=1,2"]
+    ended, shown = on_terminal(*line, root=tmp_path / "runs", columns=100, run=lambda overrides: sweep(overrides, []))
+    assert ended.code == 0, shown.lines
+    text = "\n".join(shown.lines)
+    assert text.count("training ") == text.count("finished: ") == 2
+    assert not re.search(r"^  (model|strategy|best|next) ", text, re.MULTILINE) and "kind" not in text
+    assert not any("━" in line for line in shown.lines)
+
+
+def test_facts_are_wrapped_between_words_but_commands_are_not(tmp_path: Path) -> None:
+    words = "one two three four five six seven eight nine ten eleven twelve"
+
+    def plant() -> None:
+        sys.argv[0] = "train.py"
+        log.start_console(rank=0)
+        with log.log_file(tmp_path / "log"):
+            facts.say([("label", words), ("next", f"python train.py {words}")])
+        os._exit(0)
+
+    _, shown = on_terminal(*RUN, root=tmp_path / "runs", columns=40, before=plant)
+    printed = ESCAPES.sub("", shown.received.decode()).replace("\r", "").splitlines()
+    assert printed[:2] == ["  label     one two three four five six", "            seven eight nine ten eleven"]
+    assert printed[-1] == f"  next      python train.py {words}"
+    assert f"  label     {words}" in (tmp_path / "log").read_text(), "a file has it whole"
+
+
+# --- without a terminal
+
+
+def test_plain_lines_become_rarer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now, lines = 0.0, list[float]()
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    monkeypatch.setattr(console.LOGGER, "info", lambda *_: lines.append(now))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    plain = console.Console()
+    plain.open(run_info(total_steps=40_000))
+    for step in range(1, 36_001):
+        now = step / 10
+        plain.log({"step": step, "split": "train", "loss": 1.0})
+    pauses = [later - earlier for earlier, later in pairwise(lines)]
+    assert min(pauses) >= 5 and pauses[0] == pytest.approx(5.0) and pauses[-1] == pytest.approx(60.0)
+    assert all(later > earlier - 0.11 for earlier, later in pairwise(pauses)), "but for the tenth between two steps"
+    before = len(lines)
+    plain.log({"step": 40_000, "split": "train", "loss": 1.0})
+    plain.log({"step": 40_000, "split": "val", "loss": 1.0})
+    assert len(lines) == before + 2, "the last row, and each evaluation"
+
+
+# --- more processes than cores
+
+
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_more_processes_than_cores_is_said_once(num_cores: int, tmp_path: Path) -> None:
+    def plant() -> None:
+        cores.os.sched_getaffinity = lambda _: set(range(num_cores))  # type: ignore[attr-defined]
+
+    run = finished(*RUN, *DDP, "trainer.max_epochs=1", root=tmp_path / "runs", before=plant)
+    said = re.findall(r"^2 processes share 1 core of \S+: .*launch\.nproc_per_node.*$", run.output, re.MULTILINE)
+    assert len(said) == (1 if num_cores == 1 else 0), run.output
+
+
+# --- mode=status
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    root = tmp_path_factory.mktemp("several") / "runs"
+    for words in (
+        ["seed=1"],
+        ["seed=2", "optimizer.lr=1e30", "trainer.divergence.limit=1"],
+        ["model=cnn", "model.channels=[2]", "name=other"],
+    ):
+        line = [word for word in RUN if not (word.startswith("model") and "model=cnn" in words)]
+        ended = command(*line, *words, root=root)
+    return ended
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_status_shows_whole_ids_and_what_differs(columns: int, runs: Ended) -> None:
+    ended, shown = on_terminal("mode=status", root=runs.root, columns=columns)
+    assert ended.code == 0
+    paths = sorted(path.parent for path in runs.root.glob("*/*/config.yaml"))
+    assert len(paths) == 3
+    text = "\n".join(shown.lines)
+    for path in paths:
+        (line,) = [line for line in shown.lines if line.startswith(str(path.relative_to(runs.root)) + " ")]
+        assert re.search(r" (finished|failed) ", line)
+    assert "seed=1" in text and "seed=2" in text and "…" not in text and "..." not in text
+    assert "model=" not in text, "runs of another name are not compared"
+    assert max(map(len, shown.lines)) <= columns
+    why = re.sub(r"\s+", " ", text)
+    assert "is not finite" in why, "the reason is whole, wherever it is"
+
+
+def test_status_in_a_file_has_a_line_for_each_run(runs: Ended) -> None:
+    told = command("mode=status", root=runs.root).output.splitlines()
+    assert told[0].split()[:3] == ["run", "state", "step"] and "differs" in told[0]
+    assert len(told) == 2 + 3 + 1 and "\x1b" not in "".join(told)
+    (line,) = [line for line in told if "seed=1" in line]
+    assert line.split()[1] == "finished"
+
+
+def test_status_of_a_sweep_shows_ids_and_swept_values(tmp_path: Path) -> None:
+    line = [*RUN, "trainer.max_epochs=1", "seed=1,2", "optimizer.lr=0.1"]
+    run = lambda overrides: sweep(overrides, [])  # noqa: E731
+    assert command(*line, root=tmp_path / "runs", run=run).code == 0
+    ids = {path.parent.name for path in (tmp_path / "runs").glob("default/*/config.yaml")}
+    (folder,) = (tmp_path / "runs").glob("sweeps/*")
+    by_line, by_folder = command("mode=status", *line, root=tmp_path / "runs", run=run), command("mode=status", root=folder)
+    for told in (by_line.output, by_folder.output):
+        rows = [text.split() for text in told.splitlines()[2:4]]
+        assert {row[0].removeprefix("default/") for row in rows} == ids
+        assert {word for row in rows for word in row if word.startswith("seed=")} == {"seed=1", "seed=2"}
+
+
+# --- help
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_help_is_wrapped_in_the_terminals_width_and_has_everything(columns: int, tmp_path: Path) -> None:
+    shown = show([*TRAIN, "--help"], directory=tmp_path, columns=columns)
+    assert shown.code == 0
+    printed = shown.received.decode().replace("\r\n", "\n").rstrip("\n").splitlines()
+    assert max(map(len, printed)) <= columns
+    words = lambda text: text.replace("\\\n", "").split()  # noqa: E731
+    assert sorted(words("\n".join(printed))) == sorted(words(help_text([], width=10_000))), "no word is lost"
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_command_of_the_help_can_be_pasted(columns: int) -> None:
+    whole, narrow = (help_text([], width=width) for width in (10_000, columns))
+    for command_line in re.findall(r"^  (python train\.py -m \"\S.*?hydra/sweeper=optuna)", whole, re.MULTILINE):
+        assert command_line in re.sub(r" \\\n +", " ", narrow)
+
+
+# --- the pictures of the documentation
+
+
+def test_a_picture_has_what_the_terminal_shows() -> None:
+    path = Path(__file__).parent.parent / "docs" / "pictures" / "terminal.py"
+    spec = importlib.util.spec_from_file_location("pictures", path)
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    shown = Shown(columns=40, rows=5)
+    shown.feed("first\r\n\x1b[32mgreen\x1b[0m ━━ plain\r\ngone\r\x1b[2Klast".encode())
+    picture = pictures.svg(shown, title="the title")
+    texts = [text.replace("&#160;", " ") for text in re.findall(r">([^<>]+)</text>", picture)]
+    assert [text.strip() for text in texts if text.strip()] == ["the title", "first", "green", "━━ plain", "last"]
+    assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", picture), "it needs no server"
