@@ -1,6 +1,6 @@
 """Takes the pictures of docs/pictures: what a real pseudo-terminal shows of real commands, at 60, 80 and 120 columns.
 
-`python docs/pictures/terminal.py` runs them in a temporary folder and writes an SVG for each. It needs what the tests need (pyte).
+`python docs/pictures/terminal.py` runs them in a temporary folder and writes an SVG for each. It needs what the tests need.
 """
 
 import io
