@@ -181,6 +181,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", slow_but(["a dataset of Hugging Face", "tar shards", "mixed samples"], [*LINES]))
 def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: str, one: Make, tmp_path: Path) -> None:
     line, expected = one(what)
@@ -188,6 +189,7 @@ def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: s
     assert_close(several, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", slow_but(["tar shards"], [*LINES]))
 def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, one: Make, tmp_path: Path) -> None:
     line, _ = one(what)
@@ -274,6 +276,7 @@ def test_what_cannot_be_used_is_refused_before_the_start(what: str, tmp_path: Pa
     assert not list((tmp_path / "runs").glob("*/*"))
 
 
+@pytest.mark.slow
 def test_a_collate_function_that_draws_is_warned_of_where_it_is_cut_by_processes(tmp_path: Path) -> None:
     data = ["dataset=map_style", "dataset.train._target_=tests.faulty.Points", "dataset.facts={num_classes:10}",
             "dataset.collate={_target_:tests.faulty.masked,_partial_:true}", "model._target_=tests.faulty.Net"]  # fmt: skip

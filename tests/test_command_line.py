@@ -60,6 +60,7 @@ def test_what_cannot_be_printed_is_no_traceback(line: str, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", slow_but([">&- 2>&- <&-"], [">&- 2>&- <&-", "2>&1 | true"]))
 def test_a_run_does_not_need_its_streams(streams: str, tmp_path: Path) -> None:
     done = shell(f"train {TINY} {streams}", directory=tmp_path)

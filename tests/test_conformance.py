@@ -221,7 +221,7 @@ CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with Ba
 
 
 # the whole, and the variants of a strategy, are for `-m slow`
-QUICK = {1: ["gpt, tied"], 2: ["gpt, tied", "experts"]}  # models by the number of ranks
+QUICK = {1: ["gpt, tied"], 2: ["gpt, tied"]}  # models by the number of ranks
 
 
 def crossed() -> Iterator[Any]:

@@ -206,6 +206,7 @@ def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"theirs.pth", "runs.output"}
 
 
+@pytest.mark.slow
 def test_the_commands_own_process_never_imports_torch(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "theirs.pth")
     program = "import sys; from framework.main import main; code = main(['convert', 'theirs.pth']); sys.exit(code or 3 * ('torch' in sys.modules))"

@@ -13,7 +13,7 @@ import pytest
 
 from framework.runtime.environment import Environment
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, assert_same_bits, begin, end, finished, wait_for
+from tests.harness import Ended, assert_same_bits, begin, end, finished, slow_but, wait_for
 from tests.test_malformed import REPOSITORY
 from tests.test_preemption import LINE, MOMENTS, STEP, members, once_at
 from tests.test_resume import STRATEGIES
@@ -66,7 +66,7 @@ CASES = [("alone", moment) for moment in MOMENTS if moment != "accumulation"]
 CASES += [("two ranks", "training"), ("two ranks", "saving"), ("sweep", "training"), ("two jobs", "training")]
 
 
-@pytest.mark.parametrize(("way", "moment"), CASES)
+@pytest.mark.parametrize(("way", "moment"), slow_but([CASES[0], *CASES[-4:-2]], CASES, unpack=True))
 def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: str, undisturbed: Ended, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     process, output = begin_held(way, moment, seconds=120, root=root)

@@ -244,17 +244,22 @@ def answers_of_rank(rank: int, num_ranks: int, folder: str, line: list[str], dev
 @pytest.mark.parametrize(
     "line",
     [
-        ["model=cnn", "dataset=digits", "dataset.augment=true"],
+        pytest.param(["model=cnn", "dataset=digits", "dataset.augment=true"], marks=pytest.mark.slow),
         ["model=cnn", "dataset=digits", "precision=bf16", "micro_batch_size=16", "trainer.clip_grad_norm=1.0"],
         [*TOKENS, "model.dropout=0.1", "precision=bf16", "trainer.ema_decay=0.9"],
-        [*TOKENS, "optimizer=muon", "trainer.activation_checkpointing=true"],
-        [*TOKENS, "model.dim=64", "dataset.seq_len=64", "trainer.activation_offload=true"],
+        pytest.param([*TOKENS, "optimizer=muon", "trainer.activation_checkpointing=true"], marks=pytest.mark.slow),
+        pytest.param(
+            [*TOKENS, "model.dim=64", "dataset.seq_len=64", "trainer.activation_offload=true"], marks=pytest.mark.slow
+        ),
         pytest.param(
             ["model=cnn", "dataset=digits", "parallel=model-parallel", "parallel.num_devices=2"], marks=pytest.mark.slow
         ),
         pytest.param(["model=mlp", "dataset=digits", "parallel=zero"], marks=pytest.mark.slow),
         pytest.param(["model=mlp", "dataset=digits", "trainer.grad_noise.eta=0.1"], marks=pytest.mark.slow),
-        ["model=resnet", "model.depth=18", "dataset=synthetic", "global_batch_size=2", "optimizer=sgd"],
+        pytest.param(
+            ["model=resnet", "model.depth=18", "dataset=synthetic", "global_batch_size=2", "optimizer=sgd"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda line: " ".join(line[-2:]),
 )
@@ -265,6 +270,7 @@ def test_a_step_waits_for_nothing_and_a_row_once(line: list[str]) -> None:
     assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0, 0, 0, 0, 1], counted
 
 
+@pytest.mark.slow
 def test_activations_are_held_by_the_cpu() -> None:
     """And come back the same: the emulation fills pinned memory with nan until what was copied is there."""
     plain, held, inputs = call(held_activations)
@@ -277,12 +283,14 @@ def test_activations_are_held_by_the_cpu() -> None:
     assert plain["gradient"] == held["gradient"] == inputs["gradient"] and held["waits"] == inputs["waits"] == {}
 
 
+@pytest.mark.slow
 def test_a_step_under_fsdp_waits_for_nothing() -> None:
     """Its streams are FSDP's own: what they wait for is not judged here."""
     counted = call(steps, line=[*TOKENS, "parallel=fsdp"])
     assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0, 0, 0, 0, 1], counted
 
 
+@pytest.mark.slow
 def test_what_must_decide_in_a_step_waits_once() -> None:
     for line in (["trainer.divergence.action=skip"], ["precision=fp16"], ["invariance=bitwise", "micro_batch_size=32"]):
         counted = call(steps, line=["model=mlp", "dataset=digits", *line])
@@ -323,6 +331,7 @@ def test_no_strategy_waits_in_a_step(strategy: str) -> None:
         assert ranks[0][2] == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_device_has_the_numbers_of_one_on_the_cpu() -> None:
     line = ["model=cnn", "dataset=digits", "dataset.augment=true", "trainer.eval_every=6", "checkpoint.every=4"]
     here, there = (call(whole_run, line=line, device=device) for device in ("cpu", "cuda:0"))
@@ -345,6 +354,7 @@ def test_a_run_on_a_device_goes_on_from_its_checkpoint(optimizer: str) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_plain", [True, False], ids=["vectorised", "own transform"])
 @pytest.mark.parametrize(("augment", "num_workers"), [(False, 0), (True, 2)])
 def test_batches_cross_the_bus_as_they_are_stored(augment: bool, num_workers: int, is_plain: bool) -> None:
@@ -364,12 +374,14 @@ def test_workers_are_spawned_where_there_are_devices() -> None:
     assert "device: auto, but PyTorch sees no CUDA device on" in without["log"]
 
 
+@pytest.mark.slow
 def test_the_emulation_finds_what_would_be_a_race() -> None:
     not_waited, not_recorded = call(faults)
     assert any("uses a tensor that another stream writes" in race for race in not_waited)
     assert any("freed while another stream uses it" in race for race in not_recorded)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_s_copies_are_pinned_and_made_in_the_order_of_the_step() -> None:
     assert call(copies) == {
         "before": True,

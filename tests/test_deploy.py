@@ -138,6 +138,7 @@ def test_the_job_for_sagemaker_is_one_by_its_service_model_and_trains(tmp_path: 
     assert ends([training], tmp_path).summary["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_machine_of_any_cloud_gives_the_command_until_it_has_finished(tmp_path: Path) -> None:
     """A stand-in for docker runs the image's entry point here; first the store is not there, then it is told to stop."""
     user_data = (DEPLOY / "cloud_vm.yaml").read_text()

@@ -160,6 +160,7 @@ def rolled_back(strategy: str, *, to: int, root: Path) -> Ended:
     return finished(*line, root=root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], ["single", "ddp 2", "fsdp 2"]))
 def test_a_rollback_goes_on_from_a_checkpoint_behind_the_bad_batch(strategy: str, tmp_path: Path) -> None:
     expected = rolled_back(strategy, to=8, root=tmp_path / "expected")
@@ -170,6 +171,7 @@ def test_a_rollback_goes_on_from_a_checkpoint_behind_the_bad_batch(strategy: str
     assert ended.summary["num_divergences"] == 1
 
 
+@pytest.mark.slow
 def test_a_rollback_may_go_to_an_older_checkpoint(tmp_path: Path) -> None:
     expected = rolled_back("ddp 2", to=4, root=tmp_path / "expected")
     line = [*LINE, *STRATEGIES["ddp 2"], ROLLBACK, "trainer.divergence.back=2"]
@@ -184,6 +186,7 @@ def test_before_the_first_checkpoint_it_goes_back_to_the_beginning(tmp_path: Pat
     assert [row["step"] for row in ended.rows if row["split"] == "train"] == list(range(1, 22))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", slow_but([10], [9, 10, 14]))
 def test_killed_about_a_rollback_it_ends_with_the_same_bits(number: int, tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], ROLLBACK, "launch.max_restarts=0"]

@@ -68,6 +68,7 @@ def test_every_kind_of_model_of_ours_is_among_these() -> None:
     assert set(options("model")) <= named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["two inputs"], KINDS))
 def test_what_is_exported_is_the_model_that_was_evaluated(kind: str, run: Run, tmp_path: Path) -> None:
     trained = run(kind)
@@ -117,6 +118,7 @@ def test_the_file_of_weights_says_what_it_is(run: Run, tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt", "run_id": config["run"]["id"], "config_hash": config["hash"], "step": "2"}
 
 
+@pytest.mark.slow
 def test_no_pickle_is_written_and_nothing_is_unpickled(run: Run, tmp_path: Path) -> None:
     trained = run("gpt, tied")
     exported(trained, "export.formats=[pt2]", root=tmp_path / "none", before=note_unpickling(tmp_path / "found"))

@@ -23,6 +23,7 @@ def test_a_run_of_a_few_batches_has_short_epochs_and_evaluations(tmp_path: Path)
     assert first["train"] == others["train"] and first["val"] != others["val"]
 
 
+@pytest.mark.slow
 def test_overfitting_trains_and_evaluates_on_the_same_few_samples(tmp_path: Path) -> None:
     line = [*TOKENS, "trainer.overfit_batches=1", "trainer.max_steps=60", "optimizer.lr=0.02", "scheduler.warmup_steps=0",
             "trainer.eval_every=60", "trainer.log_every=60"]  # fmt: skip

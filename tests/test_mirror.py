@@ -107,6 +107,7 @@ def test_an_elastic_run_goes_on_from_the_store_alone(store: str, whole: Callable
     assert steps(store) == [21, 20]
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_upload_the_checkpoint_before_is_taken(
     store: str, whole: Callable[[str], Ended], tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_killed_in_the_middle_of_an_upload_the_checkpoint_before_is_taken(
     assert steps(store) == [21, 20] and not {number for number, _ in contents(store).folders} - {2}
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_in_the_store_is_passed_over(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
     killed(store, 4, 8, root=tmp_path / "runs")
     there = contents(store)
@@ -176,6 +178,7 @@ def test_training_goes_on_while_the_store_refuses(
     assert steps(store) == [21, 20]
 
 
+@pytest.mark.slow
 def test_what_is_missing_at_the_end_is_said_and_put_by_the_same_command(
     server: S3Server, store: str, whole: Callable[[str], Ended], tmp_path: Path
 ) -> None:
@@ -261,6 +264,7 @@ def test_a_command_that_was_frozen_while_another_took_over_writes_nothing_more(
     assert [stored.step for stored in contents(store).checkpoints] == [21, 20]
 
 
+@pytest.mark.slow
 def test_starting_over_leaves_the_earlier_run_aside(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
     line = [*RUN, f"run.mirror={store}"]
     killed(store, 12, root=tmp_path / "runs")
@@ -275,6 +279,7 @@ def test_starting_over_leaves_the_earlier_run_aside(store: str, whole: Callable[
     assert set(earlier) < contents(store).objects.keys()
 
 
+@pytest.mark.slow
 def test_a_directory_of_an_earlier_beginning_is_moved_aside(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
     first = killed(store, 12, root=tmp_path / "first")
     killed(store, 4, root=tmp_path / "second", more=["run.resume=never"])
@@ -284,6 +289,7 @@ def test_a_directory_of_an_earlier_beginning_is_moved_aside(store: str, whole: C
     assert (directory.with_name(f"{directory.name}.old-1") / "checkpoints" / "step_00000012").is_dir()
 
 
+@pytest.mark.slow
 def test_an_older_directory_is_brought_up_to_date_and_a_newer_one_is_not(
     store: str, whole: Callable[[str], Ended], tmp_path: Path
 ) -> None:
@@ -317,6 +323,7 @@ def test_must_is_asked_of_the_mirror_too(store: str, tmp_path: Path) -> None:
 # --- run.resume=s3://...
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_a_run_or_checkpoint_in_a_store_as_with_a_path(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

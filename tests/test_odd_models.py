@@ -67,7 +67,7 @@ def cases() -> Iterator[Any]:
     for model in MODELS:
         for case in PAIRS:
             refused = refusal(case[0], model)
-            is_quick = (model == "Chained" and case[1] == 2 and case[0] in ("ddp", "zero", "fsdp", "tensor", "pipeline")) or (
+            is_quick = (model == "Chained" and case[1] == 2 and case[0] in ("fsdp", "tensor", "pipeline")) or (
                 refused is not None and "does not answer" not in refused
             )
             yield pytest.param(model, case, id=f"{model}-{name(*case)}", marks=[] if is_quick else [pytest.mark.slow])
@@ -99,6 +99,7 @@ def test_a_weight_that_stages_share_takes_no_buffers_with_it(
     assert_close(finished(*line, root=tmp_path / "runs", before=odd), one("Chained"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["OneBlock", "Woven", "Chained"])
 def test_its_layers_may_lie_on_two_devices(
     model: str, odd: Callable[[], None], one: Callable[[str], Ended], tmp_path: Path

@@ -357,6 +357,7 @@ def test_names_that_mean_something_else_in_their_model_are_not_our_questions() -
 FSDP = ["parallel=fsdp", "launch.nproc_per_node=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but([FSDP], [[], FSDP, ["trainer.activation_checkpointing=true"]]))
 def test_a_model_with_a_list_called_blocks_trains(strategy: list[str], folder: Path) -> None:
     text = """
@@ -387,6 +388,7 @@ class Tower(nn.Module):
 # --- torch's own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["RAdam"], ["RAdam", "NAdam", "Adagrad", "Adamax"]))
 def test_an_optimizer_of_torch_computes_the_same_in_one_process_and_in_two(name: str, folder: Path) -> None:
     words = ["model=mynet", "precision=fp64", f"optimizer._target_=torch.optim.{name}", "optimizer.lr=1e-2"]
@@ -442,6 +444,7 @@ def test_the_users_conf_is_searched_before_ours(folder: Path) -> None:
     assert sum(tensor.numel() for tensor in ended.weights.values()) == 64 * 4 + 4 + 4 * 10 + 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", slow_but(["STEADFAST_CONF"], ["--config-dir", "STEADFAST_CONF"]))
 def test_it_may_be_anywhere(how: str, folder: Path, tmp_path: Path) -> None:
     (folder / "conf").rename(folder / "settings")
@@ -492,6 +495,7 @@ def test_a_key_of_ones_own_can_be_swept(folder: Path) -> None:
     assert sizes == {4, 8}
 
 
+@pytest.mark.slow
 def test_a_sweep_written_in_a_file(folder: Path) -> None:
     write(
         folder,
@@ -537,6 +541,7 @@ def test_models_of_theirs_and_of_ours_do_not_hide_each_other(folder: Path) -> No
     assert theirs.code == ours.code == 0 and "first.weight" in found[0] and "first.weight" not in found[1]
 
 
+@pytest.mark.slow
 def test_a_file_of_theirs_may_not_be_called_as_one_of_ours(folder: Path) -> None:
     """Whose `models.mlp` it is would depend on the folder; a copy is the same."""
     write(folder, **{"models/mlp.py": (ROOT / "models" / "mlp.py").read_text()})

@@ -48,6 +48,7 @@ OURS = ["part=[swa,unfreeze,gradient_norms,activations,length_warmup,batch_warmu
 GPT = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"), slow_but([s for s in STRATEGIES if s[0] == "fsdp"], STRATEGIES, unpack=True), ids=IDS
 )
@@ -76,6 +77,7 @@ def test_killed_it_ends_with_the_same_bits(parts: list[str], strategy: str, tmp_
     assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), slow_but([("ddp", "fsdp")], [("ddp", "fsdp"), ("fsdp", "pipeline")], unpack=True))
 def test_it_goes_on_under_another_strategy(first: str, second: str, one: One, tmp_path: Path) -> None:  # noqa: F811
     line = [*GPT, *own("Lookahead", "Loss", "Prune", "Grows"), "launch.nproc_per_node=2", "checkpoint.every=2"]
@@ -335,6 +337,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", slow_but(["Forgets", "Judges"], REFUSED))
 def test_what_breaks_the_promise_is_refused_before_the_start(part: str, tmp_path: Path) -> None:
     line = [*RUN, *MODELS["gpt, tied"], *own(part), "rehearse=true", "parallel=fsdp", "launch.nproc_per_node=2"]
@@ -365,6 +368,7 @@ def test_a_wrong_part_is_refused(line: list[str], said: str, tmp_path: Path) -> 
 # --- what only the run can show
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["OnOneRankLate", "EveryFifthOnShards"])
 def test_a_part_that_acts_only_now_and_then_is_named_before_the_start(part: str, tmp_path: Path) -> None:
     strategy = ["parallel=fsdp" if "Shards" in part else "parallel=ddp", "launch.nproc_per_node=2"]

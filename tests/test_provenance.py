@@ -58,6 +58,7 @@ def record(ended: Ended) -> dict[str, Any]:
     return json.loads((ended.directory / "provenance.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_finished_run_with_other_code_is_not_finished(folder: Path) -> None:
     assert run(folder).code == 0
     edit(folder, "torch.tanh", "torch.relu")
@@ -111,6 +112,7 @@ def test_evaluations_with_other_code_are_warned_of(folder: Path) -> None:
     assert "the code has changed since the run's last start: net.py: Net.forward" in evaluated.output
 
 
+@pytest.mark.slow
 def test_a_sweep_shows_the_runs_that_other_code_began_and_starts_none(folder: Path) -> None:
     sweep = ["-m", "seed=0,1"]
     assert run(folder, "seed=0").code == 0

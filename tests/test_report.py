@@ -201,6 +201,7 @@ def test_a_state_of_somebody_else_is_no_harm(state: str, driver: Any, page: Page
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
+@pytest.mark.slow
 def test_a_click_on_a_row_leaves_its_curve_alone_in_its_color(page: Page) -> None:
     mine, other = page.color("second"), page.color("first")
     for panel in ("val/loss", "train/loss"):

@@ -81,6 +81,7 @@ def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(
     assert_same_bits(finished(*line, root=tmp_path / "runs"), uninterrupted[strategy])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", slow_but([10], [2, 10, 19]))
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2", "fsdp 2"], STRATEGIES))
 def test_killed_between_checkpoints_it_ends_with_the_same_bits(
@@ -235,6 +236,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return {name: finished(*TIED, f"optimizer={name}", root=folder / name) for name in ("adamw", "muon")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_but(["muon"], ["adamw", "muon"]))
 @pytest.mark.parametrize("strategy", slow_but(["single", "fsdp 2"], STRATEGIES))
 def test_a_tied_weight_is_saved_once_and_stays_tied(

@@ -72,6 +72,7 @@ STRATEGIES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["tensor", "pipeline"], [*STRATEGIES]))
 def test_values_do_not_depend_on_the_number_of_processes(strategy: str, one: Ended, tmp_path: Path) -> None:
     several = finished(*RUN, *METRICS, f"parallel={strategy}", *STRATEGIES[strategy], root=tmp_path / "runs")
@@ -82,6 +83,7 @@ def test_values_do_not_depend_on_the_number_of_processes(strategy: str, one: End
             assert torch.tensor(value).allclose(torch.tensor(other[name]), rtol=1e-12, atol=0), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", slow_but([3], [2, 3, 5]))
 def test_states_of_every_kind_are_those_of_one_process(processes: int, tmp_path: Path) -> None:
     line = [*RUN, "metric=confusion_matrix", *OWN]
@@ -125,6 +127,7 @@ def test_only_the_file_has_lists_of_numbers(one: Ended) -> None:
     assert "confusion_matrix" not in one.output and "auroc 0." in one.output
 
 
+@pytest.mark.slow
 def test_killed_it_ends_with_the_same_bits_and_rows(one: Ended, tmp_path: Path) -> None:
     line = [*RUN, *METRICS, "parallel=ddp", TWO]
     assert command(*line, root=tmp_path / "runs", before=after_step(3, crash)).code < 0

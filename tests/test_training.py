@@ -121,6 +121,7 @@ def test_killed_it_ends_with_the_same_bits(parallel: list[str], tmp_path: Path) 
     assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
 
 
+@pytest.mark.slow
 def test_it_continues_under_other_strategies(one: Callable[[str], Ended], tmp_path: Path) -> None:
     root = tmp_path / "runs"
     begun = command(*LINES["all"], "parallel=pipeline", "launch.nproc_per_node=2", root=root, before=after_step(3, preempt))
@@ -133,6 +134,7 @@ BITWISE = ["invariance=bitwise", *RUN, *SMALL, "precision=fp32", "model=cnn", "m
            "trainer.freeze=[layers.0.*]", NOISE, CLIP]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     alone = finished(*BITWISE, root=tmp_path / "alone")
     for strategy, ranks in (("ddp", 3), ("zero", 2)):

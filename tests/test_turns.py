@@ -56,6 +56,7 @@ def test_it_computes_what_one_process_does_or_is_refused(
     assert_close(ended, one(*GAN))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp", "zero"]))
 def test_killed_it_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
     line = [*GAN, f"parallel={strategy}", "launch.nproc_per_node=2", "rehearse=true"]

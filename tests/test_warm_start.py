@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from framework.cli import run
-from tests.harness import Ended, assert_same_bits, command, finished
+from tests.harness import Ended, assert_same_bits, command, finished, slow_but
 from tests.test_conformance import layouts
 from tests.test_resume import after_step, preempt
 
@@ -40,7 +40,7 @@ def assert_begun_with(run: Ended, weights: dict[str, torch.Tensor]) -> None:
 STRATEGIES = [("single", 1), ("ddp", 2), ("fsdp", 3), ("tensor", 2), ("pipeline", 2)]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
+@pytest.mark.parametrize(("strategy", "ranks"), slow_but([("fsdp", 3), ("pipeline", 2)], STRATEGIES, unpack=True))
 def test_under_any_strategy_a_run_begins_with_the_files_weights(
     strategy: str, ranks: int, first: Ended, tmp_path: Path
 ) -> None:

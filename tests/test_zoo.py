@@ -74,7 +74,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
 def cells() -> Iterator[Any]:
     for number, model in enumerate([*IMAGES, *TOKENS]):
         for other, (strategy, ranks, mesh) in enumerate(STRATEGIES):
-            is_quick = (number + other) % 29 == 0  # every model and every strategy, a few times
+            is_quick = (number + other) % 67 == 0  # most models and strategies once
             yield pytest.param(model, strategy, ranks, mesh, id=f"{model}-{name(strategy, ranks, mesh)}",
                                marks=[] if is_quick else [pytest.mark.slow])  # fmt: skip
 
@@ -102,7 +102,7 @@ FAMILIES = ["hf gpt2", "hf mixtral", "timm vit", "torchvision mobilenet", "x-tra
             "spectral norm", "weight norm", "layer drop", "lstm"]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", slow_but(["hf gpt2", "torchvision mobilenet", "codebook", "spectral norm"], FAMILIES))
+@pytest.mark.parametrize("model", slow_but(["hf gpt2", "codebook"], FAMILIES))
 def test_killed_it_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
     both = [*line(model), "checkpoint.every=2", "parallel=ddp", "launch.nproc_per_node=2"]
     whole = finished(*both, root=tmp_path / "whole")

@@ -92,6 +92,7 @@ def compiled_at(root: Path) -> dict[str, int]:
 Plain = Callable[[str, str], Ended]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "setting", "strategy"), slow_but(QUICK, CELLS, unpack=True))
 def test_it_trains_resumes_and_is_evaluated(model: str, setting: str, strategy: str, plain: Plain, tmp_path: Path) -> None:
     expected = plain(model, SETTINGS[setting][1])

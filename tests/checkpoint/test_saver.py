@@ -59,6 +59,7 @@ def written_between_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: finished(*RUN, *STRATEGIES[name], SYNC, root=root / name) for name in CASES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_steps_go_on_while_a_checkpoint_is_written(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
@@ -102,6 +103,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     assert ended.summary["saves"]["committed"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_killed_while_a_checkpoint_is_written_it_ends_with_the_same_bits(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
@@ -224,6 +226,7 @@ def test_the_last_save_may_not_fail(tmp_path: Path) -> None:
 # --- a grace period that is shorter than a save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_without_the_time_for_a_checkpoint_it_says_so_and_relies_on_the_last(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
@@ -250,6 +253,7 @@ def test_without_any_checkpoint_it_saves_whatever_the_time(tmp_path: Path) -> No
     assert (stopped.directory / "checkpoints" / "step_00000010").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_loader_processes_may_start_while_a_checkpoint_is_written(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path

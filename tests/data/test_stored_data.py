@@ -61,6 +61,7 @@ def make_images(folder: Path) -> list[str]:
     return ["dataset=image_folder", *CNN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_text, make_tokens, make_images])
 def test_a_dataset_in_a_store_is_the_dataset_in_a_folder(make: object, store: Objects, tmp_path: Path) -> None:
     line = make(tmp_path / "data")  # type: ignore[operator]

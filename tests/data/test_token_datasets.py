@@ -86,6 +86,7 @@ def test_tokens_of_one_file_are_cut_90_5_5(tmp_path: Path):
     assert inputs.tolist() == [[900]]
 
 
+@pytest.mark.slow
 def test_tokens_are_neither_read_into_memory_nor_pickled(tmp_path: Path):
     with open(tmp_path / "all.bin", "wb") as file:
         file.truncate(2**31)  # a sparse file of 1 Gi tokens

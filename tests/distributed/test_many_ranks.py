@@ -27,6 +27,7 @@ from framework.runtime.exits import DiskFailed, Exit
 from tests.ranks import on_ranks
 
 
+@pytest.mark.slow
 def test_64_processes_agree(tmp_path: Path) -> None:
     def act(world: World) -> Any:
         agreement, last = world.agreement, world.world_size - 1
@@ -162,6 +163,7 @@ LINE = ["parallel=ddp", "trainer.max_epochs=null", "trainer.max_steps=5", "train
         "checkpoint.async_save=false", "rehearse=false"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_every_rank_gets_does_not_grow_with_the_number_of_ranks(play: Callable[..., Wire], tmp_path: Path) -> None:
     """Of a start, five steps, two evaluations and three saves; and of a resume, with a step and a save."""
     sent: dict[int, list[Wire]] = {}

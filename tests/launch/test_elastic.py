@@ -269,6 +269,7 @@ def test_numbers_of_nodes_that_cannot_be_are_refused(line: list[str], problem: s
     assert not list(refused.root.iterdir())
 
 
+@pytest.mark.slow
 def test_too_few_nodes_are_not_waited_for_for_ever(cluster: Callable[..., Cluster]) -> None:
     two_or_none = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=1")
     alone = two_or_none.start().end()

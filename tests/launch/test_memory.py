@@ -44,6 +44,7 @@ def faults(*line: str, root: Path) -> tuple[Ended, int]:
     return ended, sum(json.loads(root.with_suffix(".json").read_text())[-6:])
 
 
+@pytest.mark.slow
 def test_a_step_uses_the_memory_that_the_last_one_has_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, few = faults(root=tmp_path / "kept")
     given_back, many = faults("launch.keep_freed_memory=false", root=tmp_path / "given_back")

@@ -116,6 +116,7 @@ def test_a_strategy_over_mpi_computes_what_one_process_does(
     assert_close(run, one_process(STRATEGIES[name][0]))
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_every_operation_of_the_group_is_that_of_torch(tmp_path: Path) -> None:
     ended = end(mpirun(3, HERE / "mpi_operations.py"), root=tmp_path)

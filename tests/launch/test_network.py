@@ -193,6 +193,7 @@ NAMES: dict[str, Callable[[int], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", slow_but([*NAMES][:1], [*NAMES]))
 def test_the_interface_that_reaches_the_others_is_found(
     what: str, one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
@@ -238,6 +239,7 @@ def test_behind_a_firewall_the_nodes_meet_on_the_ports_that_are_open(
         ended(both, one)
 
 
+@pytest.mark.slow
 def test_an_interface_that_only_this_host_reaches_is_refused_with_the_line_to_add(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

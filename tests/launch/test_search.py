@@ -52,6 +52,7 @@ def test_a_trial_is_a_run_and_its_objective_is_the_monitor(whole: list[dict[str,
     assert float(row["objective"]) == min(r["loss"] for r in own.rows if r["split"] == "val")
 
 
+@pytest.mark.slow
 def test_the_same_search_draws_the_same_and_a_longer_one_continues_it(whole: list[dict[str, str]], tmp_path: Path) -> None:
     root = tmp_path / "runs"
     first = swept(*SEARCH, *SPACE, trials(2), root=root)
@@ -133,6 +134,7 @@ def test_killed_at_any_point_a_search_draws_as_if_it_had_not_been(
     assert drawn(table(ended)) == drawn(whole)[:3]
 
 
+@pytest.mark.slow
 def test_a_preempted_search_goes_on_too(whole: list[dict[str, str]], tmp_path: Path) -> None:
     root = tmp_path / "runs"
     stop = after_step(9, lambda: os.kill(os.getppid(), signal.SIGTERM))
@@ -143,6 +145,7 @@ def test_a_preempted_search_goes_on_too(whole: list[dict[str, str]], tmp_path: P
     assert ended.code == 0 and drawn(table(ended)) == drawn(whole)[:2]
 
 
+@pytest.mark.slow
 def test_a_trial_that_diverges_is_recorded_as_failed_and_the_search_goes_on(tmp_path: Path) -> None:
     line = [*SEARCH, "optimizer=sgd", "optimizer.lr=1e-3,1e30", trials(4), "hydra.sweeper.sampler=random"]
     ended = swept(*line, root=tmp_path / "runs")
@@ -164,6 +167,7 @@ def test_two_trials_at_a_time_that_are_the_same_run_are_run_once(tmp_path: Path)
     assert (ended.output.count("running "), ended.output.count("finished already")) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None:
     line = [
         *SEARCH,

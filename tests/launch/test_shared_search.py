@@ -54,6 +54,7 @@ def both(first: Any, second: Any, roots: tuple[Path, Path]) -> tuple[Ended, Ende
     return end(first, root=roots[0]), end(second, root=roots[1])
 
 
+@pytest.mark.slow
 def test_two_commands_share_the_trials_of_one_search(tmp_path: Path) -> None:
     roots, (a, b) = paths(tmp_path), (tmp_path / "a", tmp_path / "b")
     line = [*SHARED, trials(5)]
@@ -141,6 +142,7 @@ def test_two_commands_share_a_search_whose_trials_are_slurm_jobs(submitted: Swee
 # --- several objectives
 
 
+@pytest.mark.slow
 def test_the_pareto_set_of_several_objectives_is_marked_and_told(tmp_path: Path) -> None:
     line = [*ANY_MODEL[:-1], "model=mlp", "model.dim=4,16,64", "optimizer.lr=1e-5,1e-2", "hydra.sweeper.sampler=grid"]
     ended = swept(*line, "hydra.sweeper.objectives=[val/loss:min,parameters:min]", root=tmp_path / "runs")
@@ -218,6 +220,7 @@ def sweep_file(folder: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
+@pytest.mark.slow
 def test_a_sweep_written_in_a_file_is_named_on_the_line(tmp_path: Path) -> None:
     sweep_file(tmp_path, "widths", GRID)
     listed = typed("-m", "hydra/sweeper=widths", "mode=plan", directory=tmp_path)
@@ -236,6 +239,7 @@ def test_a_sweep_written_in_a_file_is_named_on_the_line(tmp_path: Path) -> None:
     assert unknown.code == 78 and unknown.output == Says("hydra/sweeper: no option 'width' ... mean widths?"), unknown.output
 
 
+@pytest.mark.slow
 def test_a_search_written_in_a_file_has_intervals_choices_and_conditions(tmp_path: Path) -> None:
     sweep_file(tmp_path, "widths", DRAWN)
     short = ["trainer.max_epochs=null", "trainer.max_steps=2", "rehearse=false"]

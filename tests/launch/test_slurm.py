@@ -331,6 +331,7 @@ def test_there_are_five_commands() -> None:
     assert len(FIVE) == 5 and sum("launch=slurm" in line for line in FIVE) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", slow_but([line for line in FIVE if "nnodes" not in line], FIVE))
 def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(line: str, one: Ended, cluster: Path, tmp_path: Path) -> None:
     if "launch=slurm" in line:
@@ -450,6 +451,7 @@ def test_a_machine_without_slurm_is_no_place_to_submit_from(
     assert (refused.code, refused.output) == (78, Says("launch: slurm ... no sbatch on PATH ... launch=local"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["tmpfs"], ["tmpfs", "bind"]))
 def test_a_directory_that_the_nodes_do_not_see_is_refused(kind: str, cluster: Path, tmp_path: Path) -> None:
     """What is mounted there for the submitting process alone is another file system than the nodes see."""

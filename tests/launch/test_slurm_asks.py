@@ -194,6 +194,7 @@ def test_the_python_of_a_job_may_be_a_container_s(submitted: Sweep, tmp_path: Pa
 TASKS = [["--ntasks=3", "--nodes=2"], ["--ntasks=2", "--nodes=1"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tasks", slow_but(TASKS[:1], TASKS), ids=" ".join)
 def test_the_tasks_of_srun_are_the_processes_of_one_run(tasks: list[str], one: Ended, cluster: Path, tmp_path: Path) -> None:  # noqa: F811
     """Also where one node has more of them than another."""
@@ -203,12 +204,14 @@ def test_the_tasks_of_srun_are_the_processes_of_one_run(tasks: list[str], one: E
     assert_close(ended, one)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_nothing_for_the_tasks_of_srun(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
     refused = given("srun", "--ntasks=2", *TRAIN, "-m", "seed=0,1", "parallel=ddp", folder=tmp_path)
     assert refused.code == 78, refused.output
     assert not list(refused.root.iterdir())
 
 
+@pytest.mark.slow
 def test_tasks_of_srun_with_commands_of_their_own_are_refused(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
     tasks = tmp_path / "tasks.conf"
     tasks.write_text(f"* {' '.join(TRAIN)} {' '.join(SHORT)} parallel=ddp seed=%t run.root={tmp_path}/runs\n")
@@ -219,6 +222,7 @@ def test_tasks_of_srun_with_commands_of_their_own_are_refused(cluster: Path, tmp
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.slow
 def test_a_terminal_that_srun_starts_is_no_task(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
     """`srun --pty --ntasks=2 bash` starts one shell alone, whose commands have the variables of two tasks."""
     script = 'exec 0</dev/null 1>pty.out 2>&1; exec "$0" "$@"'

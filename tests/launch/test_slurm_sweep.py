@@ -151,6 +151,7 @@ def test_a_sweep_is_an_array_that_ends_as_on_one_machine(one: Ended, submitted: 
     assert {row["state"] for row in submitted.table} == {"finished"} and (folder / "sweep.png").exists()
 
 
+@pytest.mark.slow
 def test_the_same_command_submits_only_what_is_missing(held: None, submitted: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SQUEUE_STATES", "all")  # what the user likes to see is not what waits or runs
     jobs = ids(submitted.submit(*SEEDS))

@@ -67,6 +67,7 @@ def alone() -> None:
     Pool.start = start  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_job_is_the_run_that_its_own_command_is_and_its_workers_end_before_the_next(tmp_path: Path) -> None:
     ended = swept(*RUN, *DDP, "optimizer.lr=1e-3,1e-2", root=tmp_path / "runs", before=alone)
     assert ended.code == 0, ended.output
@@ -85,6 +86,7 @@ def no_process() -> None:
     Pool.start = start  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_the_same_command_again_runs_what_is_missing(tmp_path: Path) -> None:
     line = [*SHORT, "model.dropout=0.1,0.2,0.3"]
     root = tmp_path / "runs"
@@ -98,6 +100,7 @@ def test_the_same_command_again_runs_what_is_missing(tmp_path: Path) -> None:
     assert again.code == 0 and again.output.count("finished already") == 3, again.output
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_finished_does_not_import_torch(tmp_path: Path) -> None:
     finished(*SHORT, "seed=1", root=tmp_path / "runs")
     line = [*SHORT, "seed=1", f"run.root={tmp_path}/runs"]
@@ -106,6 +109,7 @@ def test_a_sweep_that_is_finished_does_not_import_torch(tmp_path: Path) -> None:
     assert (ended.stdout, ended.stderr.count("finished already")) == ("False\n", 1)
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_does_not_stop_the_others_and_is_named_at_the_end(tmp_path: Path) -> None:
     line = [*RUN, "optimizer=sgd", "optimizer.lr=1e-3,1e30,1e-2"]
     ended = swept(*line, root=tmp_path / "runs")
@@ -201,6 +205,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_of_a_sweep_that_is_killed_no_process_is_left_and_its_command_continues_it(tmp_path: Path) -> None:
     line, root, folder = [*RUN, *DDP, *TWO_AT_A_TIME, "seed=1,2,3"], tmp_path / "runs", tmp_path / "held"
     process = begin(*line, root=root, run=multirun, before=held_at(6, folder))
@@ -218,6 +223,7 @@ def test_of_a_sweep_that_is_killed_no_process_is_left_and_its_command_continues_
     assert [job(ended, row).summary["restarts"] for row in table(ended)] == [1, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", slow_but([signal.SIGINT], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_to_a_sweep_ends_all_its_jobs_with_a_checkpoint(signum: int, tmp_path: Path) -> None:
     line, root, folder = [*RUN, *TWO_AT_A_TIME, "seed=1,2,3"], tmp_path / "runs", tmp_path / "held"

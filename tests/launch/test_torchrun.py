@@ -35,6 +35,7 @@ def test_torchrun_gives_the_same_run_as_our_own_workers(tmp_path: Path) -> None:
     assert again.code == 0 and again.output.count("finished already") == 1, again.output
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_is_reported_once_and_makes_no_directory(tmp_path: Path) -> None:
     failed = torchrun(*DDP, "optimizer.lrr=1", root=tmp_path / "runs")
     assert failed.code != 0

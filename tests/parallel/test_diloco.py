@@ -110,6 +110,7 @@ def test_without_an_outer_optimizer_it_is_local_sgd(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, sgd.weights[name]) for name, tensor in diloco.weights.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [preempt, crash])
 @pytest.mark.parametrize("optimizer", [[], ["optimizer=sgd", "optimizer.momentum=0"]], ids=["adamw", "sgd without state"])
 def test_stopped_or_killed_it_ends_with_the_same_bits(act: Callable[[], None], optimizer: list[str], tmp_path: Path) -> None:
@@ -125,6 +126,7 @@ def momenta(state: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in state.items() if name.endswith("/outer_momentum")}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
     own_option: Callable[[], None],  # noqa: F811
     tmp_path: Path,

@@ -277,6 +277,7 @@ def test_compiled_blocks_stop_before_the_exchange(tmp_path: Path) -> None:
         assert result == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_it_is_rehearsed_and_refused_where_no_module_has_experts(tmp_path: Path) -> None:
     ended = command(*MOE, *on("2"), "mode=check", root=tmp_path / "runs")
     assert ended.code == 0, ended.output
@@ -284,6 +285,7 @@ def test_it_is_rehearsed_and_refused_where_no_module_has_experts(tmp_path: Path)
     assert refused.code == 78 and "experts()" in refused.output
 
 
+@pytest.mark.slow
 def test_killed_and_preempted_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     line = [*MOE, *on("3"), "checkpoint.every=3"]
     whole_run = finished(*line, root=tmp_path / "whole")

@@ -72,6 +72,7 @@ def test_emulated_devices_refuse_what_cuda_would(tmp_path: Path) -> None:
     assert "Expected all tensors to be on the same device, but found ['emu:0', 'emu:1'] in aten::addmm" in run.output
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_one_device_to_several_and_back(
     own_option: Callable[[], None],  # noqa: F811
     longer: Ended,  # noqa: F811

@@ -128,6 +128,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*RUN, *SYNC, root=tmp_path_factory.mktemp("whole") / "runs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", slow_but([0], [0, 1, 2]))
 def test_killed_and_started_again_it_ends_with_the_same_bits(rank: int, whole: Ended, tmp_path: Path) -> None:
     ended = finished(*RUN, *SYNC, root=tmp_path / "runs", before=after_step(6, strike(rank, die)))
@@ -164,6 +165,7 @@ def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
     assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs", before=plant), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", slow_but(["fp32"], ["fp32", "fp16"]))
 def test_two_ranks_are_ddp_to_the_last_bit(precision: str, tmp_path: Path) -> None:
     """A sum of two does not depend on its order. In fp16 the first steps overflow, and are skipped."""

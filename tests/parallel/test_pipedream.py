@@ -96,6 +96,7 @@ def test_drained_in_every_step_it_is_one_process(model: str, tmp_path: Path) -> 
         assert torch.allclose(run.weights[name], tensor, rtol=0, atol=1e-10), name
 
 
+@pytest.mark.slow
 def test_recomputed_activations_find_the_old_weights_too(tmp_path: Path) -> None:
     line = [
         *SHARED,

@@ -18,7 +18,7 @@ from framework.parallel.pipelining.own_forward import OwnForward, chain_for
 from framework.parallel.pipelining.schedules import owners
 from framework.parallel.pipelining.sent import Sent
 from models.gpt import GPT
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
 from tests.test_conformance import MODELS, RUN
 from tests.test_resume import after_step, crash, preempt
 
@@ -103,6 +103,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "options", "num_bytes"),
     [
@@ -170,6 +171,7 @@ def test_pipelines_in_a_v_stand_side_by_side(one: Callable[..., Ended], tmp_path
     assert_close(finished(*GPT_LINE, *MANY, *mesh, root=tmp_path / "runs"), one(*GPT_LINE, *MANY))
 
 
+@pytest.mark.slow
 def test_too_few_micro_batches_run_in_another_order_which_is_said(one: Callable[..., Ended], tmp_path: Path) -> None:
     line = [*GPT_LINE, "parallel=pipeline", "parallel.schedule=dualpipev", *TWO]
     cut = finished(*line, root=tmp_path / "runs")
@@ -177,7 +179,7 @@ def test_too_few_micro_batches_run_in_another_order_which_is_said(one: Callable[
     assert_close(cut, one(*GPT_LINE))
 
 
-@pytest.mark.parametrize("name", V)
+@pytest.mark.parametrize("name", slow_but(["zbv"], V))
 def test_a_killed_run_goes_on_with_the_same_bits_and_under_another_strategy(
     name: str, one: Callable[..., Ended], tmp_path: Path
 ) -> None:

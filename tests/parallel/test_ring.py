@@ -235,6 +235,7 @@ def test_it_goes_with_what_else_a_run_asks_for(attention: str, more: list[str], 
     assert_close(ring, alone, tolerance=2e-2 if "precision=bf16" in more else 1e-10)
 
 
+@pytest.mark.slow
 def test_killed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     line = [*RING, "parallel.context=3", "launch.nproc_per_node=3", "checkpoint.every=4"]
     whole = finished(*line, root=tmp_path / "whole")

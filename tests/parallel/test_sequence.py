@@ -38,6 +38,7 @@ def test_it_computes_what_one_process_does(mesh: str, optimizer: str, one: dict[
     assert_close(finished(*line, root=tmp_path / "runs"), one[optimizer])
 
 
+@pytest.mark.slow
 def test_one_block_is_the_first_and_the_last(one: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, "model.num_layers=1", *MESHES["tensor 2"], "parallel.sequence=true"]
     assert_close(finished(*line, root=tmp_path / "runs"), one["one block"])
@@ -85,6 +86,7 @@ def test_it_is_used_unasked_where_the_model_says_where_tokens_meet() -> None:
     assert not used(outside)
 
 
+@pytest.mark.slow
 def test_it_is_on_by_default_and_no_other_run(one: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, *OPTIMIZERS["adamw"], *MESHES["tensor 2"]]
     assert checked(*line).run.id == checked(*line, "parallel.sequence=false").run.id

@@ -92,6 +92,7 @@ def noting_gathers(file: Path) -> Callable[[], None]:
     return note
 
 
+@pytest.mark.slow
 def test_blocks_are_gathered_ahead_and_no_bit_changes(tmp_path: Path) -> None:
     ahead, runs = [], []
     for name, more in (("torch", []), ("two", ["parallel.prefetch=2"])):

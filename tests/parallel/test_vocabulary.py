@@ -213,6 +213,7 @@ def test_a_plan_that_cuts_too_few_rows_is_refused_before_the_start(tmp_path: Pat
     assert (refused.code, refused.output) == (78, Says("parallel.tensor: 4 ... embedding ... 5 rows ... ddp, zero"))
 
 
+@pytest.mark.slow
 def test_a_run_with_uneven_parts_goes_on_with_others_and_without(one: Any, tmp_path: Path) -> None:
     line = [*LINE, "parallel=tensor"]
     stopped = command(*line, "launch.nproc_per_node=2", root=tmp_path / "cut", before=after_step(4, preempt))

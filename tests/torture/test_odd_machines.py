@@ -138,6 +138,7 @@ def test_as_few_open_files_as_cannot_do_are_refused(tmp_path: Path) -> None:
     finished(*many, root=tmp_path, before=together(with_loader_processes, lambda: limit(50, 4096)))  # it takes what it may have
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ünï 日本", "a=b,c", "it's {x} ${y}", "100%", "-m", "two\nlines"])
 def test_a_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
     """Here the working directory: on the command line it would have to be quoted for Hydra."""
@@ -152,6 +153,7 @@ def test_a_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
     assert evaluated.code == 0, evaluated.output
 
 
+@pytest.mark.slow
 def test_the_directory_of_another_user_is_left_alone(tmp_path: Path) -> None:
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("files of another user need root, and setpriv")
