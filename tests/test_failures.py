@@ -68,7 +68,7 @@ def plant_abort() -> None:
 def test_nor_is_a_library_that_aborts_again(tmp_path: Path) -> None:
     failed = command(*RUN, *STRATEGIES["ddp 2"], root=tmp_path / "runs", before=plant_abort)
     assert failed.code == 1
-    # a look at the workers may come too late to see who was first: then it is "killed, without a word"
+    # a look at the workers may come too late to see who was first: then it is "killed, without a message"
     assert re.findall(r"restart (\d of \d)", failed.output) in (["1 of 3"], ["1 of 3", "2 of 3"])
     assert failed.summary["error"].startswith("rank 1: killed")
 

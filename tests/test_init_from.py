@@ -137,7 +137,7 @@ FILE = {"file": "FILE"}
         ([FILE | {"rename": {"a": "\\1"}}], "model.init_from[0].rename: invalid group reference"),
         ([FILE | {"rename": {"^layer_": "a"}}], "model.init_from: no name that matches '^layer_' rename embedding.weight"),
         ([FILE | {"transpose": ["layer_*"]}], "model.init_from: no name that matches 'layer_*' transpose embedding.weight"),
-        ([FILE | {"transpose": ["norm.weight"]}], "model.init_from: norm.weight [16], which is no matrix transpose"),
+        ([FILE | {"transpose": ["norm.weight"]}], "model.init_from: norm.weight [16], which is not a matrix transpose"),
         ([FILE | {"rename": {"norm.*": "norm"}}], "model.init_from: would both be norm"),
         ([FILE, FILE], "model.init_from: which is in FILE too"),
         ([FILE | {"prefix": "a."}], "model.init_from: nothing in FILE fits this model rename: {'^a\\.': ''} gives 24 of them missing in the file:"),

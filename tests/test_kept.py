@@ -128,5 +128,5 @@ def test_what_is_no_plain_value_is_not_kept(value: Any) -> None:
     "data", [{"tensor": [1], "shape": [1], "dtype": "load"}, {"float": 3}, {"x": 1}, {"tuple": 5}, {"list": None}]
 )
 def test_what_a_stranger_writes_is_refused(data: Any) -> None:
-    with pytest.raises(ValueError, match="no value that a run writes"):
+    with pytest.raises(ValueError, match="not a value that a run writes"):
         decoded(data)

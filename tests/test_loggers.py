@@ -637,7 +637,7 @@ def test_a_sink_that_takes_nothing_is_given_up_when_too_much_waits_for_it(base: 
         TensorBoard.__init__ = lambda self: signal.pause()  # type: ignore[method-assign,misc,assignment,return-value]
 
     run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant)
-    assert run.output.count("logger tensorboard is off for the rest of this run: it takes nothing") == 1
+    assert run.output.count("logger tensorboard is off for the rest of this run: it reads nothing") == 1
     assert_same_bits(run, base)
 
 

@@ -64,7 +64,7 @@ def decoded(data: Any, *, like: Any = None) -> Any:
         ):
             device = like.device if isinstance(like, Tensor) else None
             return torch.tensor([decoded(number) for number in numbers], dtype=dtype, device=device).reshape(shape)
-    raise ValueError(f"{str(data)[:60]} is no value that a run writes")
+    raise ValueError(f"{str(data)[:60]} is not a value that a run writes")
 
 
 # --- the optimizer's groups

@@ -54,7 +54,7 @@ def tensors_of(entry: InitFile) -> dict[str, Stored]:
         for name in matching:
             dtype, shape = tensors[name].entry
             if len(shape) != 2:
-                raise Invalid(f"has {name} {shape}, which is no matrix, but matches {pattern!r} of transpose")
+                raise Invalid(f"has {name} {shape}, which is not a matrix, but matches {pattern!r} of transpose")
             tensors[name] = tensors[name]._replace(entry=Entry(dtype, shape[::-1]), is_transposed=True)
     return tensors
 

@@ -156,7 +156,7 @@ def _loaded(path: Path) -> Any:
         if needed := re.search(r"GLOBAL ([\w.]+)", text):
             what = f"needs more than weights: it wants {needed[1]} to be called, and nothing was"
             raise Invalid(f"{what} (where you trust it: torch.load it yourself, and torch.save its state_dict())") from None
-        raise Invalid(f"is no file of torch.save, or damaged ({type(error).__name__}: {text[:200]})") from None
+        raise Invalid(f"is not a file of torch.save, or is damaged ({type(error).__name__}: {text[:200]})") from None
 
 
 def _is_short_of_memory(error: Exception) -> bool:

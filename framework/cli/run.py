@@ -212,5 +212,5 @@ def _checkpoint_problems(directory: RunDirectory, which: str | int) -> list[Prob
         return []
     steps = ", ".join(str(step_of(path)) for path in reversed(found)) or "none"
     what = f"{which}, but there is no {path or directory.checkpoints / 'step_*'}"
-    return [Problem("run.checkpoint", what, f"last, best, final, a path, or a step (of those there are: {steps})",
+    return [Problem("run.checkpoint", what, f"last, best, final, a path, or a step (the run has: {steps})",
                     code=Exit.NO_VALID_CHECKPOINT)]  # fmt: skip

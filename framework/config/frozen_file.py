@@ -47,7 +47,7 @@ def recall(directory: Path) -> dict[str, Any]:
     """Read the configuration that is frozen in a run's directory. ValueError if there is none, or it has been changed."""
     path = directory / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"{directory} is no run: there is no config.yaml")
+        raise ValueError(f"{directory} is not a run: there is no config.yaml")
     if (config := _read(path)) is None:
         raise ValueError(f"{path} is not as it was frozen: its hash is another")
     return renamed(config)

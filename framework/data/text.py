@@ -56,7 +56,7 @@ class Text(TokenSequences):
             return [f"dataset.{error}"]
         folder = self._folder()
         if not folder.is_dir():
-            return [f"dataset.root: {folder} is no folder (give one with text files)"]
+            return [f"dataset.root: {folder} is not a folder (give one with text files)"]
         size = sum(path.stat().st_size for path in self._files())
         if size == 0:
             return [f"dataset.root: no text in {folder} in files {self.patterns} (see dataset.pattern)"]
@@ -127,7 +127,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # it has no class of its own
             why = " ".join(str(error).split())[:200]
-            raise ValueError(f"tokenizer: {file} is no tokenizer of Hugging Face ({why})") from None
+            raise ValueError(f"tokenizer: {file} is not a tokenizer of Hugging Face ({why})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()

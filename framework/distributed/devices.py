@@ -38,7 +38,7 @@ def _without_cuda() -> str:
     """Return why PyTorch may have no CUDA device."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
-    return "nvidia-smi tells whether the driver works; CUDA_VISIBLE_DEVICES may hide them"
+    return "nvidia-smi shows whether the driver works; CUDA_VISIBLE_DEVICES may hide them"
 
 
 def start_method() -> str:

@@ -73,7 +73,7 @@ def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: I
             where = f"process {ended[rank].pid}" if may_not_repeat else "no place in Python: a library's own code"
             return Failure(rank, f"killed by {name}", where)
     if silent:  # the agent has looked at one process only, and it was a peer
-        return Failure(silent[0], "killed, without a word", "no place in the code")
+        return Failure(silent[0], "killed, without a message", "no place in the code")
     return recorded[0]
 
 

@@ -77,7 +77,7 @@ def put_missing(run: RunSection, *, name: str) -> int:
             return Exit.FINISHED
         lock.take()
         if mirror.is_another(contents):
-            LOGGER.warning("%s holds a later beginning of this run, and is left as it is", mirror.url)
+            LOGGER.warning("%s holds a later start of this run, and stays unchanged", mirror.url)
             return Exit.FINISHED
         mirror.require_free(contents)
         with mirrored(mirror, mirror.take(contents), grace_s=None) as settle:

@@ -77,7 +77,7 @@ class Background:
             raise SinkFailed("its process has ended")
         if len(self._unsent) > _MOST_BYTES:
             self._kill()
-            raise SinkFailed(f"it takes nothing: {len(self._unsent) >> 20} MiB wait for it")
+            raise SinkFailed(f"it reads nothing: {len(self._unsent) >> 20} MiB wait for it")
 
     def _exchange(self) -> bool:
         """Send and receive without waiting. Returns whether the process runs; False: it has ended without an error."""

@@ -60,7 +60,7 @@ def _verified(path: Path | None, build: Builder) -> Path:
         step = rows.get("best", {}).get("step")
         if build.world.rank == 0 and step != step_of(path):
             LOGGER.warning("the best %s was that of step %s, of which there is no checkpoint any more (checkpoint.keep_best "
-                           "keeps it): this is the best of those there are", monitor, step)  # fmt: skip
+                           "keeps it): this is the best that is left", monitor, step)  # fmt: skip
     if path is not None:
         return store.named(path)[0]
     if (found := store.newest_valid()) is None:

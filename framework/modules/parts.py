@@ -129,7 +129,7 @@ def _of_size(model: nn.Module, least: int, *, key: str) -> list[nn.Module]:
         return inside or [module]
 
     if least < 1:
-        raise ValueError(f"{key}: {least} is no number of parameters (1 or more; [] for no blocks)")
+        raise ValueError(f"{key}: {least} is not a number of parameters (1 or more; [] for no blocks)")
     if all(_size(member) < least for member in _members(model)):
         within = f"{type(model).__name__} (of {_size(model):,})"
         raise ValueError(f"{key}: {least}, but no module within {within} has that many parameters")

@@ -60,7 +60,7 @@ def typed(model: nn.Module, forward: Forward, options: Mapping[str, Any]) -> dic
 def problems(model: nn.Module, *, prefetch: int | None = None, **options: object) -> list[str]:
     """Return why this model cannot be sharded."""
     if prefetch is not None and prefetch < 1:
-        return [f"parallel.prefetch: {prefetch} is no number of blocks; take 1 or more, or null for what torch does"]
+        return [f"parallel.prefetch: {prefetch} is not a number of blocks; take 1 or more, or null for what torch does"]
     scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
     return [f"the model's {scalar} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
             "ddp or zero"] if scalar else []  # fmt: skip
@@ -143,7 +143,7 @@ def copy_views(module: nn.Module) -> None:
     """Let a module return no views. To be called before it is sharded.
 
     A change in place of a view that a sharded module has returned would drop the hook that gathers its weights for the
-    backward pass, and with it, without a word, the right gradients.
+    backward pass, and with it, without a message, the right gradients.
     """
 
     def copied(_: nn.Module, __: object, outputs: Any) -> Any:

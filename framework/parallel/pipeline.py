@@ -64,7 +64,7 @@ def problems(
 
 def _cut_problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, balance: str) -> list[str]:
     if balance == "time" and traced(model) is None:
-        return ["balance=time: runs the model on inputs of the data's kind, which this dataset does not tell; take "
+        return ["balance=time: runs the model on inputs of the data's kind, which this dataset does not give; take "
                 "balance=operations"]  # fmt: skip
     most_models = "ddp, zero, fsdp and hsdp take most models"
     if demands.own_step:

@@ -116,9 +116,7 @@ def device_problems(launch: LaunchSection, device: str, backend: BackendSection)
     if device == "cuda" and backend.name == "mpi":
         return [Problem("device", "cuda, but backend=mpi is for the CPU here", "cpu, or backend=auto")]
     if device == "cuda" and launch.kind == "local" and not _cuda_devices():
-        return [
-            Problem("device", "cuda, but PyTorch sees no CUDA device here", "nvidia-smi tells of the driver; or device=auto")
-        ]
+        return [Problem("device", "cuda, but PyTorch sees no CUDA device here", "nvidia-smi shows the driver; or device=auto")]
     return []
 
 

@@ -43,7 +43,7 @@ def bitwise_needs_micro_batches(invariance: str, micro_batch_size: int | None) -
 
 def bitwise_couples_no_micro_batches(invariance: str, trainer: TrainerSection) -> Iterator[Problem]:
     if invariance == "bitwise" and trainer.sync_batchnorm:
-        what = "true, but invariance=bitwise takes statistics over a micro-batch: others depend on who runs what beside it"
+        what = "true, but invariance=bitwise takes statistics over a micro-batch: others depend on which process runs what"
         yield Problem("trainer.sync_batchnorm", what, "false")
 
 

@@ -216,7 +216,7 @@ def _line_problems(asked: SlurmSection) -> list[Problem]:
         done = subprocess.run(["bash", "-n", "-c", f"{{ {line}\n}}"], capture_output=True, text=True)
         if done.returncode != 0:
             what = done.stderr.strip().partition("\n")[0].partition("line ")[2] or "a syntax error"
-            what = f"{shown(line)} is no line of shell ({what})"
+            what = f"{shown(line)} is not a line of shell ({what})"
             found.append(Problem("launch.slurm.setup", what, "each line whole by itself"))
     return found
 

@@ -24,7 +24,7 @@ def bring_back(mirror: Mirror, contents: Contents) -> bool:
         return False
     if mirror.is_another(contents):
         aside = mirror.directory.move_aside()
-        LOGGER.info("%s holds a later beginning of this run: the earlier one is now in %s", mirror.url, aside)
+        LOGGER.info("%s holds a later start of this run: the earlier one is now in %s", mirror.url, aside)
     here = {manifest.step_of(path) or 0 for path in manifest.candidates(mirror.directory.checkpoints) if _has_manifest(path)}
     newest, last = max(here, default=-1), f"{contents.number:06d}/"
     summary = {} if mirror.directory.is_finished else read_facts(mirror.objects, f"{last}summary.json")

@@ -40,7 +40,7 @@ class TableRow:
         split, _, metric = monitor.partition("/")
         objective = summary.get("metrics", {}).get(split, {}).get("best", {}).get(metric)
         state = "failed" if code not in (None, Exit.FINISHED, Exit.PREEMPTED) else state or directory.state
-        error = summary.get("error") or ("" if code is None else f"exit {code}, without a word")
+        error = summary.get("error") or ("" if code is None else f"exit {code}, without a message")
         return cls(run.id, directory, values, state, objective, str(error) if state == "failed" else "", code)
 
     @property

@@ -85,7 +85,7 @@ def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(rank: int, un
     assert ended.summary["restarts"] == 1
     assert_gone(run.pids)
     # the agent looks at one process that has ended; if that is the peer, the signal's name is lost, the rank is not
-    told = rf"rank {rank} failed: killed(, without a word| by SIGKILL); restart 1 of 3\n"
+    told = rf"rank {rank} failed: killed(, without a message| by SIGKILL); restart 1 of 3\n"
     assert len(re.findall(told, ended.output)) == 1, ended.output
     assert len(re.findall(r"\[launcher\] WARNING " + told, (ended.directory / "train.log").read_text())) == 1
 
@@ -111,7 +111,7 @@ def test_without_restarts_kill_9_of_a_worker_names_it(tmp_path: Path) -> None:
     run.resume()
     ended = run.end()
     assert ended.code == 1
-    assert re.search("rank 1 failed: killed(, without a word| by SIGKILL)\n", ended.output), ended.output
+    assert re.search("rank 1 failed: killed(, without a message| by SIGKILL)\n", ended.output), ended.output
     assert ended.summary["error"].startswith("rank 1: killed")
     assert_gone(run.pids)
 

@@ -86,7 +86,7 @@ def test_a_holder_that_may_live_elsewhere_is_watched_before_it_is_taken_for_dead
     first.take()
     holder = first.holder()
     first.release()
-    first.path.write_text(json.dumps(holder | change | {"pid": 2**22 + 1}))  # killed, without a word
+    first.path.write_text(json.dumps(holder | change | {"pid": 2**22 + 1}))  # killed, without a message
     took = seconds_of(Lock(tmp_path).take)
     assert took < 0.5 if not change else 3.0 < took < 7.0
 

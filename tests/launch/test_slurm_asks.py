@@ -78,7 +78,7 @@ def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
         (["launch.slurm.gpus_per_node='a100:'"], "launch.slurm.gpus_per_node: 'a100:' is not valid ... integer ... TYPE:N"),
         (["launch.slurm.options.reservation=nowhere"], "launch.slurm: Slurm refuses such a job: ... reservation"),
         (["launch.slurm.options.reservatoin=x"], "launch.slurm: Slurm refuses such a job: ... reservatoin"),
-        (["launch.slurm.setup=[\"echo 'not closed\"]"], "launch.slurm.setup: ... not closed ... is no line of shell"),
+        (["launch.slurm.setup=[\"echo 'not closed\"]"], "launch.slurm.setup: ... not closed ... is not a line of shell"),
         (["launch.slurm.srun=['--no-such-option=1']"], "launch.slurm.srun: srun refuses it: ... --no-such-option"),
         (["launch.slurm.partition=gpu", "launch.slurm.gpus_per_node='v100:1'"], "launch.slurm: Slurm refuses such a job: ..."),
         (["launch.slurm.partition=gpu", "launch.slurm.options.gres='gpu:a100:5'"], "launch.slurm: Slurm refuses such a job: ..."),

@@ -19,7 +19,7 @@ _DEBUGGERS = ("/pdb.py", "/bdb.py")  # a person may think for as long as they li
 def watched_alone(*, timeout_s: float, on_hang: Callable[[str], None]) -> Iterator[Board | None]:
     """Yield the board of the only rank; `on_hang`, in a thread, gets the verdict if it does nothing for `timeout_s`.
 
-    None where there is no folder for temporary files.
+    None where there is not a folder for temporary files.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="steadfast_board_") as folder:
