@@ -41,7 +41,7 @@ def ours() -> tuple[float, float]:
 
 def tqdms() -> float:
     """Return the seconds that a row takes if the loop updates a bar of tqdm, with the numbers beside it."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]  # unannotated
 
     bar = tqdm(total=10 * NUM_ROWS, file=sys.stderr)
 

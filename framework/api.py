@@ -65,6 +65,15 @@ class Run:
         """All rows of `metrics.jsonl`, in order."""
         return read_rows(RunDirectory(self.directory).metrics)
 
+    def dataset(self) -> Any:
+        """Return the dataset that the run was trained on: `info`, `load(split)`, `transform` (see framework/data/source.py).
+
+        No file is read yet. Of code of your own: in its project's folder. ValueError if the configuration is damaged.
+        """
+        from framework.build.components import dataset
+
+        return dataset(self.config["dataset"])
+
 
 def compose(*overrides: str) -> RunConfig:
     """Return the complete configuration of a command line.

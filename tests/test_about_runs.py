@@ -7,10 +7,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from framework import Run, load
 from framework.runs.compare import config_differences, rows_difference, weights_difference
 from framework.runs.lineage import lineage
 from tests.harness import Ended, command, finished, typed
@@ -130,6 +132,17 @@ def test_two_runs_that_name_each_other_end(root: Path, tmp_path: Path) -> None:
 
         freeze({"run": {"resume": str(other)}}, place)
     assert {ancestor.run for ancestor in lineage(places[0])} == set(places)
+
+
+def test_a_loaded_model_has_the_accuracy_that_the_run_measured_on_the_data_it_gives(root: Path) -> None:
+    run = Run(run_called(root, "one"))
+    data, model = run.dataset(), load(run.directory)
+    inputs, targets = data.load("test").gather(np.arange(17))
+    inputs, targets = data.transform(torch.as_tensor(inputs), torch.as_tensor(targets), keys=None)
+    with torch.no_grad():
+        right = (model(inputs).argmax(dim=-1) == targets).double().mean().item()
+    assert len(targets) == 17 and right == pytest.approx(run.metrics["test"]["last"]["accuracy"])
+    assert data.info["num_classes"] == 10
 
 
 @pytest.fixture
