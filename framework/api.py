@@ -72,7 +72,7 @@ class Run:
         """
         from framework.build.components import dataset
 
-        return dataset(self.config["dataset"])
+        return dataset(_complete(self.directory).dataset)
 
 
 def compose(*overrides: str) -> RunConfig:
@@ -104,6 +104,11 @@ def run(*overrides: str) -> Run:
     return done
 
 
+def _complete(directory: Path) -> RunConfig:
+    """Return a run's configuration, with the defaults of keys that came later. ValueError if it is missing or damaged."""
+    return RunConfig.model_validate(completed(recall(directory), compose_line([]).config))
+
+
 @contextmanager
 def _as_before() -> Iterator[None]:
     """Leave this process as it was: signals, standard streams, the log, torch's generator."""
@@ -133,8 +138,7 @@ def load(directory: str | os.PathLike[str], *, checkpoint: int | str = "final") 
     from framework.modes.load_run import load_run
 
     path = Path(directory)
-    plain = completed(recall(path), compose_line([]).config)
-    config = RunConfig.model_validate(plain).with_run(dir=str(path), checkpoint=checkpoint)
+    config = _complete(path).with_run(dir=str(path), checkpoint=checkpoint)
     world = World.start(Environment(), backend="gloo", timeout_s=60.0, scratch=None)
     with _as_before():
         return load_run(Builder(config, world=world)).module.eval()

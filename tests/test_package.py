@@ -65,7 +65,20 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
         assert (package / name).is_file(), name
     (metadata,) = environment.glob("lib/python*/site-packages/steadfast-*/METADATA")
     told = Parser().parsestr(metadata.read_text())
-    extras = {"wandb", "tensorboard", "slurm", "search", "metrics", "data", "object-store", "export", "mpi", "float8", "all"}
+    extras = {
+        "wandb",
+        "tensorboard",
+        "mlflow",
+        "slurm",
+        "search",
+        "metrics",
+        "data",
+        "object-store",
+        "export",
+        "mpi",
+        "float8",
+        "all",
+    }
     assert set(told.get_all("Provides-Extra") or ()) == extras
     assert any(re.match(r"torch\b.*2\.10.*2\.14|torch\b.*2\.14.*2\.10", one) for one in told.get_all("Requires-Dist") or ())
 

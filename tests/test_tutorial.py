@@ -13,7 +13,7 @@ from tests.test_extend import steadfast
 
 TUTORIAL, MIGRATION = WALKED = "docs/tutorial.md", "docs/migration.md"
 SHORTER = ["trainer.max_epochs=2", "trainer.eval_every=16"]
-STRATEGIES = ["context", "ddp", "fsdp", "single"]
+STRATEGIES = ["context", "ddp", "dp", "fsdp", "single", "zero"]
 
 
 def steps(text: str) -> list[Path | str]:

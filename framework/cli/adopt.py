@@ -15,6 +15,7 @@ from framework.cli.run import checked_line
 from framework.config.compose import compose_line
 from framework.config.folders import option_node, options, own_folder
 from framework.config.targets import locate, signature_of
+from framework.config.validation import validate
 from framework.distributed.mesh import MESH_AXES
 from framework.launch.claim import print_problems
 from framework.runtime.exits import Exit
@@ -74,8 +75,9 @@ def _facts(overrides: list[str]) -> set[str]:
     """Return the arguments that come from the dataset of the runs that are tried, under every name; none of a faulty one."""
     from framework.build.components import ALIASES, dataset
 
+    config = validate(compose_line(overrides)).config
     try:
-        info = dataset(compose_line(overrides).config["dataset"]).info
+        info = {} if config is None else dataset(config.dataset).info
     except Exception:  # what is wrong with it, trying a run says
         return set()
     return {name for fact in info for name in (fact, *ALIASES.get(fact, ()))}

@@ -1,7 +1,10 @@
 """MLflow: one MLflow run for all ranks and all resumes of a run."""
 
+import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from framework.config.identity import flat
@@ -12,6 +15,21 @@ from framework.runtime.environment import variables
 
 _MOST_METRICS = 1000  # in one request
 _LONGEST_PARAMETER = 6000  # characters
+
+
+def _database(root: Path) -> Path:
+    """Return the database of all runs below `root`. It gets its name when it is whole: MLflow cannot use one half made."""
+    from mlflow import MlflowClient
+
+    path = root / "mlflow.db"
+    if not path.exists():
+        made = root / f".mlflow.{os.getpid()}.db"
+        made.unlink(missing_ok=True)
+        MlflowClient(f"sqlite:///{made}").search_experiments()
+        with suppress(FileExistsError):  # another run's was first
+            os.link(made, path)
+        made.unlink()
+    return path
 
 
 @dataclass(kw_only=True)
@@ -31,11 +49,15 @@ class MLflow:
     def open(self, run: RunInfo) -> None:
         from mlflow import MlflowClient
 
-        root = run.directory.resolve().parents[1]
-        self._client = MlflowClient(self.uri or variables().get("MLFLOW_TRACKING_URI") or f"sqlite:///{root}/mlflow.db")
+        root, given = run.directory.resolve().parents[1], self.uri or variables().get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(given or f"sqlite:///{_database(root)}")
         self._info = run
+        artifacts = None if given else str(root / "mlartifacts")  # beside the database, not in the working directory
         found = self._client.get_experiment_by_name(self.experiment)
-        experiment = self._client.create_experiment(self.experiment) if found is None else found.experiment_id
+        if found is None:
+            experiment = self._client.create_experiment(self.experiment, artifact_location=artifacts)
+        else:
+            experiment = found.experiment_id
         earlier = self._client.search_runs([experiment], filter_string=f"tags.`steadfast.record` = '{run.record_id}'")
         if earlier:
             self._id = earlier[0].info.run_id

@@ -10,7 +10,7 @@ from framework.modules.parts import nearest_name
 from framework.modules.tensors import gradient_of, whole
 from framework.training.parts import Loop
 
-Histogram = list[Any]  # lowest value, highest value, counts of equal bins between them
+Bins = list[Any]  # lowest value, highest value, counts in equal bins between them
 
 
 class Histograms:
@@ -24,7 +24,7 @@ class Histograms:
             if value < 1:
                 raise ValueError(f"{name}={value} is out of range (at least 1)")
         self.every, self.bins, self.parameters = every, bins, parameters
-        self._found: dict[str, Histogram] = {}
+        self._found: dict[str, Bins] = {}
 
     def begun(self, loop: Loop) -> None:
         names = {name for some in loop.distinct(sorted(loop.trained())) for name in some}
@@ -36,7 +36,7 @@ class Histograms:
         self._found = {}
         if not loop.has_row or (loop.step + 1) % self.every:
             return
-        mine: dict[str, Histogram] = {}
+        mine: dict[str, Bins] = {}
         for name, parameter in loop.trained().items():
             if self._is_chosen(name):  # one whole tensor at a time is in memory
                 mine[f"weight_histogram:{name}"] = self._histogram(whole(parameter.detach()))
@@ -45,13 +45,13 @@ class Histograms:
         for found in loop.distinct(mine)[::-1]:
             self._found |= found
 
-    def row(self, loop: Loop) -> dict[str, Histogram]:
+    def row(self, loop: Loop) -> dict[str, Bins]:
         return dict(sorted(self._found.items()))
 
     def _is_chosen(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.parameters)
 
-    def _histogram(self, tensor: Tensor) -> Histogram:
+    def _histogram(self, tensor: Tensor) -> Bins:
         values = tensor.flatten().to("cpu", torch.float64)
         values = values[values.isfinite()]
         if not values.numel():
