@@ -96,7 +96,7 @@ def sharded(
     # blocks that share a weight are gathered together with the rest of the model
     units = separate(blocks_of(model), model)
     if world.rank == 0:
-        LOGGER.info("gathered at a time: %s", description(units, model))
+        LOGGER.info("gathered at a time: %s%s", description(units, model), f"; {types.note}" if types.note else "")
     for block in [*units, model]:
         frees = reshard_after_forward and block is not model  # the backward pass begins with what is left of the model
         for unit, policy in types.policies(block, model):

@@ -32,6 +32,7 @@ class Types:
     autocast: torch.dtype | None = None  # None: parameters are gathered in `compute`, or as they are
     cast: frozenset[tuple[nn.Module, str]] = frozenset()  # the parameters that autocast casts, and uses for nothing else
     apart: frozenset[nn.Module] = frozenset()  # modules whose parameters are used in their own calls only
+    note: str = ""  # why parameters are gathered in float32 although autocast is on
 
     @classmethod
     def of(
@@ -46,8 +47,11 @@ class Types:
         reduce, autocast = _DTYPES[reduce_dtype], forward.autocast
         if autocast is None or param_dtype not in (None, "fp32"):
             return cls(_DTYPES[param_dtype], reduce)
-        if param_dtype == "fp32" or forward.trains_by_step or forward.example is None:
+        if param_dtype == "fp32":
             return cls(None, reduce)  # float32 is what autocast starts from: inputs stay as they are
+        if forward.trains_by_step or forward.example is None:
+            why = "the task has a step of its own" if forward.trains_by_step else "the data do not say what a sample looks like"
+            return cls(None, reduce, note=f"in float32, since {why}")
 
         def is_cast(operation: Operation) -> bool:
             kind = forward.device.type
@@ -59,7 +63,7 @@ class Types:
         with torch.autocast(forward.device.type, dtype=autocast):
             traces = [follow(model, forward.example, training=mode, note=is_cast) for mode in (True, False)]
         if not all(trace.is_whole for trace in traces):
-            return cls(None, reduce)
+            return cls(None, reduce, note="in float32, since the model's forward or backward cannot be followed")
         uses = [event for trace in traces for event in trace.events if event.kind in ("use", "see")]
         used, otherwise = ({id(use.what) for use in uses if use.value is is_cast} for is_cast in (True, False))
         elsewhere = set[int]().union(*(trace.read_elsewhere() for trace in traces))

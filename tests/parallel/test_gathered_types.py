@@ -124,8 +124,10 @@ class OwnStep(Task):
     def step(self, *_: Any) -> Any: ...
 
 
-def types_of(model: nn.Module, *, param_dtype: str | None = None, task: Task | None = None) -> Types:
-    cpu, example = torch.device("cpu"), torch.zeros(2, 3, dtype=torch.int64)
+def types_of(
+    model: nn.Module, *, param_dtype: str | None = None, task: Task | None = None, without_example: bool = False
+) -> Types:
+    cpu, example = torch.device("cpu"), None if without_example else torch.zeros(2, 3, dtype=torch.int64)
     forward = Forward(task or Task(), seed=0, devices=[cpu], autocast=torch.bfloat16, example=example)  # type: ignore[arg-type]
     return Types.of(model, forward=forward, param_dtype=param_dtype)
 
@@ -154,8 +156,16 @@ def test_layers_that_autocast_keeps_are_units_of_their_own_in_float32() -> None:
 def test_without_a_whole_trace_or_with_fp32_parameters_are_gathered_as_they_are() -> None:
     model = Mixed()
     model.reads_numbers = True
-    for types in (types_of(model), types_of(Mixed(), param_dtype="fp32"), types_of(Mixed(), task=OwnStep())):
-        assert types.autocast is None and types.compute is None
+    asked, cannot = types_of(Mixed(), param_dtype="fp32"), "in float32, since "
+    unseen = types_of(Mixed(), without_example=True)
+    for types, note in (
+        (types_of(model), "cannot be followed"),
+        (types_of(Mixed(), task=OwnStep()), "a step of its own"),
+        (unseen, "the data"),
+    ):
+        assert types.autocast is None and types.compute is None and types.note.startswith(cannot) and note in types.note
+    assert asked.autocast is None and asked.compute is None and not asked.note
+    assert not types_of(Mixed()).note
 
 
 class Product(torch.autograd.Function):
