@@ -72,7 +72,9 @@ def project(folder: Path, *, page: str | None = None) -> Path:
 
 def files(page: str) -> dict[str, str]:
     """Return the files that the page shows, by name."""
-    found = [re.match(r"# (\S+)\n", text) for language, text in blocks(page) if language in ("python", "yaml")]
+    found = [
+        re.match(r"(?:# @package \S+\n)?# (\S+)\n", text) for language, text in blocks(page) if language in ("python", "yaml")
+    ]
     return {match[1]: match.string[match.end() :] for match in found if match is not None}
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from framework import Run, load
 from framework.runs.compare import config_differences, rows_difference, weights_difference
 from framework.runs.lineage import lineage
+from framework.sweep.sweep import sweep
 from tests.harness import Ended, command, finished, typed
 from tests.test_loop import TINY
+from tests.test_resume import after_step, preempt
 
 SHORT = [*TINY, "trainer.max_epochs=2", "trainer.eval_every=3"]
 
@@ -121,6 +124,50 @@ def test_weights_that_a_run_began_with_are_an_ancestor(root: Path) -> None:
     assert f"@misc{{{warm.name}," in ended.output
 
 
+def test_a_parent_is_remembered_whatever_becomes_of_it(root: Path, tmp_path: Path) -> None:
+    line = [*SHORT, f"run.dir={tmp_path / 'parent'}"]
+    parent = finished(*line, "seed=3", root=tmp_path).root / "parent"
+    longer = [*SHORT, "seed=3", "trainer.max_epochs=4", f"run.dir={tmp_path / 'child'}"]
+    stopped = command(*longer, f"run.resume={parent}", root=tmp_path, before=after_step(8, preempt))
+    assert stopped.code == 75, stopped.output
+    finished(*longer, root=tmp_path)  # without the word
+    child = tmp_path / "child"
+    assert [ancestor.run.name for ancestor in lineage(child)] == ["parent", "child"]
+    parent.rename(tmp_path / "elsewhere")
+    ended = asked(root, "why", str(child))
+    assert re.search(
+        r"took run\.resume=\S+ from \S+/parent \(.* is not there any more: what it came from is not known\)", ended.output
+    )
+    finished(*line, "seed=4", root=tmp_path)
+    ended = asked(root, "why", str(child))
+    assert "in " + str(parent) + " is another run now" in ended.output
+    assert [ancestor.run.name for ancestor in lineage(child)] == ["child"]
+
+
+def test_a_job_of_a_sweep_is_done_again_alone(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    ended = command(*SHORT, "trainer.max_steps=1", "seed=5,6", root=root, run=lambda line: sweep(line, []))
+    assert ended.code == 0, ended.output
+    run = next(path.parent for path in root.glob("default/*/config.yaml") if "seed: 6" in path.read_text())
+    record = json.loads((run / "provenance.json").read_text())
+    record["starts"][0]["command"] = "/usr/bin/python train.py -m seed=5,6"  # not what runs this test
+    (run / "provenance.json").write_text(json.dumps(record))
+    again = asked(tmp_path / "runs", "why", str(run)).output.partition("To do it again:")[2]
+    assert re.search(r"python train\.py .*seed=6", again) and "seed=5" not in again
+
+
+def test_what_differed_from_the_commit_is_written_as_a_patch(root: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run_called(root, "one"), tmp_path / "run")
+    record = json.loads((run / "provenance.json").read_text())
+    record["starts"][0]["git"] = {"commit": "c" * 40, "diff": "--- a/x\n+++ b/x\n+new\n", "untracked": []}
+    (run / "provenance.json").write_text(json.dumps(record))
+    ended = asked(root, "why", str(run), f"patch={tmp_path / 'changes.patch'}")
+    assert ended.code == 0 and (tmp_path / "changes.patch").read_text() == "--- a/x\n+++ b/x\n+new\n"
+    assert f"git checkout {'c' * 40}" in ended.output and "git apply changes.patch" in ended.output
+    assert "and 1 changed lines" in ended.output
+    assert asked(root, "why", str(run), f"patch={tmp_path / 'changes.patch'}").code == 78  # it is there already
+
+
 def test_two_runs_that_name_each_other_end(root: Path, tmp_path: Path) -> None:
     # a moved or hand-written configuration may lead in a circle
     places = [tmp_path / "a", tmp_path / "b"]
@@ -162,6 +209,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(root: Path, damaged: Path
         assert ended.code == 0 and "Traceback" not in ended.output, ended.output
         assert "\x1b" not in ended.output
     assert "is not as it was frozen" in asked(root, "show", str(damaged)).output
+    assert "code\n  not compared: A has no record" in asked(root, "diff", str(damaged), run_called(root, "one").name).output
     assert "no record of its starts" in asked(root, "why", str(damaged)).output
 
 
@@ -172,7 +220,9 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(root: Path, damaged: Path
         (["diff", "a"], 78, "diff: needs 2 runs"),
         (["why", "--all", "x"], 78, "why: needs 1 run"),
         (["show", "zzz"], 65, "zzz is neither a run nor the beginning of the id of one"),
-        (["show", ""], 65, "names 5 runs"),
+        (["show", ""], 65, "is neither a run"),
+        (["show", "*"], 65, "is neither a run"),
+        (["show", "x", "patch=y"], 78, "needs 1 run"),
     ],
 )
 def test_a_mistake_is_one_line(root: Path, words: list[str], code: int, answer: str) -> None:

@@ -73,7 +73,7 @@ def test_the_file_has_every_plain_argument_and_the_strategies_are_told_apart(
 def test_what_has_no_default_is_asked_for_and_the_file_stays(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("framework.cli.adopt.options", lambda group: ["ddp"])
     first = adopted(project, "nets.odd:Wide")
-    assert first.code == 78 and "before any strategy" in first.output and "model.width: ???" in first.output
+    assert first.code == 78 and "before any strategy:" in first.output and "model.width: ???" in first.output
     file = project / "conf" / "model" / "wide.yaml"
     file.write_text(file.read_text() + "# mine\n")
     again = adopted(project, "nets.odd:Wide", "model.width=1")

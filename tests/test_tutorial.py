@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness import typed
-from tests.pages import PAGES, ROOT, Command, commands, with_ids
+from tests.pages import PAGES, ROOT, Command, blocks, commands, with_ids
 from tests.test_extend import steadfast
 
 TUTORIAL, MIGRATION = WALKED = "docs/tutorial.md", "docs/migration.md"
+NAMED = r"(?:# @package \S+\n)?# (\S+)\n"  # the head of a block that is a file, word by word
 SHORTER = ["trainer.max_epochs=2", "trainer.eval_every=16"]
 STRATEGIES = ["context", "ddp", "dp", "fsdp", "single", "zero"]
 
@@ -20,7 +21,7 @@ def steps(text: str) -> list[Path | str]:
     """Return what the page does, in order: a file that it writes, or a command's line."""
     found: list[Path | str] = []
     for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL):
-        if language in ("python", "yaml") and (name := re.match(r"# (\S+)\n", block)):
+        if language in ("python", "yaml") and (name := re.match(NAMED, block)):
             found.append(Path(name[1]))
         elif language in ("bash", "console"):
             found += [line.removeprefix("$ ") for line in block.splitlines() if language == "bash" or line.startswith("$ ")]
@@ -53,7 +54,9 @@ def test_what_was_written_for_another_trainer_trains(tmp_path: Path) -> None:
 
 def follow(page: str, folder: Path) -> None:
     """Do what a page says: write its files and give its commands."""
-    texts = {match[1]: match[2] for match in re.finditer(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGES[page], re.DOTALL)}
+    texts = {
+        match[1]: text for language, text in blocks(page) if language in ("python", "yaml") and (match := re.match(NAMED, text))
+    }
     known = {command.line: command for command in commands(page)}
     for step in steps(PAGES[page]):
         if isinstance(step, Path):

@@ -42,7 +42,7 @@ def adopt(arguments: list[str]) -> int:
         text = _option(target, facts=_facts(arguments[1:]))
     except ValueError as error:
         return print_problems([Problem("adopt", str(error), "MODULE:MODEL, as in mynet:Net or mypackage/net.py:Net")])
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.rpartition(".")[2]).lower()
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", target.rpartition(".")[2]).lower()
     file = Path(os.path.relpath(own_folder() or "conf"), "model", f"{name}.yaml")
     if file.exists():
         print(f"{file} is there already, and stays as it is")
@@ -52,7 +52,7 @@ def adopt(arguments: list[str]) -> int:
         print(f"{file}:\n{text}")
     line = [f"model={name}", *arguments[1:]]
     if problems := _problems([*line, "parallel=single", "launch.nproc_per_node=1"]):
-        print("before any strategy, the model needs:", flush=True)
+        print("before any strategy:", flush=True)
         return print_problems(problems)
     print(f"`steadfast {' '.join(line)}` trains it. Each strategy, on a batch of the data and on two processes:", flush=True)
     for strategy in [name for name in options("parallel") if name not in _NOT_TRIED]:
@@ -103,8 +103,8 @@ def _line(name: str, argument: inspect.Parameter, facts: set[str]) -> Iterator[s
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return type(value) is list and all(map(_is_plain, value))
+    if isinstance(value, (list, dict)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return value is None or type(value) in (bool, int, float, str)
 
 

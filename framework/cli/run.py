@@ -81,7 +81,7 @@ def launch(command: Command) -> int:
         from framework.launch.elastic.agent import take_part
 
         return take_part(config)
-    run = claim(config)
+    run = claim(config, line=command.line)
     if isinstance(run, Exit):
         return run
     from framework.launch.worker import start_workers
@@ -101,7 +101,11 @@ def begin(overrides: list[str], *, world_size: int) -> ClaimedRun | int:
     config = admit(overrides, world_size=world_size)
     if isinstance(config, int):
         return config
-    return claim(config) if MODES[config.mode].worker else locate(MODES[config.mode].parent)(Command(overrides, config))
+    return (
+        claim(config, line=overrides)
+        if MODES[config.mode].worker
+        else locate(MODES[config.mode].parent)(Command(overrides, config))
+    )
 
 
 def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:

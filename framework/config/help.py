@@ -11,6 +11,7 @@ from pathlib import Path
 
 from framework.config.folders import CONF, defaults_in, groups, option_file, option_node, options
 from framework.config.schema import SEVERAL
+from framework.runtime.program import program
 
 _WIDEST, _OF_TEXT = 120, 30  # columns: of a line; the fewest that a comment is wrapped in beside its key
 _WORDS = re.compile(r"""(?:"[^"]*"|\S)+""")  # of a command: what quotes hold is not parted
@@ -30,7 +31,10 @@ def help_text(overrides: list[str], *, width: int | None = None) -> str:
 
 
 def _whole_help(width: int) -> Iterator[str]:
-    for line in Path(__file__).with_name("usage.txt").read_text().splitlines():
+    usage = Path(__file__).with_name("usage.txt").read_text()
+    if program() == "steadfast":  # where there is no train.py
+        usage = usage.replace("python train.py", "steadfast")
+    for line in usage.splitlines():
         command, gap, text = re.fullmatch(r" *(.*?)(?:( {3,})(.*))?", line).groups(default="")  # type: ignore[union-attr]
         yield from _command(command, text, width, column=line.find(text) - 1) if line.startswith("  ") else [line]
     yield "\nGroups: choose with group=option (* is the default)\n"

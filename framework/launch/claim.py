@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from framework.launch.scratch import remove_scratch
 from framework.preflight.check import code_problems, resume_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.facts import result, say
+from framework.runs.lineage import parents_of
 from framework.runs.metrics_file import read_rows
 from framework.runs.mirror import Holding, Mirror
 from framework.runs.mirror_fetch import bring_back
@@ -68,8 +70,10 @@ def accept_code(run: RunSection, targets: list[str]) -> None:
             provenance.add_start(targets)
 
 
-def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
+def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | None = None) -> ClaimedRun | Exit:
     """Take the run's directory and its mirror, from which the directory is brought up to date; freeze the configuration there.
+
+    `line`: the overrides of the run's own command, for its record.
 
     An exit code if another party has it (see Lock), or if there is nothing left to do.
     """
@@ -99,7 +103,8 @@ def claim(config: RunConfig, *, party: str | None = None) -> ClaimedRun | Exit:
             return held
         frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
         if not is_beside:
-            Provenance(directory.path).add_start(config.targets())
+            taken = [parent.record() for parent in parents_of(config.plain(), folder=Path.cwd(), run=directory.path)]
+            Provenance(directory.path).add_start(config.targets(), line=line, taken=taken)
         return ClaimedRun(config, replace(frozen, token=lock.token), lock, held)
     except RunEnded as end:
         lock.release()

@@ -34,7 +34,7 @@ class LiveLine:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         done, todo = "=-" if options.ascii_only else "━━"
         text = Text(no_wrap=True, overflow="crop")
-        bar, words = fitted(self._forms(), width=options.max_width - 1)  # the last column would make some terminals wrap
+        bar, words = fitted(self._forms(), width=options.max_width - 3)  # a terminal prints ^C after it
         if bar:
             num_done = round(bar * min(1.0, self._step / max(1, self._run.total_steps)))
             text.append(done * num_done, style="cyan").append(todo * (bar - num_done), style="bright_black")

@@ -1,6 +1,7 @@
 """MLflow: one MLflow run for all ranks and all resumes of a run."""
 
 import os
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ def _database(root: Path) -> Path:
     return path
 
 
+def _name(text: str) -> str:
+    """Return a metric's name with the letters that MLflow takes."""
+    return re.sub(r"[^\w\-./ ]", "_", text.replace(":", "/"))
+
+
 @dataclass(kw_only=True)
 class MLflow:
     """`uri`: a tracking server or database; null = MLFLOW_TRACKING_URI, else `mlflow.db` in the folder of all runs.
@@ -48,26 +54,24 @@ class MLflow:
 
     def open(self, run: RunInfo) -> None:
         from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
 
-        root, given = run.directory.resolve().parents[1], self.uri or variables().get("MLFLOW_TRACKING_URI")
+        path, given = run.directory.resolve(), self.uri or variables().get("MLFLOW_TRACKING_URI")
+        root = path.parents[1] if path.name == run.run_id else path  # run.dir is somewhere else
         self._client = MlflowClient(given or f"sqlite:///{_database(root)}")
         self._info = run
         artifacts = None if given else str(root / "mlartifacts")  # beside the database, not in the working directory
+        with suppress(MlflowException):  # it is there already
+            self._client.create_experiment(self.experiment, artifact_location=artifacts)
         found = self._client.get_experiment_by_name(self.experiment)
         if found is None:
-            experiment = self._client.create_experiment(self.experiment, artifact_location=artifacts)
-        else:
-            experiment = found.experiment_id
-        earlier = self._client.search_runs([experiment], filter_string=f"tags.`steadfast.record` = '{run.record_id}'")
-        if earlier:
-            self._id = earlier[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-            self._held = {(name, metric.step) for name in earlier[0].data.metrics
-                          for metric in self._client.get_metric_history(self._id, name)}  # fmt: skip
-        else:
-            made = self._client.create_run(experiment, run_name=f"{run.name}/{run.run_id}", tags=self._tags(run))
-            self._id, self._held = made.info.run_id, set()
-            self._log_parameters(run.config)
+            raise ValueError(f"experiment {self.experiment} is not there, and cannot be made")
+        experiment = found.experiment_id
+        for earlier in self._client.search_runs([experiment], filter_string=f"tags.`steadfast.record` = '{run.record_id}'"):
+            self._client.delete_run(earlier.info.run_id)  # it may have steps that are taken again, and no step can be replaced
+        made = self._client.create_run(experiment, run_name=f"{run.name}/{run.run_id}", tags=self._tags(run))
+        self._id = made.info.run_id
+        self._log_parameters(run.config)
         for row in read_rows(run.directory / "metrics.jsonl", until=run.step):
             self.log(row)
 
@@ -88,11 +92,9 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        found = [Metric(name.replace(":", "/"), value, now, row["step"]) for name, value in scalars(row).items()]
-        new = [metric for metric in found if (metric.key, metric.step) not in self._held]  # a continued run repeats steps
-        for start in range(0, len(new), _MOST_METRICS):
-            self._client.log_batch(self._id, metrics=new[start : start + _MOST_METRICS])
-        self._held.update((metric.key, metric.step) for metric in new)
+        found = [Metric(_name(name), value, now, row["step"]) for name, value in scalars(row).items()]
+        for start in range(0, len(found), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=found[start : start + _MOST_METRICS])
 
     def close(self, summary: dict[str, Any]) -> None:
         from mlflow.entities import Metric
@@ -101,9 +103,8 @@ class MLflow:
         split, _, name = monitor.partition("/")
         best = summary.get("metrics", {}).get(split, {}).get("best", {}).get(name)
         if isinstance(best, (int, float)):
-            self._client.log_batch(
-                self._id, metrics=[Metric(f"best/{monitor}", best, int(1000 * time.time()), summary["step"])]
-            )
+            metric = Metric(_name(f"best/{monitor}"), best, int(1000 * time.time()), summary["step"])
+            self._client.log_batch(self._id, metrics=[metric])
         weights = self._info.directory / "model.safetensors"
         if self.log_model and summary["status"] == "finished" and weights.is_file():
             self._client.log_artifact(self._id, str(weights))

@@ -46,7 +46,8 @@ class Histograms:
             self._found |= found
 
     def row(self, loop: Loop) -> dict[str, Bins]:
-        return dict(sorted(self._found.items()))
+        found, self._found = self._found, {}
+        return dict(sorted(found.items()))
 
     def _is_chosen(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.parameters)

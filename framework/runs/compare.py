@@ -43,6 +43,8 @@ def config_differences(first: Path, second: Path) -> tuple[TwoValues, TwoValues]
 
 def code_differences(first: Path, second: Path) -> list[str]:
     """Return what differs in the user's code that the latest starts of the runs A and B reached, a line for each file."""
+    if missing := [name for name, path in (("A", first), ("B", second)) if not latest_start(path)]:
+        return [f"not compared: {' and '.join(missing)} has no record of its starts (provenance.json)"]
     ours, theirs = (_code_of(path) for path in (first, second))
     common = ours.keys() & theirs.keys()
     alone = [
@@ -148,6 +150,8 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _relative(first: Any, second: Any) -> float:
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return max((_relative(*pair) for pair in zip(first, second) if not _same(*pair)), default=0.0)
     if not (isinstance(first, (int, float)) and isinstance(second, (int, float))):
         return math.inf
     distance = abs(first - second) / max(abs(first), abs(second))

@@ -49,4 +49,4 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         elif name == "_target_":  # the choice of an option
             yield prefix.rstrip("."), str(value).rpartition(".")[2]
         elif not is_below(key, _NOT_SHOWN):
-            yield key, shown(value)
+            yield key, shown(int(value) if isinstance(value, float) and value.is_integer() else value)

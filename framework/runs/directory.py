@@ -108,14 +108,16 @@ class RunDirectory:
         if Lock(self.path).is_held:
             return "running"
         status = self.read_summary().get("status", "missing")
-        is_cut = status == "running" or (status == "finished" and not self._has_whole_weights())
+        is_cut = status == "running" or (status == "finished" and not self.has_whole_weights)
         return "killed" if is_cut else str(status)
 
     @property
     def is_finished(self) -> bool:
-        return self.read_summary().get("status") == "finished" and self._has_whole_weights()
+        return self.read_summary().get("status") == "finished" and self.has_whole_weights
 
-    def _has_whole_weights(self) -> bool:
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether `model.safetensors` is there, and complete."""
         try:
             with safe_open(self.weights, framework="np"):  # reads the header, and compares it with the file's size
                 return True

@@ -1,4 +1,4 @@
-"""Where a run comes from: its starts, and the runs whose checkpoints and weights its configuration names."""
+"""Where a run comes from: its starts, and the runs whose checkpoints and weights they took."""
 
 import os
 from collections.abc import Iterator
@@ -16,11 +16,27 @@ _OWN_PLACE = ("run.id", "run.dir", "run.root", "run.mirror")
 
 @dataclass(frozen=True)
 class Parent:
-    """A file or folder that a run's configuration names and that another run has written."""
+    """A file or folder that a run's configuration names, and the run that has written it."""
 
     key: str  # of the configuration
-    path: Path
+    path: str
     run: Path
+    record_id: str  # of the run's record then: another run that begins in its place has another
+
+    def record(self) -> dict[str, str]:
+        """Return what provenance.json keeps of it."""
+        return {"key": self.key, "path": self.path, "owner": str(self.run), "record": self.record_id}
+
+    @property
+    def label(self) -> str:
+        return "/".join(self.run.parts[-2:])
+
+    @property
+    def fate(self) -> str:
+        """What has become of it: empty if it is still the run that it was."""
+        if not self.run.is_dir():
+            return f"{self.run} is not there any more"
+        return "" if _record_id(self.run) == self.record_id else f"in {self.run} is another run now"
 
 
 @dataclass(frozen=True)
@@ -32,34 +48,52 @@ class Ancestor:
     parents: list[Parent]
 
 
+def parents_of(config: dict[str, Any], *, folder: Path, run: Path) -> list[Parent]:
+    """Return what a configuration takes from other runs than `run`; its relative paths are from `folder`."""
+    found = []
+    for key, value in flat(config).items():
+        for text in _texts(value) if key not in _OWN_PLACE else ():
+            path = folder / os.path.expanduser(text)
+            owner = _owner(path.resolve()) if os.sep in text and path.exists() else None
+            if owner is not None and owner != run.resolve():
+                found.append(Parent(key, text, owner, _record_id(owner)))
+    return found
+
+
 def lineage(run: Path) -> list[Ancestor]:
     """Return a run and all runs that it comes from, each before those that took something from it."""
     found: dict[Path, Ancestor] = {}
-    _visit(run, found)
+    _visit(run, found, frozenset())
     return list(found.values())
 
 
-def _visit(run: Path, found: dict[Path, Ancestor], on_the_way: frozenset[Path] = frozenset()) -> None:
-    place = run.resolve()
-    starts = Provenance(run).read()["starts"]
-    parents = [parent for parent in _parents(run, starts) if parent.run.resolve() not in on_the_way | {place}]
+def _visit(run: Path, found: dict[Path, Ancestor], on_the_way: frozenset[Path]) -> None:
+    place, starts = run.resolve(), Provenance(run).read()["starts"]
+    parents = list(dict.fromkeys(_recorded(starts) or _configured(run, starts)))
     for parent in parents:
-        if parent.run.resolve() not in found:
+        if not parent.fate and parent.run not in found and parent.run not in on_the_way | {place}:
             _visit(parent.run, found, on_the_way | {place})
     found[place] = Ancestor(run, starts, parents)
 
 
-def _parents(run: Path, starts: list[dict[str, Any]]) -> Iterator[Parent]:
+def _recorded(starts: list[dict[str, Any]]) -> list[Parent]:
+    """Return what the starts have recorded, the first of them first."""
+    taken = [item for start in starts for items in [start.get("taken")] if isinstance(items, list) for item in items]
+    names = ("key", "path", "owner", "record")
+    return [Parent(item["key"], item["path"], Path(item["owner"]), item["record"]) for item in taken
+            if isinstance(item, dict) and all(isinstance(item.get(name), str) for name in names)]  # fmt: skip
+
+
+def _configured(run: Path, starts: list[dict[str, Any]]) -> list[Parent]:
+    """Return the same of a run whose starts have recorded nothing: by its configuration, and what is there today."""
     try:
-        values = flat(recall(run))
+        return parents_of(recall(run), folder=Path(str(starts[0].get("directory", "")) if starts else ""), run=run)
     except ValueError:
-        return
-    begun_in = str(starts[0].get("directory", "")) if starts else ""  # relative paths are from there
-    for key, value in values.items():
-        for text in _texts(value) if key not in _OWN_PLACE else ():
-            path = Path(begun_in, os.path.expanduser(text))
-            if os.sep in text and path.exists() and (owner := _owner(path)) is not None:
-                yield Parent(key, path, owner)
+        return []
+
+
+def _record_id(run: Path) -> str:
+    return str(RunDirectory(run).read_summary().get("record_id", ""))
 
 
 def _texts(value: Any) -> Iterator[str]:

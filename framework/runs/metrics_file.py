@@ -56,7 +56,7 @@ class Mark(NamedTuple):
 
 
 _NOTHING = Mark(0, 0, 0)
-_READ_BYTES = 1 << 20
+_READ_BYTES, _TAIL_BYTES = 1 << 20, 1 << 16
 
 
 class MetricsFile:
@@ -163,6 +163,16 @@ def scalars(row: Row) -> dict[str, float]:
 def numbers_of(row: Row) -> Row:
     """Return a row without its lists of numbers, which only the file has."""
     return {name: value for name, value in row.items() if not isinstance(value, list)}
+
+
+def last_rows(path: Path) -> list[Row]:
+    """Return some hundred rows at the end of a file; none if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return rows_in(file.read())
+    except OSError:
+        return []
 
 
 def rows_in(content: bytes) -> list[Row]:

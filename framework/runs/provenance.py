@@ -84,12 +84,19 @@ class Provenance:
         before = self._latest().get("framework")
         return before if isinstance(before, str) and before != __version__ else None
 
-    def add_start(self, targets: Sequence[str]) -> None:
-        """Add a record of this start, which has the code's changes if the user accepts them."""
+    def add_start(
+        self, targets: Sequence[str], *, line: Sequence[str] | None = None, taken: Sequence[dict[str, str]] = ()
+    ) -> None:
+        """Add a record of this start, which has the code's changes if the user accepts them.
+
+        `line`: the run's own overrides, where the command is a sweep's. `taken`: what it takes from other runs (lineage.py).
+        """
         content, before, accepted, code = self.read(), self._latest(), self.changes(targets), self._code(targets)
         start = {
             "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": redact(shlex.join(sys.orig_argv)),
+            **({} if line is None else {"line": redact(shlex.join(line))}),
+            "taken": list(taken),
             "directory": os.getcwd(),
             "host": socket.gethostname(),
             "framework": __version__,

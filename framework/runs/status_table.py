@@ -1,7 +1,6 @@
 """The table of mode=status: a line for each run, in the terminal's width; what does not fit there is below its run."""
 
 import math
-import os
 import sys
 import textwrap
 from collections.abc import Container, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from framework.runs.differences import differences
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import Row, rows_in
+from framework.runs.metrics_file import Row, last_rows
 from framework.runs.report import count_states, number, printable
 from framework.runs.status import Standing, standings
 from framework.runtime.lock import Lock
@@ -19,7 +18,6 @@ from framework.runtime.lock import Lock
 if TYPE_CHECKING:
     from rich.text import Text
 
-_TAIL_BYTES = 65536  # of metrics.jsonl: some hundred rows
 _LONGEST_S = 1e9
 _STYLES = {"finished": "green", "failed": "red", "killed": "red", "running": "cyan", "queued": "yellow", "preempted": "yellow",
            "cancelled": "yellow", "?": "magenta"}  # fmt: skip
@@ -103,7 +101,7 @@ def _below(path: Path, root: Path) -> str:
 
 def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
     state, why, job = standing
-    summary, rows, job_id = directory.read_summary(), _last_rows(directory.metrics), directory.job_id or ""
+    summary, rows, job_id = directory.read_summary(), last_rows(directory.metrics), directory.job_id or ""
     step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
     total_steps = number(summary.get("total_steps"))
     pace = next((number(row.get("step_s")) for row in reversed(rows) if row["split"] == "train"), math.nan)
@@ -115,15 +113,6 @@ def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
         if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # not if it is nan
             cells["ETA"] = str(timedelta(seconds=math.ceil(eta_s)))
     return cells | {"why": " ".join(why.split())}
-
-
-def _last_rows(path: Path) -> list[Row]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return rows_in(file.read())
-    except OSError:
-        return []
 
 
 def _last_metric(rows: list[Row], monitor: str) -> str:

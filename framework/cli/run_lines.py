@@ -1,0 +1,63 @@
+"""Lines about a run, which `show`, `diff` and `why` share."""
+
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from framework.runs.directory import RunDirectory
+from framework.runs.metrics_file import is_curve
+from framework.runs.report import number
+from framework.runtime.problem import shown
+
+_MOST_LINES = 40  # of a list
+
+
+def state_line(directory: RunDirectory) -> str:
+    error = directory.read_summary().get("error")
+    return directory.state + (f": {' '.join(str(error).split())}" if error else "")
+
+
+def metrics_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = []
+    for split, kinds in summary.get("metrics", {}).items():
+        for kind in ("last", "best"):
+            row = kinds.get(kind, {})
+            if kind == "last" or split == "val":
+                numbers = "  ".join(f"{name} {number(value):.4f}" for name, value in row.items() if is_curve(name))
+                lines.append((f"{split} {kind}", f"step {row.get('step')}  {numbers}"))
+    return lines
+
+
+def command_of(start: dict[str, Any]) -> str:
+    """Return the command of a start as a user would type it: without the path of the interpreter."""
+    try:
+        words = shlex.split(str(start.get("command", "")))
+    except ValueError:
+        return str(start.get("command"))
+    return shlex.join([os.path.basename(word) if i == 0 else word for i, word in enumerate(words)])
+
+
+def label_of(path: Path) -> str:
+    return "/".join(path.resolve().parts[-2:])
+
+
+def items_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def written(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    pairs = list(pairs)
+    width = max((len(name) for name, _ in pairs), default=0)
+    return [f"  {name:{width}}  {text}" for name, text in pairs]
+
+
+def section(title: str, items: list[Any], *, is_pairs: bool = True) -> list[str]:
+    lines = aligned(items) if is_pairs else [f"  {text}" for text in items]
+    left = len(lines) - _MOST_LINES
+    return ["", title, *lines[:_MOST_LINES], *([f"  ... and {left} more"] if left > 0 else [])] if lines else []

@@ -1,0 +1,123 @@
+"""`steadfast why RUN`: where a number comes from, how to do it again, and how to cite it."""
+
+import math
+import re
+import shlex
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from framework.cli.run_lines import aligned, command_of, items_of, label_of, metrics_of, state_line
+from framework.runs import compare
+from framework.runs.directory import RunDirectory
+from framework.runs.lineage import Ancestor, lineage
+from framework.runs.provenance import Provenance
+from framework.runs.report import number
+from framework.runtime.files import checksum
+
+
+def patch_of(run: Path) -> str:
+    """Return what differed from the commit at the first start of a run; empty if nothing did, or it is not recorded."""
+    starts = Provenance(run).read()["starts"]
+    git = starts[0].get("git") if starts else None
+    return str(git.get("diff", "")) if isinstance(git, dict) else ""
+
+
+def why(path: Path) -> list[str]:
+    found, directory = lineage(path), RunDirectory(path)
+    lines = [
+        f"{label_of(path)}: {state_line(directory)}",
+        *aligned(pair for pair in metrics_of(directory.read_summary()) if not pair[0].startswith("train")),
+    ]
+    if directory.weights.is_file():
+        whole = directory.has_whole_weights
+        digest = f"sha256 {checksum(directory.weights, 'sha256')[1]}" if whole else "damaged: it is not safetensors"
+        lines += aligned([("weights", f"model.safetensors, {digest}")])
+    lines += [
+        "",
+        f"It comes from {len(found)} run{'s' * (len(found) > 1)}, in this order:" if len(found) > 1 else "Its starts:",
+    ]
+    for place, ancestor in enumerate(found, start=1):
+        lines += ["", *(f"{f'{place}. ' if not i else '   '}{line}" for i, line in enumerate(_ancestor(ancestor)))]
+    return [*lines, "", "To do it again:", *_again(found), "", "To cite it:", *_citation(path, found[-1])]
+
+
+def _ancestor(ancestor: Ancestor) -> Iterable[str]:
+    directory = RunDirectory(ancestor.run)
+    yield f"{label_of(ancestor.run)} ({directory.path}): {state_line(directory)}"
+    for parent in ancestor.parents:
+        rows = compare.rows_difference(parent.run, ancestor.run)
+        begins = f"; its rows begin with those of it, up to step {rows.last_same}" if rows.last_same else ""
+        fate = parent.fate
+        yield f"took {parent.key}={parent.path} from {parent.label}" + (
+            f" ({fate}: what it came from is not known)" if fate else begins
+        )
+    if not ancestor.starts:
+        yield "there is no record of its starts (provenance.json)"
+    earlier: dict[str, str] = {}
+    for start in ancestor.starts:
+        facts = {"command": command_of(start), "in": f"{start.get('host')}:{start.get('directory')}", "code": _code(start)}
+        new = [f"{name} {text}" for name, text in facts.items() if earlier.get(name) != text]
+        yield f"started {str(start.get('at'))[:16].replace('T', ' ')}" + ("" if new else ", as before")
+        yield from (f"  {text}" for text in new)
+        yield from (f"  changed in between, and accepted: {text}" for text in items_of(start.get("accepted")))
+        earlier = facts
+    if steps := directory.read_summary().get("continued_at"):
+        yield f"interrupted and continued after step {', '.join(map(str, steps))}: which changes no number"
+
+
+def _code(start: dict[str, Any]) -> str:
+    packages = start.get("packages")
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items()) if isinstance(packages, dict) else "?"
+    return f"{_commit(start)}; steadfast {start.get('framework')}, python {start.get('python')}, {versions}"
+
+
+def _commit(start: dict[str, Any]) -> str:
+    git = start.get("git")
+    if not isinstance(git, dict):
+        return "not in a git repository"
+    lines = [line for line in str(git.get("diff", "")).splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
+    changes = f" and {len(lines)} changed lines (provenance.json has them)" if lines else ""
+    untracked = f", {len(items_of(git.get('untracked')))} files that git does not know" if git.get("untracked") else ""
+    return f"commit {git.get('commit')}{changes}{untracked}"
+
+
+def _again(found: list[Ancestor]) -> Iterable[str]:
+    checked_out = None
+    for ancestor in found:
+        for start in ancestor.starts[:1]:
+            git = start.get("git")
+            if isinstance(git, dict) and git.get("commit") != checked_out:
+                checked_out = git.get("commit")
+                yield f"  git checkout {checked_out}"
+            if isinstance(git, dict) and git.get("diff"):
+                yield f"  steadfast why {shlex.quote(str(ancestor.run))} patch=changes.patch && git apply changes.patch"
+            yield f"  {_own_command(start)}"
+        if not ancestor.starts:
+            yield f"  (how {label_of(ancestor.run)} was begun is not recorded)"
+
+
+def _citation(path: Path, run: Ancestor) -> list[str]:
+    summary, start = RunDirectory(path).read_summary(), run.starts[-1] if run.starts else {}
+    test = [text for name, text in metrics_of(summary) if name == "test last"]
+    began = number(summary.get("began"))
+    git = start.get("git")
+    notes = [
+        f"Steadfast {start['framework']}" if "framework" in start else "",
+        f"commit {git.get('commit')}" if isinstance(git, dict) else "",
+        f"test at {' '.join(test[0].split())}" if test else "",
+    ]
+    year = time.strftime("%Y", time.localtime(began)) if math.isfinite(began) else str(start.get("at"))[:4]
+    title, note = (re.sub(r"([%&_#$])", r"\\\1", text) for text in (f"Run {label_of(path)}", "; ".join(filter(None, notes))))
+    return [f"  @misc{{{path.name},", f"    title = {{{title}}},", f"    year = {{{year}}},", f"    note = {{{note}}},", "  }"]
+
+
+def _own_command(start: dict[str, Any]) -> str:
+    """Return the command of one run: of a sweep, the job's."""
+    command, line = command_of(start), start.get("line")
+    words = command.split()
+    if not isinstance(line, str) or not {"-m", "--multirun"} & set(words):
+        return command
+    program = [word for i, word in enumerate(words) if i == 0 or word.endswith("train.py")]
+    return " ".join([*program, line])
