@@ -56,8 +56,10 @@ def adopt(arguments: list[str]) -> int:
         return print_problems(problems)
     print(f"`steadfast {' '.join(line)}` trains it. Each strategy, on a batch of the data and on two processes:", flush=True)
     for strategy in [name for name in options("parallel") if name not in _NOT_TRIED]:
-        problems = _problems([*line, f"parallel={strategy}", f"launch.nproc_per_node={_num_processes(strategy)}"])
-        print(f"  {strategy:18}{'yes' if not problems else 'not yet:'}", flush=True)
+        fitting = _fitting(strategy)
+        problems = _problems([*fitting, *line, f"parallel={strategy}", f"launch.nproc_per_node={_num_processes(strategy)}"])
+        yes = f"yes, with {' '.join(fitting)}" if fitting else "yes"
+        print(f"  {strategy:18}{'not yet:' if problems else yes}", flush=True)
         for problem in problems:
             print(f"      {problem}", flush=True)
     return Exit.FINISHED
@@ -106,6 +108,13 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, dict)):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return value is None or type(value) in (bool, int, float, str)
+
+
+def _fitting(strategy: str) -> list[str]:
+    """Return other defaults, where the strategy's processes agree only now and then."""
+    every = option_node("parallel", strategy).get("sync_every")
+    steps = every * math.ceil(100 / every) if isinstance(every, int) else 100
+    return [] if steps == 100 else [f"trainer.eval_every={steps}", f"checkpoint.every={steps}"]
 
 
 def _num_processes(strategy: str) -> int:

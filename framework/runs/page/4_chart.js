@@ -49,7 +49,8 @@ class Chart {
     const {context, width, height} = cleared(this.canvas)
     const xs = lines.flatMap((line) => (line.xs.length ? [line.xs[0], line.xs[line.xs.length - 1]] : []))
     const [left, right] = ui.zoom ?? [least(xs), largest(xs)]
-    this.box = {left, right: right > left ? right : left + 1, width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom}
+    const isPoint = !(right > left) // one value, in the middle
+    this.box = {left: isPoint ? left - 0.5 : left, right: isPoint ? left + 0.5 : right, width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom}
     this.fit()
     this.axes(context, css("--line"), css("--quiet"))
     context.save()
