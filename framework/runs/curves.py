@@ -30,7 +30,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
     large = [name for name in names if name in ("loss", monitor.partition("/")[2]) or not _is_flat(rows, name)] or names
     small = [name for name in names if name not in large]
     small += [name for name in _ASIDE if any(row.get(name) is not None for row in rows)]
-    width: float = min(_ACROSS, len(large)) * _LARGE[0]
+    width = min(_ACROSS, len(large)) * _LARGE[0]
     height = 0.3  # the title's
     places = []  # left, top, width and height in inches
     for sizes, count in ((_LARGE, len(large)), (_SMALL, len(small))):
@@ -39,9 +39,9 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
         height += sizes[1] * math.ceil(count / across)
     figure = Figure(figsize=(width, height))
     figure.text(0.5, 1 - 0.1 / height, title, fontsize=10, ha="center", va="top")
-    for name, (left, top, across, down) in zip([*large, *small], places):
-        inner = across - _MARGINS["left"] - _MARGINS["right"], down - _MARGINS["top"] - _MARGINS["bottom"]
-        start = left + _MARGINS["left"], height - top - down + _MARGINS["bottom"]
+    for name, (left, top, wide, high) in zip([*large, *small], places):
+        inner = wide - _MARGINS["left"] - _MARGINS["right"], high - _MARGINS["top"] - _MARGINS["bottom"]
+        start = left + _MARGINS["left"], height - top - high + _MARGINS["bottom"]
         axes = figure.add_axes((start[0] / width, start[1] / height, inner[0] / width, inner[1] / height))
         if name in large:
             _draw_metric(axes, rows, name, restarts, is_max=is_maximised(f"val/{name}", monitor=monitor, mode=mode))

@@ -16,7 +16,7 @@ def table(name: str, num_ranks: int, num_micro_batches: int) -> dict[int, list[P
     if name == "pipedream":
         order = order_of_steps(5, num_ranks=num_ranks, num_micro_batches=num_micro_batches, drain_every=DRAIN_EVERY)
         return timetable(order)
-    return timetable(order_of(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches))
+    return timetable(order_of(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches)[0])
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), SIZES)

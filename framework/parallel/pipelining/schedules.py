@@ -68,21 +68,21 @@ def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> f
     return waiting_in(timetable(actions_of(schedule)))
 
 
-def order_of(name: str, *, num_ranks: int, num_micro_batches: int) -> dict[int, list[Action]]:
-    """Return what each process does in a pass, in its order: of torch's own schedules, without a model or other processes.
+def order_of(name: str, *, num_ranks: int, num_micro_batches: int) -> tuple[dict[int, list[Action]], str]:
+    """Return what each process does in a pass, in its order, without a model or other processes; and as `make_schedule` does.
 
     Schedule1F1B lists other actions than it runs (its last process begins with the second micro-batch): one of a single stage
     is run, and what it asks of its stage noted. Those of several stages run what they list.
     """
-    owned, order = owners(name, num_ranks=num_ranks), dict[int, list[Action]]()
+    owned, order, asked = owners(name, num_ranks=num_ranks), dict[int, list[Action]](), ""
     for rank in range(num_ranks):
         stages = [_Noting(number, len(owned), rank=rank, num_ranks=num_ranks) for number, o in enumerate(owned) if o == rank]
-        schedule, _ = make_schedule(name, stages, num_micro_batches=num_micro_batches)
+        schedule, asked = make_schedule(name, stages, num_micro_batches=num_micro_batches)
         if not is_single_stage(schedule):
-            return actions_of(schedule)
+            return actions_of(schedule), asked
         schedule.step(target=torch.empty(num_micro_batches), return_outputs=False)
         order[rank] = stages[0].noted
-    return order
+    return order, asked
 
 
 class _Noting:
