@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.cli.run import checked_line
 from framework.launch.claim import print_problems
-from framework.runtime.exits import Exit
+from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER, start_console
 from framework.runtime.preemption import PREEMPTION
@@ -33,7 +33,11 @@ def draw_plan(arguments: list[str]) -> int:
         return print_problems([Problem("out", f"{target} cannot be written", "a file NAME.png in a folder that is there")])
     start_console(rank=0)
     PREEMPTION.watch()
-    drawn = _drawn(what, line)
+    try:
+        drawn = _drawn(what, line)
+    except Interrupted as end:
+        LOGGER.error("%s", end)
+        return end.code
     if not isinstance(drawn, tuple):
         return print_problems(drawn)
     try:

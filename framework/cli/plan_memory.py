@@ -102,8 +102,9 @@ def planned_memory(build: Builder) -> PlannedMemory:
 
 
 def _kept(build: Builder, rank: int) -> Found:
-    """Build a rank, take a step of zeros, and return its bytes by kind."""
-    build = build.altered(world=planned_world(build, rank=rank))
+    """Build a rank, take a step of zeros, and return its bytes by kind. Nothing is compiled: that writes into its folder."""
+    trainer = build.config.trainer.model_copy(update={"compile": False})
+    build = build.altered(world=planned_world(build, rank=rank), trainer=trainer)
     module = build.model(is_filled=False)
     module.train()
     freeze_parameters(module, build.config.trainer.freeze)

@@ -17,7 +17,7 @@ from framework.preflight.processes import axes_of
 
 _COLORS = ("#7db4e6", "#f0a04b", "#7cc48f", "#c3a5e3", "#e88f8f", "#d9c75c", "#8fd0d0", "#e3a5c8", "#b0b8c0", "#c49a6c")
 _MOST_ACROSS, _MOST_NODES = 16, 16  # that are drawn
-_MOST_GROUPS = 8  # of an axis that are printed
+_MOST_GROUPS, _MOST_LISTED = 8, 8  # groups of an axis, and ranks of a group, that are printed
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,10 @@ class PlannedMesh:
         for axis in self.axes:
             groups = self.groups(axis)
             num_apart = sum(len({self._node(rank) for rank in group}) > 1 for group in groups)
-            where = "each on one node" if not num_apart else f"{num_apart} of them over several nodes"
-            text = "  ".join("{" + ", ".join(map(str, group)) + "}" for group in groups[:_MOST_GROUPS])
-            found.append(
-                f"{axis}: {len(groups)} groups of {self.axes[axis]}, {where}: {text}{'  ...' * (len(groups) > _MOST_GROUPS)}"
-            )
+            where = f"{num_apart} of them over several nodes" if num_apart else "each on one node"
+            text = "  ".join(map(_listed, groups[:_MOST_GROUPS])) + "  ..." * (len(groups) > _MOST_GROUPS)
+            counted = f"{len(groups)} group{'s' * (len(groups) != 1)} of {self.axes[axis]}"
+            found.append(f"{axis}: {counted}, {where}: {text}")
         return found
 
     def _node(self, rank: int) -> int:
@@ -84,6 +83,11 @@ class PlannedMesh:
             axes.spines[:].set_visible(False)
         figure.supxlabel("along an axis, ranks of one colour are a group", fontsize=8)
         return figure
+
+
+def _listed(group: list[int]) -> str:
+    shown = [*map(str, group)] if len(group) <= _MOST_LISTED else [*map(str, group[:3]), "...", str(group[-1])]
+    return "{" + ", ".join(shown) + "}"
 
 
 def _box(x: float, y: float, color: str) -> Any:

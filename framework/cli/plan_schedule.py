@@ -96,5 +96,6 @@ def _rates(update: Update, steps: list[int]) -> dict[str, list[float]]:
         rates = [rates[number] for rates in groups]
         if rates not in found.values():
             named = f"turn {turns[number]}" if turns else f"group {number}"
-            found[f"{named}, of {len(group['params'])} parameters"] = rates
+            count = len(group["params"])
+            found[f"{named}, of {count} parameter{'s' * (count != 1)}"] = rates
     return found

@@ -18,9 +18,16 @@ def planned_world(build: Builder, *, rank: int, kind: type[World] = World) -> Wo
     """
     alone, launch = World.alone(), build.config.launch
     register_fake_backend()
-    groups = Groups("fake", rank=rank, world_size=launch.most_processes, timeout=alone.timeout)
+    groups = _WithoutOthers("fake", rank=rank, world_size=launch.most_processes, timeout=alone.timeout)
     groups.join(dist.HashStore())
     known: dict[str, Any] = {field.name: getattr(alone, field.name) for field in fields(World)}
     known |= {"rank": rank, "world_size": launch.most_processes, "local_world_size": launch.num_processes, "groups": groups}
     local_rank = rank % launch.num_processes
     return kind(**(known | {"local_rank": local_rank, "first_on_node": rank - local_rank}))
+
+
+class _WithoutOthers(Groups):
+    """Groups of a rank that nobody answers: what waits for an answer, not for a collective, cannot be built."""
+
+    def store(self, name: str) -> dist.Store:
+        raise ValueError(f"its processes meet through a store ({name}), and not in collectives")
