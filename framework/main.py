@@ -11,6 +11,7 @@ from framework import __version__
 from framework.cli.about_runs import about_runs
 from framework.cli.adopt import adopt
 from framework.cli.convert import convert
+from framework.cli.draw import draw_plan
 from framework.cli.run import checked_line, start
 from framework.config.arguments import split_flags
 from framework.config.code import begin_program
@@ -103,6 +104,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "init": _init,
     "adopt": adopt,
     "convert": convert,
+    "draw": draw_plan,
     **{name: partial(about_runs, name) for name in ("show", "diff", "why")},
 }
 

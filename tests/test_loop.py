@@ -1,5 +1,6 @@
 """What the loop does and leaves: when it ends, what it keeps and measures, and switches that may not change it."""
 
+import json
 import re
 import shutil
 import struct
@@ -354,7 +355,9 @@ def test_curves_png_is_a_picture_with_a_panel_for_each_metric(base: Ended) -> No
     content = (base.directory / "curves.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", content[16:24])
-    assert (width, height) == (3 * 600, 432)  # loss, accuracy and top5, 5 x 3.6 inches of 120 dots
+    # loss, accuracy and top5, 5 x 3.6 inches of 110 dots; a row of small panels of 1.7 inches; the title's 0.3
+    assert (width, height) == (3 * 550, 396 + 187 + 33)
+    assert len(content) < 100_000
 
 
 def test_the_star_is_where_the_configuration_says_the_best_is(base: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +390,10 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, mon
         mode="min",
     )
     panels = {axes.get_title(): {line.get_label(): line for line in axes.lines} for axes in drawn[0].axes}
+    train = rows_of(base, "train")
+    for name in ("lr", "grad_norm", "samples_per_s"):
+        line = panels.pop(name)["train"]
+        assert list(zip(line.get_xdata(), line.get_ydata())) == [(row["step"], row[name]) for row in train if name in row]
     assert panels.keys() == {"loss", "accuracy", "top5"}
     for name, lines in panels.items():
         for split in ("train", "val", "test"):
@@ -400,6 +407,26 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, mon
         assert (list(best.get_xdata()), list(best.get_ydata())) == ([step], [value])
     for axes in drawn[0].axes:
         assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [4, 9]
+
+
+def test_a_metric_that_is_flat_takes_a_small_panel_unless_it_is_monitored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    from framework.runs.curves import draw_curves
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    rows = [{"step": step, "split": split, "loss": 1 / step, "accuracy": 1 - 1 / step, "top5": 0.9 if step == 1 else 1.0}
+            for step in range(1, 21) for split in ("train", "val")]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for monitor, large in (("val/loss", ["loss", "accuracy"]), ("val/top5", ["loss", "accuracy", "top5"])):
+        paths = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
+        draw_curves(*paths, title="t", restarts=[], monitor=monitor, mode="min")
+        sizes = {axes.get_title(): axes.get_position().height * drawn[-1].get_figheight() for axes in drawn[-1].axes}
+        assert [name for name, height in sizes.items() if height > 2] == large
+        assert sizes.keys() == {"loss", "accuracy", "top5"}
 
 
 def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) -> None:

@@ -315,3 +315,8 @@ def uses_of_privates(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", sorted((ROOT / "framework").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_private_names_are_in_few_files(path: Path) -> None:
     assert uses_of_privates(path) == [] or path.name in OURS
+
+
+def test_a_rank_of_the_fake_backend_is_alone() -> None:
+    ours.register_fake_backend()
+    assert "fake" in dist.Backend.backend_list

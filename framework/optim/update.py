@@ -173,6 +173,10 @@ class Update:
         """Return the learning rate of a step."""
         return self.peak_lr * self.schedule(step)
 
+    def rates(self, step: int) -> list[float]:
+        """Return the learning rate of each of the optimizer's parameter groups in a step, counted from 0."""
+        return [peak * schedule(step) for peak, schedule in zip(self._peak_lrs, self._schedules)]
+
     def due(self, step: int) -> Sequence[Turn | None]:
         """Return the turns of a step, counted from 0; None stands for all parameters at once."""
         return [turn for turn in self.turns if turn.is_due(step)] or [None]
@@ -195,8 +199,8 @@ class Update:
         """
         if not self.loss_scale.accepts(grad_norm):
             return
-        for group, peak, schedule in zip(self.optimizer.param_groups, self._peak_lrs, self._schedules):
-            group["lr"] = peak * schedule(step)
+        for group, rate in zip(self.optimizer.param_groups, self.rates(step)):
+            group["lr"] = rate
         for change in self.changes:
             change(step)
         seed_generators(key(self.seed, "optimizer", step), devices=self._devices)

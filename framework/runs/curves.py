@@ -1,20 +1,25 @@
-"""`curves.png`: a run's loss and metrics over its steps, drawn from metrics.jsonl."""
+"""`curves.png`: a run's loss and metrics over its steps, drawn from metrics.jsonl; below them how it was trained."""
 
 import math
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from framework.runs.metrics_file import is_curve, is_maximised, sampled_rows
+from framework.runs.metrics_file import Row, is_curve, is_maximised, sampled_rows
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
-_ACROSS = 3  # panels in a row
+_ACROSS = 3  # large panels in a row
+_LARGE, _SMALL = (5.0, 3.6), (2.5, 1.7)  # inches, of a panel with its margins
+_MARGINS = {"left": 0.6, "right": 0.15, "top": 0.4, "bottom": 0.5}  # inches, of a panel's axes
 _MOST_POINTS = 5000  # of a curve, which has fewer pixels
+_ASIDE = ("lr", "grad_norm", "samples_per_s")  # columns of the training rows with a small panel
 
 
 def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int], monitor: str, mode: str) -> None:
-    """Draw one panel for each metric, with all splits. Without rows no file is written.
+    """Draw a panel for each metric, with all splits, and small panels for what is flat and for how it was trained.
 
     The best validation value is marked, and `restarts`: the steps from which the run was continued. `monitor` and `mode`
-    are `checkpoint.monitor` and `checkpoint.mode`.
+    are `checkpoint.monitor` and `checkpoint.mode`. Without rows no file is written.
     """
     from matplotlib.figure import Figure  # half a second: only at the end of a run
 
@@ -22,28 +27,62 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
     names = [name for name in dict.fromkeys(key for row in rows for key in row) if is_curve(name)]
     if not names:
         return
-    across, down = min(_ACROSS, len(names)), math.ceil(len(names) / _ACROSS)
-    width, height = 5 * across, 3.6 * down  # inches
+    large = [name for name in names if name in ("loss", monitor.partition("/")[2]) or not _is_flat(rows, name)] or names
+    small = [name for name in names if name not in large]
+    small += [name for name in _ASIDE if any(row.get(name) is not None for row in rows)]
+    width = min(_ACROSS, len(large)) * _LARGE[0]
+    height = 0.3  # the title's
+    places = []  # left, top, width and height in inches
+    for sizes, count in ((_LARGE, len(large)), (_SMALL, len(small))):
+        across = round(width / sizes[0])
+        places += [(width / across * (n % across), height + sizes[1] * (n // across), *sizes) for n in range(count)]
+        height += sizes[1] * math.ceil(count / across)
     figure = Figure(figsize=(width, height))
-    # what layout="constrained" finds, which draws everything twice
-    margins = {"left": 0.6 / width, "right": 1 - 0.15 / width, "bottom": 0.5 / height, "top": 1 - 0.65 / height}
-    figure.subplots_adjust(**margins, wspace=0.18, hspace=0.3)
-    figure.suptitle(title, fontsize=10)
-    for number, name in enumerate(names, 1):
-        axes = figure.add_subplot(down, across, number)
-        for split, color in _SPLITS.items():
-            points = [(row["step"], row[name]) for row in rows if row["split"] == split and row.get(name) is not None]
-            if not points:
-                continue
+    figure.text(0.5, 1 - 0.1 / height, title, fontsize=10, ha="center", va="top")
+    for name, (left, top, wide, high) in zip([*large, *small], places):
+        inner = wide - _MARGINS["left"] - _MARGINS["right"], high - _MARGINS["top"] - _MARGINS["bottom"]
+        start = left + _MARGINS["left"], height - top - high + _MARGINS["bottom"]
+        axes = figure.add_axes((start[0] / width, start[1] / height, inner[0] / width, inner[1] / height))
+        if name in large:
+            _draw_metric(axes, rows, name, restarts, is_max=is_maximised(f"val/{name}", monitor=monitor, mode=mode))
+        else:
+            _draw_aside(axes, rows, name, restarts)
+    figure.savefig(target, dpi=110, pil_kwargs={"optimize": True})
+
+
+def _is_flat(rows: list[Row], name: str) -> bool:
+    """Return whether nine in ten values are the same but for a hundredth: nothing is to be seen of them."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    middle = median(values) if values else math.nan
+    return sum(abs(value - middle) <= 0.01 * abs(middle) for value in values) >= 0.9 * len(values)
+
+
+def _points(rows: list[Row], name: str, split: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[name]) for row in rows if row["split"] == split and row.get(name) is not None]
+
+
+def _draw_metric(axes: Any, rows: list[Row], name: str, restarts: list[int], *, is_max: bool) -> None:
+    for split, color in _SPLITS.items():
+        if points := _points(rows, name, split):
             marker = "o" if len(points) < 30 else None
             axes.plot(*zip(*points), color=color, label=split, marker=marker, markersize=3, linewidth=1.2)
             if split == "val":
-                choose = max if is_maximised(f"val/{name}", monitor=monitor, mode=mode) else min
-                step, value = choose(points, key=lambda point: point[1])
+                step, value = (max if is_max else min)(points, key=lambda point: point[1])
                 axes.plot([step], [value], "*", color=color, markersize=11, label=f"best {value:.4g} at {step}")
-        for index, step in enumerate(restarts):
-            axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1, label="restart" if index == 0 else None)
-        axes.set(xlabel="step", title=name)
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    figure.savefig(target, dpi=120)
+    for index, step in enumerate(restarts):
+        axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1, label="restart" if index == 0 else None)
+    axes.set(xlabel="step", title=name)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def _draw_aside(axes: Any, rows: list[Row], name: str, restarts: list[int]) -> None:
+    for split, color in _SPLITS.items():
+        if name not in _ASIDE or split == "train":
+            axes.plot(*zip(*_points(rows, name, split)), color=color, label=split, linewidth=1)
+    for step in restarts:
+        axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1)
+    axes.set_title(name, fontsize=9)
+    axes.tick_params(labelsize=7)
+    axes.yaxis.get_offset_text().set_size(7)
+    axes.grid(alpha=0.3)

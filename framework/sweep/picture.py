@@ -11,7 +11,7 @@ from framework.runs.report import parsed
 from framework.runs.table import TableRow, best_of
 from framework.runtime.files import replacing
 
-_FEW = 12  # values that are drawn with a line through their medians
+_FEW = 12  # values whose medians are drawn
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,10 @@ def _draw_panel(axes: Any, panel: Panel, marked: list[TableRow]) -> None:
         axes.xaxis.update_units(panel.values)  # in the order of the jobs, not of what is drawn first
         axes.set_xlim(-0.5, len({*panel.values}) - 0.5)
         axes.tick_params(axis="x", rotation=30 if len({*panel.values}) > 4 else 0)
-    if panel.medians:
-        axes.plot(*zip(*panel.medians), color="#1f77b4", alpha=0.4, linewidth=1.2, label="median")
+    if panel.medians:  # a line between categories would suggest an order
+        look: dict[str, Any] = {"linewidth": 1.2} if panel.scale != "category" else {"linestyle": "", "marker": "_",
+                                "markersize": 26, "markeredgewidth": 2}  # fmt: skip
+        axes.plot(*zip(*panel.medians), color="#1f77b4", alpha=0.4, label="median", **look)
     for label, (marker, color, inside) in _LOOKS.items():
         chosen = [(value, row.objective) for value, row in zip(panel.values, rows)
                   if (row.state if row.state in _LOOKS else "not finished") == label]  # fmt: skip

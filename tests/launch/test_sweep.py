@@ -388,6 +388,24 @@ def test_a_panel_shows_its_parameter_on_the_axis_that_fits(tmp_path: Path) -> No
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_line_joins_numbers_and_no_categories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: (drawn.append(self), path.touch()))
+    values = [("cnn", "true", "[1, 2]", "8"), ("mlp", "false", "[2, 1]", "16")]
+    rows = [row("finished", 1.0, model=model, flag=flag, list=several, dim=dim) for model, flag, several, dim in values]
+    draw(rows, tmp_path / "sweep.png", monitor="val/loss", mode="min")
+    lines = {axes.get_xlabel(): next(line for line in axes.lines if line.get_label() == "median") for axes in drawn[0].axes}
+    assert {key: line.get_linestyle() for key, line in lines.items()} == {
+        "model": "None",
+        "flag": "None",
+        "list": "None",
+        "dim": "-",
+    }
+    assert all(len(line.get_xdata()) == 2 for line in lines.values())
+
+
 def test_a_panel_has_the_jobs_that_have_its_parameter_and_one_is_of_each_objective(tmp_path: Path) -> None:
     rows = [
         row("finished", 1.0, model="mlp", dim="8"),

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from framework.parallel.pipelining.chain import costs_of, cut, stray_parameters, weighty
-from framework.parallel.pipelining.schedules import simulated_waiting
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -40,9 +39,3 @@ def test_costs_are_counted_operations() -> None:
 def test_a_weight_outside_of_the_chain_is_found() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert stray_parameters(model, [model[0]]) == ["1.weight", "1.bias"]
-
-
-def test_waiting_is_simulated() -> None:
-    kinds = ("FORWARD", "FULL_BACKWARD")
-    order = {rank: [(kind, rank, n) for kind in kinds for n in range(4)] for rank in range(3)}
-    assert simulated_waiting(order) == pytest.approx((3 - 1) / (4 + 3 - 1))  # GPipe's own formula

@@ -16,10 +16,32 @@ from framework.engine.sums import Sums, add, weight_of
 from framework.modules.tensors import Tree
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import chain_for
+from framework.parallel.pipelining.timetable import Action
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import set_versions, version_of
 
 DRAIN_EVERY = 50  # steps, where the user names no number
+
+
+def num_due(num_under_way: int, *, delay: int, is_drained: bool) -> int:
+    """Return how many batches a stage runs backward in a step, oldest first, of those that it has run forward."""
+    return max(0, num_under_way - (0 if is_drained else delay))
+
+
+def order_of_steps(num_steps: int, *, num_ranks: int, num_micro_batches: int, drain_every: int) -> dict[int, list[Action]]:
+    """Return what each process does in the first steps, in its order; the micro-batches of all steps are counted on."""
+    order: dict[int, list[Action]] = {}
+    for rank in range(num_ranks):
+        row, under_way = list[Action](), deque[range]()
+        for step in range(num_steps):
+            batch = range(step * num_micro_batches, (step + 1) * num_micro_batches)
+            under_way.append(batch)
+            row += [("FORWARD", rank, number) for number in batch]
+            is_drained = (step + 1) % drain_every == 0 or step + 1 == num_steps
+            for _ in range(num_due(len(under_way), delay=num_ranks - 1 - rank, is_drained=is_drained)):
+                row += [("FULL_BACKWARD", rank, number) for number in under_way.popleft()]
+        order[rank] = row
+    return order
 
 
 @dataclass(eq=False)
@@ -75,7 +97,8 @@ class PipeDream(EngineAround):
         self._run_forward(step, sums=sums, loss_scale=loss_scale, measure=measure)
         self._pipeline.end_step()
         is_drained = (index + 1) % self._drain_every == 0 or step.is_last
-        late = [self._run_backward() for _ in range(max(0, len(self._under_way) - (0 if is_drained else self._delay)))]
+        count = num_due(len(self._under_way), delay=self._delay, is_drained=is_drained)
+        late = [self._run_backward() for _ in range(count)]
         self._num_updates += bool(late)
         if self._under_way:  # the optimizer must not change what their backward passes need
             for parameter in self._parameters:

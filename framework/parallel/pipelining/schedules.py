@@ -1,10 +1,14 @@
 """In which order the stages of a pipeline work: torch's schedules by name, and the share of time that is spent waiting."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
 from torch.distributed import pipelining
 
+from framework.parallel.pipelining.timetable import Action, timetable, waiting_in
 from framework.runtime.torch_internals import actions_of, gpipe, is_single_stage
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
@@ -42,14 +46,14 @@ def owners(name: str, *, num_ranks: int) -> list[int]:
     return ranks + ranks[::-1] if KINDS[name].has_v else ranks * KINDS[name].stages_per_rank
 
 
-def make_schedule(name: str, stages: list[pipelining.PipelineStage], *, num_micro_batches: int) -> tuple[Any, str]:
+def make_schedule(name: str, stages: Sequence[Any], *, num_micro_batches: int) -> tuple[Any, str]:
     """Return the schedule, for stages of which the last returns the loss; and what it asks for, if it is not the named one.
 
     It is the plain schedule of its kind if the named one cannot run this number of micro-batches: fewer than stages, or no
     multiple of its rounds. (An epoch's short micro-batch comes alone.)
     """
     kind = KINDS[name]
-    given: Any = stages[0] if kind.stages_per_rank == 1 else stages
+    given: Any = stages[0] if kind.stages_per_rank == 1 else [*stages]
     options: Any = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
     try:
         return kind.made_by(given, num_micro_batches, **options), ""
@@ -61,36 +65,41 @@ def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> f
     """Return the share of a pass in which a process waits for others (the bubble), if all stages cost the same."""
     if is_single_stage(schedule):  # GPipe and 1F1B: Huang et al. 2019, Narayanan et al. 2021
         return (num_ranks - 1) / (num_micro_batches + num_ranks - 1)
-    return simulated_waiting(actions_of(schedule))
+    return waiting_in(timetable(actions_of(schedule)))
 
 
-_TIMES = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWARD": 2}  # the usual proportions
+def order_of(name: str, *, num_ranks: int, num_micro_batches: int) -> tuple[dict[int, list[Action]], str]:
+    """Return what each process does in a pass, in its order, without a model or other processes; and as `make_schedule` does.
 
-
-def simulated_waiting(order: dict[int, list[tuple[str, int, int]]]) -> float:
-    """Simulate an order and return the share of waiting; sending costs nothing.
-
-    `order` has each process's actions, as torch's schedules of several stages list them (Schedule1F1B lists other actions
-    than it runs: its last process begins with the second micro-batch).
+    Schedule1F1B lists other actions than it runs (its last process begins with the second micro-batch): one of a single stage
+    is run, and what it asks of its stage noted. Those of several stages run what they list.
     """
-    rows = {rank: [action for action in row if action[0] in _TIMES] for rank, row in order.items()}
-    last_stage = max(stage for row in rows.values() for _, stage, _ in row)
-    ready: dict[tuple[str, int, int], int] = {}  # when an activation or a gradient is there
-    clocks, busy = dict.fromkeys(rows, 0), 0
-    while any(rows.values()):
-        left = sum(map(len, rows.values()))
-        for rank, row in rows.items():
-            while row:
-                kind, stage, number = row[0]
-                is_forward, is_weight = kind == "FORWARD", kind == "BACKWARD_WEIGHT"
-                needs_nothing = is_weight or (stage == 0 if is_forward else stage == last_stage)
-                needed = ("F", stage - 1, number) if is_forward else ("B", stage + 1, number)
-                if not needs_nothing and needed not in ready:
-                    break
-                clocks[rank] = max(clocks[rank], 0 if needs_nothing else ready[needed]) + _TIMES[kind]
-                busy += _TIMES[kind]
-                if not is_weight:
-                    ready["F" if is_forward else "B", stage, number] = clocks[rank]
-                row.pop(0)
-        assert sum(map(len, rows.values())) < left, "the order waits for itself"
-    return 1 - busy / (len(rows) * max(clocks.values()))
+    owned, order, asked = owners(name, num_ranks=num_ranks), dict[int, list[Action]](), ""
+    for rank in range(num_ranks):
+        stages = [_Noting(number, len(owned), rank=rank, num_ranks=num_ranks) for number, o in enumerate(owned) if o == rank]
+        schedule, asked = make_schedule(name, stages, num_micro_batches=num_micro_batches)
+        if not is_single_stage(schedule):
+            return actions_of(schedule), asked
+        schedule.step(target=torch.empty(num_micro_batches), return_outputs=False)
+        order[rank] = stages[0].noted
+    return order, asked
+
+
+class _Noting:
+    """In place of a stage: it computes and sends nothing, and notes what a schedule asks for."""
+
+    def __init__(self, number: int, num_stages: int, *, rank: int, num_ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_rank, self.group_size = number, num_stages, rank, num_ranks
+        self.is_first, self.is_last = number == 0, number == num_stages - 1
+        self.has_backward, self.device = True, torch.device("cpu")
+        self.noted: list[Action] = []
+
+    def forward_one_chunk(self, number: int, *others: Any, **options: Any) -> Tensor:
+        self.noted.append(("FORWARD", self.stage_index, number))
+        return torch.empty(())
+
+    def backward_one_chunk(self, number: int, *others: Any, **options: Any) -> None:
+        self.noted.append(("FULL_BACKWARD", self.stage_index, number))
+
+    def __getattr__(self, name: str) -> Any:  # what a schedule prepares, clears, or would send
+        return lambda *others, **options: []

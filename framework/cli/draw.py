@@ -1,0 +1,104 @@
+"""`steadfast draw schedule|mesh|pipeline|memory`: pictures of what a command line would do; no run is started."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from framework.cli.run import checked_line
+from framework.launch.claim import print_problems
+from framework.runtime.exits import Exit, Interrupted
+from framework.runtime.files import replacing
+from framework.runtime.log import LOGGER, start_console
+from framework.runtime.preemption import PREEMPTION
+from framework.runtime.problem import Problem
+
+if TYPE_CHECKING:
+    from framework.build.training import Builder
+
+Drawn = tuple[list[str], Any]  # what is printed, and the figure
+
+_USAGE = "steadfast draw {} [group=option ...] [key=value ...] [out=FILE.png]"
+
+
+def draw_plan(arguments: list[str]) -> int:
+    """Draw one picture of what a command line would do, and print its main numbers. Returns the exit code."""
+    what, given = (arguments or [""])[0], arguments[1:]
+    line = [argument for argument in given if not argument.startswith("out=")]
+    if what not in _PICTURES or any(argument.startswith("-") for argument in line):
+        return print_problems([Problem("draw", "needs what to draw, and a command line", _USAGE.format("|".join(_PICTURES)))])
+    outs = [argument.partition("=")[2] for argument in given if argument.startswith("out=")] or [f"{what}.png"]
+    target = Path(outs[-1])
+    if target.suffix != ".png" or not target.parent.is_dir():
+        return print_problems([Problem("out", f"{target} cannot be written", "a file NAME.png in a folder that is there")])
+    start_console(rank=0)
+    PREEMPTION.watch()
+    try:
+        drawn = _drawn(what, line)
+    except Interrupted as end:
+        LOGGER.error("%s", end)
+        return end.code
+    if not isinstance(drawn, tuple):
+        return print_problems(drawn)
+    try:
+        with replacing(target) as beside:
+            drawn[1].savefig(beside, dpi=110, format="png", pil_kwargs={"optimize": True})
+    except OSError as error:
+        LOGGER.error("%s could not be written: %s", target, error.strerror)
+        return Exit.DISK
+    print("\n".join([*drawn[0], f"{what}: {target}"]))
+    return Exit.FINISHED
+
+
+def _drawn(what: str, line: list[str]) -> Drawn | list[Problem]:
+    """Return the picture of a command line that could start, else its problems."""
+    draft = checked_line(line)
+    config = draft.config
+    if draft.problems or config is None:
+        return draft.problems
+    if config.mode != "train":
+        return [Problem("mode", f"{config.mode}, but what is drawn is a training run", "the command line without it")]
+    from framework.build.training import Builder
+    from framework.distributed.world import World
+    from framework.preflight.child import problems_in_child
+    from framework.preflight.dry_build import dry_build
+
+    if problems := problems_in_child(partial(dry_build, config)):
+        return problems
+    try:
+        return _PICTURES[what](Builder(config, world=World.alone()))
+    except (ValueError, OSError) as error:
+        return [Problem.of_line(str(error))]
+
+
+def _schedule(build: "Builder") -> Drawn:
+    from framework.cli.plan_schedule import planned_steps
+
+    plan = planned_steps(build)
+    return plan.lines(), plan.drawn()
+
+
+def _pipeline(build: "Builder") -> Drawn:
+    from framework.cli.plan_pipeline import planned_pipeline
+
+    plan = planned_pipeline(build)
+    return plan.lines(), plan.drawn()
+
+
+def _mesh(build: "Builder") -> Drawn:
+    from framework.cli.plan_mesh import planned_mesh
+
+    plan = planned_mesh(build)
+    return plan.lines(), plan.drawn()
+
+
+def _memory(build: "Builder") -> Drawn:
+    from framework.cli.plan_memory import planned_memory
+
+    plan = planned_memory(build)
+    return plan.lines(), plan.drawn()
+
+
+_PICTURES: dict[str, Callable[["Builder"], Drawn]] = {
+    "schedule": _schedule, "mesh": _mesh, "pipeline": _pipeline, "memory": _memory,
+}  # fmt: skip

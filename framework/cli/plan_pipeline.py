@@ -1,0 +1,114 @@
+"""The plan of a pipeline: which process works on which micro-batch when, and how long it waits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from framework.build.training import Builder
+from framework.data.order import parts
+from framework.distributed.mesh import resolve_axes
+from framework.parallel.pipelining.pipedream import DRAIN_EVERY, order_of_steps
+from framework.parallel.pipelining.schedules import order_of, owners
+from framework.parallel.pipelining.timetable import Placed, timetable, waiting_in
+from framework.preflight.processes import axes_of
+
+_COLORS = {"FORWARD": "#7db4e6", "FULL_BACKWARD": "#f0a04b", "BACKWARD_INPUT": "#f0a04b", "BACKWARD_WEIGHT": "#7cc48f"}
+_LIGHTER = {"FORWARD": "#cfe3f6", "FULL_BACKWARD": "#fadcb8", "BACKWARD_INPUT": "#fadcb8", "BACKWARD_WEIGHT": "#cdeacf"}
+_NAMES = {"FORWARD": "forward (1)", "FULL_BACKWARD": "backward (2)", "BACKWARD_INPUT": "backward: inputs (1)",
+          "BACKWARD_WEIGHT": "backward: weights (1)"}  # fmt: skip
+_MOST_UNITS = 80  # of time that are drawn; a number fits into each
+_MOST_STEPS = 200  # of PipeDream that are played
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """The timetable of a pass (of PipeDream: of the steps until it is empty), and what is said of it."""
+
+    placed: dict[int, list[Placed]]  # by the process's place along the pipeline axis
+    num_micro_batches: int  # of a step
+    num_stages: int
+    said: list[str]
+
+    @property
+    def waiting(self) -> float:
+        """The share of the time in which a process waits."""
+        return waiting_in(self.placed)
+
+    def lines(self) -> list[str]:
+        """Return the main numbers."""
+        share = f"bubble: a process waits {100 * self.waiting:.1f} % of the time"
+        return [*self.said, f"{share}, if all stages take the same time and sending takes none"]
+
+    def drawn(self) -> Any:
+        """Return the figure: a row for each process, time to the right."""
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        end = max(row[-1].end for row in self.placed.values())
+        units, count = min(end, _MOST_UNITS), len(self.placed)
+        width = max(6.5, min(15.0, 1.2 + 0.26 * units))
+        figure = Figure(figsize=(width, 1.25 + 0.34 * count), layout="constrained")
+        axes = figure.add_subplot()
+        size = min(8.0, 45 * width / units / 0.9 / 1.2)
+        for rank, row in self.placed.items():
+            for action in row:
+                if action.start < units:
+                    colors = _LIGHTER if action.stage >= count else _COLORS
+                    axes.barh(rank, action.end - action.start, left=action.start, height=0.9, color=colors[action.kind],
+                              edgecolor="white", linewidth=0.6)  # fmt: skip
+                    axes.text((action.start + action.end) / 2, rank, str(action.micro_batch + 1), ha="center", va="center",
+                              fontsize=size, clip_on=True)  # fmt: skip
+        axes.set(xlim=(0, units), ylim=(count - 0.5, -0.5), yticks=range(count), xlabel="time, in forward passes of a stage")
+        axes.set_yticklabels([f"rank {rank}" for rank in self.placed] if count < 33 else [""] * count)
+        axes.set_facecolor("#eef1f4")
+        axes.spines[:].set_visible(False)
+        kinds = [kind for kind in _COLORS if any(action.kind == kind for row in self.placed.values() for action in row)]
+        looks = [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds]
+        if self.num_stages > count:
+            looks.append(Patch(color=_LIGHTER["FORWARD"], label="lighter: the process's second stage"))
+        figure.legend(handles=looks, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+        return figure
+
+
+def planned_pipeline(build: Builder) -> PlannedPipeline:
+    """Return the timetable of a step of the run that `build` would build. ValueError for a strategy without a pipeline."""
+    config, parallel = build.config, build.config.parallel
+    name = parallel.get("schedule")
+    sizes = resolve_axes(axes_of(parallel), world_size=config.launch.most_processes)
+    if name is None or "pipeline" not in sizes:
+        raise ValueError("parallel: has no pipeline to draw (parallel=pipeline, ddp+pp or pp+fsdp+tp)")
+    num_ranks, dp_size = sizes["pipeline"], sizes.get("replicate", 1) * sizes.get("shard", 1)
+    size = config.micro_batch_size
+    lengths = [
+        part.stop - part.start for part in parts(config.global_batch_size, micro_batch_size=size, dp_rank=0, dp_size=dp_size)
+    ]
+    is_cut = len({*lengths}) > 1 and name != "pipedream"
+    count = len(lengths) - is_cut  # a short one is in a pass of its own
+    what = f"micro-batch{'es' * (count != 1)} in a {'step' if name == 'pipedream' else 'pass'}"
+    if name == "pipedream":
+        drain_every = parallel.get("drain_every") or DRAIN_EVERY
+        num_steps = min(drain_every, _MOST_STEPS)
+        order = order_of_steps(num_steps, num_ranks=num_ranks, num_micro_batches=count, drain_every=drain_every)
+        until = (
+            "after which it is empty"
+            if num_steps == drain_every
+            else f"as if it were empty after them, not after {drain_every}"
+        )
+        num_stages, asked = num_ranks, ""
+        more = [f"PipeDream: {num_steps} steps, {until}; micro-batches are numbered on over the steps"]
+    else:
+        (order, asked), num_stages = (
+            order_of(name, num_ranks=num_ranks, num_micro_batches=count),
+            len(owners(name, num_ranks=num_ranks)),
+        )
+        more = (
+            [f"a micro-batch of {lengths[-1]} sample{'s' * (lengths[-1] != 1)} follows, in a pass of its own"] if is_cut else []
+        )
+    if asked:
+        more.append(
+            f"{name} cannot run {count}, and its plain kind does, as drawn; it takes {asked} (micro_batch_size decides)"
+        )
+    said = [
+        f"{name}: {num_stages} stages on {num_ranks} process{'es' * (num_ranks != 1)}, {count} {what} of {lengths[0]} samples",
+        *more,
+    ]
+    return PlannedPipeline(timetable(order), count, num_stages, said)

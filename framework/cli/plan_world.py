@@ -1,0 +1,33 @@
+"""A rank of a world that is not there, in which a run's own strategy can be built."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch.distributed as dist
+
+from framework.build.training import Builder
+from framework.distributed.groups import Groups
+from framework.distributed.world import World
+from framework.runtime.torch_internals import register_fake_backend
+
+
+def planned_world(build: Builder, *, rank: int, kind: type[World] = World) -> World:
+    """Become a rank of the run's world, on the CPU; its collectives return at once and move nothing.
+
+    For a process of its own, which ends then: it is a member of torch's default group.
+    """
+    alone, launch = World.alone(), build.config.launch
+    register_fake_backend()
+    groups = _WithoutOthers("fake", rank=rank, world_size=launch.most_processes, timeout=alone.timeout)
+    groups.join(dist.HashStore())
+    known: dict[str, Any] = {field.name: getattr(alone, field.name) for field in fields(World)}
+    known |= {"rank": rank, "world_size": launch.most_processes, "local_world_size": launch.num_processes, "groups": groups}
+    local_rank = rank % launch.num_processes
+    return kind(**(known | {"local_rank": local_rank, "first_on_node": rank - local_rank}))
+
+
+class _WithoutOthers(Groups):
+    """Groups of a rank that nobody answers: what waits for an answer, not for a collective, cannot be built."""
+
+    def store(self, name: str) -> dist.Store:
+        raise ValueError(f"its processes meet through a store ({name}), and not in collectives")
