@@ -222,6 +222,11 @@ def test_help_says_how_to_get_completion() -> None:
     assert 'eval "$(python train.py --shell-completion install=bash)"' in help_text([])
 
 
+def test_help_of_the_installed_command_names_no_train_py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/steadfast", "--help"])
+    assert "train.py" not in help_text([]).replace("train.py ...", "") and "steadfast show RUN" in help_text([])
+
+
 @pytest.mark.slow
 def test_from_another_directory_a_run_lives_there(tmp_path: Path) -> None:
     assert shell(f"train {TINY}", directory=tmp_path).returncode == 0

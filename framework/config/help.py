@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,7 +12,6 @@ from pathlib import Path
 
 from framework.config.folders import CONF, defaults_in, groups, option_file, option_node, options
 from framework.config.schema import SEVERAL
-from framework.runtime.program import program
 
 _WIDEST, _OF_TEXT = 120, 30  # columns: of a line; the fewest that a comment is wrapped in beside its key
 _WORDS = re.compile(r"""(?:"[^"]*"|\S)+""")  # of a command: what quotes hold is not parted
@@ -32,7 +32,7 @@ def help_text(overrides: list[str], *, width: int | None = None) -> str:
 
 def _whole_help(width: int) -> Iterator[str]:
     usage = Path(__file__).with_name("usage.txt").read_text()
-    if program() == "steadfast":  # where there is no train.py
+    if Path(sys.argv[0]).name == "steadfast":  # where there is no train.py
         usage = usage.replace("python train.py", "steadfast")
     for line in usage.splitlines():
         command, gap, text = re.fullmatch(r" *(.*?)(?:( {3,})(.*))?", line).groups(default="")  # type: ignore[union-attr]
@@ -48,7 +48,7 @@ def _whole_help(width: int) -> Iterator[str]:
     yield "\nKeys: set with key=value\n"
     yield from _keys((CONF / "config.yaml").read_text().partition("\n\n")[2], width)
     yield ""
-    yield from textwrap.wrap("An option's own keys: python train.py GROUP=OPTION --help, as in model=gpt --help", width)
+    yield from textwrap.wrap("An option's own keys: GROUP=OPTION --help, as in model=gpt --help", width)
 
 
 def _option_help(group: str, option: str, width: int) -> Iterator[str]:
