@@ -2,16 +2,10 @@
 
 import shutil
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from framework import __version__
-from framework.cli.about_runs import about_runs
-from framework.cli.adopt import adopt
-from framework.cli.convert import convert
-from framework.cli.draw import draw_plan
 from framework.cli.run import checked_line, start
 from framework.config.arguments import split_flags
 from framework.config.code import begin_program
@@ -19,6 +13,7 @@ from framework.config.compose import as_yaml, print_by_hydra
 from framework.config.folders import ROOT, config_name, folders
 from framework.config.help import help_text, version_text
 from framework.config.overrides import parse
+from framework.config.targets import locate
 from framework.launch.claim import print_problems
 from framework.runtime.environment import Environment, SrunTask, variables
 from framework.runtime.exits import Exit
@@ -34,8 +29,9 @@ TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
 def main(arguments: list[str]) -> int:
     """Run a command line and return the exit code."""
     begin_program()
-    if arguments and (command := _COMMANDS.get(arguments[0])):
-        return command(arguments[1:])
+    if arguments and (path := _COMMANDS.get(arguments[0])):
+        code: int = locate(path)(arguments[1:])
+        return code
     is_launched = Environment.read().is_launched or SrunTask.read() is not None
     flags, overrides, problems = split_flags(arguments, is_launched=is_launched)
     if wrong := _choose_folders(flags):
@@ -81,7 +77,7 @@ def _choose_folders(flags: dict[str, str]) -> list[Problem]:
     return []
 
 
-def _init(arguments: list[str]) -> int:
+def init(arguments: list[str]) -> int:
     """Write the small project of `steadfast init PATH`; PATH must be missing or an empty directory. Returns the exit code."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("init: needs one path (steadfast init PATH)", file=sys.stderr)
@@ -100,12 +96,14 @@ def _init(arguments: list[str]) -> int:
     return Exit.FINISHED
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "init": _init,
-    "adopt": adopt,
-    "convert": convert,
-    "draw": draw_plan,
-    **{name: partial(about_runs, name) for name in ("show", "diff", "why")},
+_COMMANDS = {  # imported when they are given: a run needs none of them
+    "init": "framework.main.init",
+    "adopt": "framework.cli.adopt.adopt",
+    "convert": "framework.cli.convert.convert",
+    "draw": "framework.cli.draw.draw_plan",
+    "show": "framework.cli.about_runs.show",
+    "diff": "framework.cli.about_runs.diff",
+    "why": "framework.cli.about_runs.trace",
 }
 
 

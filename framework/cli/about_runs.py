@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,6 @@ def _two(title: str, pairs: compare.TwoValues) -> list[str]:
 
 
 _COMMANDS: dict[str, tuple[Callable[..., list[str]], int]] = {"show": (_show, 1), "diff": (_diff, 2), "why": (why, 1)}
+
+# what the command line calls, by name
+show, diff, trace = (partial(about_runs, name) for name in _COMMANDS)

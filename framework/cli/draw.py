@@ -1,11 +1,11 @@
 """`steadfast draw schedule|mesh|pipeline|memory`: pictures of what a command line would do; no run is started."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.cli.run import checked_line
+from framework.config.targets import locate
 from framework.launch.claim import print_problems
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.files import replacing
@@ -14,7 +14,7 @@ from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
-    from framework.build.training import Builder
+    pass
 
 Drawn = tuple[list[str], Any]  # what is printed, and the figure
 
@@ -25,8 +25,8 @@ def draw_plan(arguments: list[str]) -> int:
     """Draw one picture of what a command line would do, and print its main numbers. Returns the exit code."""
     what, given = (arguments or [""])[0], arguments[1:]
     line = [argument for argument in given if not argument.startswith("out=")]
-    if what not in _PICTURES or any(argument.startswith("-") for argument in line):
-        return print_problems([Problem("draw", "needs what to draw, and a command line", _USAGE.format("|".join(_PICTURES)))])
+    if what not in _PLANS or any(argument.startswith("-") for argument in line):
+        return print_problems([Problem("draw", "needs what to draw, and a command line", _USAGE.format("|".join(_PLANS)))])
     outs = [argument.partition("=")[2] for argument in given if argument.startswith("out=")] or [f"{what}.png"]
     target = Path(outs[-1])
     if target.suffix != ".png" or not target.parent.is_dir():
@@ -66,39 +66,15 @@ def _drawn(what: str, line: list[str]) -> Drawn | list[Problem]:
     if problems := problems_in_child(partial(dry_build, config)):
         return problems
     try:
-        return _PICTURES[what](Builder(config, world=World.alone()))
+        plan = locate(_PLANS[what])(Builder(config, world=World.alone()))
+        return plan.lines(), plan.drawn()
     except (ValueError, OSError) as error:
         return [Problem.of_line(str(error))]
 
 
-def _schedule(build: "Builder") -> Drawn:
-    from framework.cli.plan_schedule import planned_steps
-
-    plan = planned_steps(build)
-    return plan.lines(), plan.drawn()
-
-
-def _pipeline(build: "Builder") -> Drawn:
-    from framework.cli.plan_pipeline import planned_pipeline
-
-    plan = planned_pipeline(build)
-    return plan.lines(), plan.drawn()
-
-
-def _mesh(build: "Builder") -> Drawn:
-    from framework.cli.plan_mesh import planned_mesh
-
-    plan = planned_mesh(build)
-    return plan.lines(), plan.drawn()
-
-
-def _memory(build: "Builder") -> Drawn:
-    from framework.cli.plan_memory import planned_memory
-
-    plan = planned_memory(build)
-    return plan.lines(), plan.drawn()
-
-
-_PICTURES: dict[str, Callable[["Builder"], Drawn]] = {
-    "schedule": _schedule, "mesh": _mesh, "pipeline": _pipeline, "memory": _memory,
-}  # fmt: skip
+_PLANS = {  # imported when they are asked for
+    "schedule": "framework.cli.plan_schedule.planned_steps",
+    "mesh": "framework.cli.plan_mesh.planned_mesh",
+    "pipeline": "framework.cli.plan_pipeline.planned_pipeline",
+    "memory": "framework.cli.plan_memory.planned_memory",
+}
