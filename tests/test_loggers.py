@@ -21,6 +21,8 @@ import yaml
 
 from framework.data.synthetic import Synthetic
 from framework.loggers import background
+from framework.loggers.mlflow import MLflow
+from framework.loggers.sink import RunInfo
 from framework.loggers.tensorboard import TensorBoard
 from framework.loggers.wandb import Wandb
 from framework.runs.metrics_file import MACHINE
@@ -266,6 +268,45 @@ def test_mlflow_is_one_run_equal_to_metrics_jsonl_after_a_kill(tmp_path: Path) -
     assert held.info.status == "FINISHED" and held.data.params["seed"] == "0"
     assert held.data.params["model._target_"] == "models.mlp.MLP"
     assert [file.path for file in client.list_artifacts(held.info.run_id)] == ["model.safetensors"]
+
+
+def mlflow_rows(folder: Path, *, step: int, values: dict[int, float]) -> None:
+    """Let a sink record a run from a step on."""
+    directory = folder / "runs" / "a" / "b"
+    sink = MLflow(experiment="steadfast", uri=None, log_model=False, timeout_s=60)
+    sink.open(RunInfo(directory, "b", "a", step, 10, {"seed": 0}, record_id="b-1", monitor="val/loss"))
+    for at, value in values.items():
+        sink.log({"step": at, "split": "train", "acc@1": value})
+
+
+def test_mlflow_has_the_values_of_a_step_that_was_taken_again_under_any_name(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    (tmp_path / "runs" / "a" / "b").mkdir(parents=True)
+    metrics = tmp_path / "runs" / "a" / "b" / "metrics.jsonl"
+    metrics.write_text("")
+    mlflow_rows(tmp_path, step=0, values={1: 0.1, 2: 0.2, 3: 0.3})
+    metrics.write_text('{"step": 1, "split": "train", "acc@1": 0.1}\n')
+    mlflow_rows(tmp_path, step=1, values={2: 0.25, 3: 0.35})  # on another number of processes, for example
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    (held,) = client.search_runs([client.get_experiment_by_name("steadfast").experiment_id])
+    assert mlflow_scalars(client, held.info.run_id) == {
+        ("train/acc_1", step): value for step, value in ((1, 0.1), (2, 0.25), (3, 0.35))
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_jobs_of_a_sweep_make_one_database_at_once(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    line = [*RUN, "trainer.max_epochs=1", "seed=0,1,2", "logger=mlflow", "logger.mlflow.timeout_s=120", "hydra/launcher=joblib",
+            "hydra.launcher.n_jobs=3"]  # fmt: skip
+    ended = command(*line, root=tmp_path / "runs", timeout_s=300, run=lambda line: sweep(line, []))
+    assert ended.code == 0, ended.output
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    held = client.search_runs([client.get_experiment_by_name("steadfast").experiment_id])
+    assert sorted(run.data.params["seed"] for run in held) == ["0", "1", "2"]
 
 
 def test_csv_files_hold_the_rows_of_metrics_jsonl_after_a_kill(tmp_path: Path) -> None:
