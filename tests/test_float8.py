@@ -1,4 +1,4 @@
-"""precision=float8: refused where it cannot be, and which layers it converts. No GPU that can has run it in these tests."""
+"""precision=float8: refused where it cannot be, and which layers it converts. These tests run it on no GPU: benchmarks/gpu.sh does."""
 
 import importlib.util
 from collections.abc import Callable
@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from framework.config.launch import LaunchSection
+from framework.config.schema import PrecisionSection
 from framework.modules import float8
 from framework.modules.float8 import convert_linear, float8_fault, multiply_in_float8
+from framework.preflight.rules import float8_has_its_devices
 from framework.runtime.exits import Unfit
 from models.gpt import GPT
 from tests.harness import Says, command
@@ -32,6 +35,26 @@ def test_layers_cut_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch, 
     line = [*MODELS["gpt, tied"], "precision=float8", "parallel=tensor", "launch.nproc_per_node=2"]
     refused = command(*line, root=tmp_path / "runs", before=plant)
     assert refused.code == 78 and refused.output == Says("precision: float8 ... parallel cuts linear layers ... (bf16)")
+
+
+def test_the_launcher_does_not_initialise_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In no process forked from it, such as those that try out an optimizer, would CUDA work then."""
+
+    def refuse() -> None:
+        raise AssertionError("CUDA is initialised")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    monkeypatch.setattr(float8, "missing", lambda extra: [])
+    sections = {
+        "precision": PrecisionSection(name="float8"),
+        "device": "auto",
+        "parallel": {},
+        "launch": LaunchSection(kind="local"),
+    }
+    assert not list(float8_has_its_devices(**sections))
+    monkeypatch.setattr(float8, "missing", lambda extra: ["torchao"])
+    assert list(float8_has_its_devices(**sections))
 
 
 @pytest.mark.parametrize(("capability", "has_torchao", "why"), [((8, 0), True, "older than"), ((9, 0), False, "not installed"),

@@ -65,8 +65,9 @@ def float8_has_its_devices(
     from framework.modules.float8 import float8_fault
 
     is_elsewhere = launch.kind == "slurm" and device != "cpu"
-    here = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    if not is_elsewhere and (fault := float8_fault([here])):
+    # of a device no more is asked than whether it is there: CUDA, once initialised, works in no process forked from this one
+    here = [] if device != "cpu" and torch.cuda.is_available() else [torch.device("cpu")]
+    if not is_elsewhere and (fault := float8_fault(here)):
         yield Problem("precision", f"float8, but {fault}", "bf16")
     elif "tensor" in parallel:
         yield Problem("precision", "float8, but parallel cuts linear layers, whose scales are those of whole ones", "bf16")
