@@ -50,7 +50,7 @@ def test_the_launcher_does_not_initialise_cuda(monkeypatch: pytest.MonkeyPatch) 
         "precision": PrecisionSection(name="float8"),
         "device": "auto",
         "parallel": {},
-        "launch": LaunchSection(kind="local"),
+        "launch": LaunchSection.model_construct(kind="local"),
     }
     assert not list(float8_has_its_devices(**sections))
     monkeypatch.setattr(float8, "missing", lambda extra: ["torchao"])
