@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from framework.cli.run import checked_line
+from framework.config.code import begin_program
 from framework.config.schema import BackendSection
 from framework.distributed import world
 from framework.distributed.devices import devices_of, record_collectives, require_one_kind
@@ -29,6 +30,20 @@ from framework.runtime.exits import Unfit, headline, is_lost_peer, is_timeout
 from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
 from tests.harness import checked, command
 from tests.test_conformance import SMALL
+
+
+def test_the_launcher_asks_nvml_whether_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own answer would initialise the driver, and nothing that is forked could use CUDA."""
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", None, raising=False)
+    begin_program()
+    assert torch.cuda.is_available()
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")  # the user's own choice stays
+    begin_program()
+    with pytest.raises(TypeError):
+        torch.cuda.is_available()
 
 
 @pytest.fixture
