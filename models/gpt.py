@@ -166,8 +166,8 @@ def rotate(x_BNTE: Tensor, positions: Tensor | None = None) -> Tensor:
     """
     num_tokens, head_dim = x_BNTE.shape[-2:]
     dtype = torch.promote_types(x_BNTE.dtype, torch.float32)  # a 16-bit cosine would blur far positions
-    is_plain = type(x_BNTE) is Tensor and not torch.compiler.is_compiling()  # no tracer's stand-in
-    table = kept_rotary_table if is_plain else rotary_table
+    is_kept = type(x_BNTE) is Tensor or torch.compiler.is_dynamo_compiling()  # no tracer's stand-in, unless the compiler's
+    table = kept_rotary_table if is_kept else rotary_table
     if positions is None:
         cos, sin = table(num_tokens, head_dim, dtype, x_BNTE.device)
     else:
@@ -176,6 +176,7 @@ def rotate(x_BNTE: Tensor, positions: Tensor | None = None) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BNTE.dtype)
 
 
+@torch.compiler.assume_constant_result  # computed within what is compiled, it would be computed for every number of a query
 def kept_rotary_table(*kind: Any) -> tuple[Tensor, Tensor]:
     """Return `rotary_table`, which is the same for every layer and step, and is computed once."""
     if (table := _ROTARY_TABLES.get(kind)) is None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from framework.config.schema import TrainerSection
 from framework.distributed.world import World
+from framework.engine.seam import Task
 from framework.modules.float8 import convert_linear
 from framework.modules.parts import blocks_of, description
 from framework.modules.recomputation import offload_activations, recompute_activations
@@ -16,9 +17,12 @@ from framework.runtime.torch_compiler import has_compiler
 
 
 def change_model(
-    model: nn.Module, trainer: TrainerSection, *, linear: Literal["float8"] | None, world: World, compiled: Path
+    model: nn.Module, trainer: TrainerSection, *, task: Task, linear: Literal["float8"] | None, world: World, compiled: Path
 ) -> None:
-    """Change the model in place; names and parameters stay. `compiled` is the folder of what is compiled."""
+    """Change the model in place; names and parameters stay. `compiled` is the folder of what is compiled.
+
+    A task that has `compile_loss` is told when blocks are compiled.
+    """
     convert_linear(model, to=linear, devices=world.devices)
     if not (trainer.activation_checkpointing or trainer.compile or trainer.activation_offload):
         return  # to find the blocks, the model's forward is followed
@@ -27,6 +31,8 @@ def change_model(
         LOGGER.info("the model's blocks: %s", description(blocks, model))
     if trainer.compile and has_compiler():
         compile_blocks(blocks or [model], folder=compiled)
+        if callable(compile_loss := getattr(task, "compile_loss", None)):
+            compile_loss()
     elif trainer.compile and world.rank == 0:
         LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
                        "without, at the model's own speed")  # fmt: skip

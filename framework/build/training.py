@@ -121,7 +121,9 @@ class Builder:
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
         give_example(module, forward.example)
-        change_model(module, config.trainer, linear=precision.linear, world=self.world, compiled=self.directory.compiled)
+        change_model(
+            module, config.trainer, task=self.task, linear=precision.linear, world=self.world, compiled=self.directory.compiled
+        )
         forward.key_draws(chain_of(module) or repeated(module))
         bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)
@@ -179,6 +181,7 @@ class Builder:
             device=self.world.device,
             dtype=self.precision.parameters,
             batch_transform=components.batch_transform(config.dataset) if is_training else None,
+            channels_last=bool(config.trainer.channels_last),
         )
 
     def store(self) -> CheckpointStore:

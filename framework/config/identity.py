@@ -18,7 +18,7 @@ EXECUTION = (
 
 # null is what a run did before there were these keys
 _LATER = ("trainer.limit_batches", "trainer.overfit_batches", "dataset.tokenizer", "optimizer.iteration",
-          "trainer.deterministic", "parallel.send_dtype", "parallel.attention", "parallel.hook",
+          "trainer.deterministic", "trainer.channels_last", "parallel.send_dtype", "parallel.attention", "parallel.hook",
           "parallel.reduce_every", "parallel.drain_every")  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class TrainerSection(Section):
     clip_grad_value: AboveZero | None
     grad_noise: GradNoise
     freeze: list[str]
+    channels_last: bool | None = None
     compile: bool
     activation_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["operations"]
     activation_offload: bool = False

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
@@ -42,6 +43,7 @@ class Loader:
     device: torch.device
     dtype: torch.dtype
     batch_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of a micro-batch's inputs and targets, in training
+    channels_last: bool = False  # in which order images lie in memory: their shape stays (B, C, H, W)
 
     def __post_init__(self) -> None:
         transforms_anywhere = is_vectorised(self.dataset.transform) and self.batch_transform is None
@@ -118,7 +120,13 @@ class Loader:
         if is_training and self.batch_transform is not None:
             inputs, targets = self.batch_transform(inputs, targets)
         whole = stored._replace(inputs=inputs, targets=targets, keys=None)
-        return whole.mapped(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
+        return whole.mapped(self._as_computed)
+
+    def _as_computed(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        order = torch.channels_last if self.channels_last and tensor.ndim == 4 else torch.preserve_format
+        return tensor.to(self.dtype, memory_format=order)
 
     def _run(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
         steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions())

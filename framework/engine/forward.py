@@ -73,7 +73,8 @@ class Forward:
 
     def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the sum of the losses, of which to take the gradient, and all sums: with `measure` also the metrics."""
-        return self.measured(self.outputs(model, micro_batch), micro_batch, measure=measure)
+        self.is_padding = micro_batch.is_padding
+        return self.measured(self.for_loss(lambda: call(model, micro_batch.inputs)), micro_batch, measure=measure)
 
     def outputs(self, model: Callable[..., Any], micro_batch: MicroBatch) -> Tree:
         """Return what the model returns."""
@@ -94,6 +95,14 @@ class Forward:
         if self.observe is not None:
             self.observe(outputs, micro_batch)
         return sums
+
+    def for_loss(self, compute: Callable[[], Tree]) -> Tree:
+        """Return what `compute` returns as the task's loss takes it: in float32, or as computed if its class says so itself.
+
+        Not its base: what a subclass makes of 16 bits, nobody knows.
+        """
+        takes_16_bits = vars(type(self.task)).get("takes_16_bits", False)
+        return self.under_autocast(compute) if takes_16_bits else self.in_precision(compute)
 
     def in_precision(self, compute: Callable[[], Tree]) -> Tree:
         """Return what `compute` returns: computed under autocast, if that is on, and then in float32."""

@@ -109,7 +109,9 @@ def _cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def device_problems(launch: LaunchSection, device: str, backend: BackendSection) -> list[Problem]:
+def device_problems(
+    launch: LaunchSection, parallel: Node, device: str, backend: BackendSection, invariance: str
+) -> list[Problem]:
     """Refuse a backend that is not for the device, and a device that is not here: nothing falls back to the CPU in silence."""
     if device == "cpu" and backend.name == "nccl":
         return [Problem("device", "cpu, but backend=nccl is for CUDA", "cuda, or backend=gloo")]
@@ -117,6 +119,10 @@ def device_problems(launch: LaunchSection, device: str, backend: BackendSection)
         return [Problem("device", "cuda, but backend=mpi is for the CPU here", "cpu, or backend=auto")]
     if device == "cuda" and launch.kind == "local" and not _cuda_devices():
         return [Problem("device", "cuda, but PyTorch sees no CUDA device here", "nvidia-smi shows the driver; or device=auto")]
+    sends = set(axes_of(parallel)) - {"replicate"} or invariance == "bitwise" or _option(parallel) == "gossip"
+    if device == "cuda" and backend.name == "gloo" and sends and launch.most_processes > 1:
+        what = "gloo, which of CUDA's memory only sums and broadcasts: what else it is asked for there ends the process"
+        return [Problem("backend", what, "auto, device=cpu, or parallel=ddp, zero or local-sgd")]
     return []
 
 

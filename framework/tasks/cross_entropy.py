@@ -1,5 +1,7 @@
 """Cross-entropy over large vocabularies: a chunk of rows at a time, without a second tensor as large as the logits."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,7 @@ _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # numbers at a time: about what a ca
 
 
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int) -> Tensor:
-    """Return the sum of the cross-entropies in nats, shape (); of a large vocabulary at least in float32. Targets are int64.
+    """Return the sum of the cross-entropies in nats, shape (), at least in float32. Targets are int64.
 
     As `torch.nn.functional.cross_entropy` to rounding. That keeps the logarithms of the probabilities for the backward pass,
     and of logits in 16 bits also a copy in 32: up to four times the logits' memory, where this keeps the logits alone.
@@ -21,12 +23,29 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int
     if is_cut(logits_NV):
         return _sum_of_cut(logits_NV, targets_N, targets_N != ignore_index)
     if logits_NV.shape[1] < LARGE or type(logits_NV) is not Tensor:  # or a stand-in of a tracer, or a shard
-        return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=ignore_index)
+        return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     try:
         total, *_ = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index, None)  # type: ignore[no-untyped-call]
     except (RuntimeError, IndexError):  # under vmap, in forward derivatives, or of a target that is no class
-        return F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=ignore_index)
+        return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     return total  # type: ignore[no-any-return]
+
+
+def compiled_cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int) -> Tensor:
+    """Return the same by torch.compile: it reads the logits twice and writes their gradient, and nothing as large between."""
+    if is_cut(logits_NV):
+        return _sum_of_cut(logits_NV, targets_N, targets_N != ignore_index)
+    return _compiled()(logits_NV, targets_N, ignore_index=ignore_index)
+
+
+def _sum_of_wide(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int) -> Tensor:
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return F.cross_entropy(wide_NV, targets_N, reduction="sum", ignore_index=ignore_index)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(_sum_of_wide, dynamic=False)
 
 
 @dataclass(frozen=True, eq=False)

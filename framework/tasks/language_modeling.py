@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from framework.tasks.cross_entropy import cross_entropy_sum, highest_class
+from framework.tasks.cross_entropy import compiled_cross_entropy_sum, cross_entropy_sum, highest_class
 from framework.tasks.outputs import auxiliary_loss, main_output
 
 IGNORED = -100  # the target of a token that does not count: as in torch, and in Hugging Face's libraries
@@ -19,13 +19,19 @@ class LanguageModeling:
     higher_is_better = {"accuracy": True, "bits_per_token": False, "perplexity": False, "bits_per_byte": False}
 
     takes_cut_logits = True  # those of a head that is cut by the vocabulary (framework/parallel/vocabulary.py)
+    takes_16_bits = True  # logits as autocast computed them: the loss is computed in float32 here
 
     def __init__(self, *, bytes_per_token: float | None) -> None:
         self.bytes_per_token = bytes_per_token
+        self._cross_entropy_sum = cross_entropy_sum
+
+    def compile_loss(self) -> None:
+        """Compute the loss by torch.compile from now on. The framework calls this with trainer.compile=true."""
+        self._cross_entropy_sum = compiled_cross_entropy_sum
 
     def loss(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         logits_BTV = main_output(outputs)
-        total = cross_entropy_sum(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
+        total = self._cross_entropy_sum(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
         counts_B = (targets_BT != IGNORED).sum(dim=1)
         return total + auxiliary_loss(outputs, weights_B=counts_B), counts_B.sum()
 

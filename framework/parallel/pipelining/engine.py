@@ -100,7 +100,8 @@ class PipelineEngine(Engine):
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch.number, turn=self._turn)
         is_last, inputs = number == self._num_stages - 1, micro_batch.inputs
         given = tuple(self.sent.unpacked(value, stage=number - 1, inputs=inputs) for value in arguments)
-        compute = self._forward.in_precision if is_last else self._forward.under_autocast
+        last = self._forward.for_loss if is_training else self._forward.in_precision
+        compute = last if is_last else self._forward.under_autocast
         value = compute(lambda: self._chain.run(stage, self._spans[number], given, inputs))
         if is_training:
             self._buffers[number].end_forward(None if micro_batch.is_padding else micro_batch.number)
