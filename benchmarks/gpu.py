@@ -266,7 +266,7 @@ def _bare_resnet50(device: Any) -> tuple[Any, Any, Any, Any]:
     from models.resnet import ResNet
 
     model = ResNet(in_channels=3, num_classes=1000, depth=50, stem="imagenet", norm="batch", zero_init_last_norm=True)
-    model = model.to(device, memory_format=torch.channels_last)
+    model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9, nesterov=True, weight_decay=1e-4)
     images = torch.rand(256, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
     return model, images, torch.randint(1000, (256,), device=device), optimizer

@@ -25,10 +25,10 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int
     if logits_NV.shape[1] < LARGE or type(logits_NV) is not Tensor:  # or a stand-in of a tracer, or a shard
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     try:
-        total, *_ = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index, None)  # type: ignore[no-untyped-call]
+        total: Tensor = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index)  # type: ignore[no-untyped-call]
     except (RuntimeError, IndexError):  # under vmap, in forward derivatives, or of a target that is no class
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
-    return total  # type: ignore[no-any-return]
+    return total
 
 
 def compiled_cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int) -> Tensor:
@@ -79,7 +79,7 @@ def _sum_of_cut(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor) -> Tenso
         raise IndexError(f"Target {int(wrong_N[0])} is out of bounds.")
     has_N = counts_N & (targets_N >= start) & (targets_N < start + own_NV.shape[1])
     given = own_NV, torch.where(has_N, targets_N - start, 0), counts_N, Columns(group, has_N)
-    total, *_ = _Sum.apply(*given)  # type: ignore[no-untyped-call]
+    total, *_ = _SumOfCut.apply(*given)  # type: ignore[no-untyped-call]
     return torch.where((counts_N & ~is_class_N).any(), torch.nan, total)  # on a device an error would have to be waited for
 
 
@@ -97,23 +97,52 @@ def highest_class(logits: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
+    """The sum for whole rows of logits. For the backward pass these alone are kept: it computes the probabilities again."""
+
+    @staticmethod
+    def forward(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor) -> Tensor:
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+        targets_N1 = torch.where(counts_N, targets_N, 0).unsqueeze(1)
+        parts = zip(logits_NV.split(_rows(logits_NV)), targets_N1.split(_rows(logits_NV)))
+        chosen_N1 = torch.cat([F.log_softmax(logits, dim=1, dtype=dtype).gather(1, target) for logits, target in parts])
+        return torch.where(counts_N, -chosen_N1.squeeze(1), 0.0).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits_NV, targets_N, counts_N = ctx.saved_tensors
+        targets_N1 = torch.where(counts_N, targets_N, 0).unsqueeze(1)
+        grad_N1 = torch.where(counts_N, grad, 0.0).unsqueeze(1)
+        if torch.is_grad_enabled():  # this gradient will be differentiated
+            probabilities_NV = logits_NV.to(grad.dtype).softmax(dim=1)
+            whole_NV = (probabilities_NV - F.one_hot(targets_N1.squeeze(1), logits_NV.shape[1])) * grad_N1
+            return whole_NV.to(logits_NV.dtype), None, None
+        result_NV = torch.empty_like(logits_NV)
+        parts = (part.split(_rows(logits_NV)) for part in (logits_NV, result_NV, targets_N1, grad_N1))
+        for logits, result, target, factor in zip(*parts):
+            probabilities = F.softmax(logits, dim=1, dtype=grad.dtype)
+            of_target = probabilities.gather(1, target).sub_(1.0).mul_(factor)
+            torch.mul(probabilities, factor, out=result).scatter_(1, target, of_target.to(result.dtype))
+        return result_NV, None, None
+
+
+class _SumOfCut(torch.autograd.Function):
     """The sum, and of each row its largest logit and the logarithm of the others' sum beside it: together they would round."""
 
     @staticmethod
-    def forward(
-        logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor, columns: Columns | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         largest_N1 = logits_NV.amax(dim=1, keepdim=True).to(dtype)
-        if columns is not None:
-            dist.all_reduce(largest_N1, op=dist.ReduceOp.MAX, group=columns.group)
+        dist.all_reduce(largest_N1, op=dist.ReduceOp.MAX, group=columns.group)
         parts = zip(logits_NV.split(_rows(logits_NV)), largest_N1.split(_rows(logits_NV)))
         sums_N1 = torch.cat([(logits - largest).exp_().sum(dim=1, keepdim=True) for logits, largest in parts])
-        chosen_N1 = logits_NV.gather(1, torch.where(counts_N, targets_N, 0).unsqueeze(1))
-        if columns is not None:
-            both_N2 = torch.cat([sums_N1, torch.where(columns.has_N.unsqueeze(1), chosen_N1, 0.0).to(dtype)], dim=1)
-            dist.all_reduce(both_N2, group=columns.group)
-            sums_N1, chosen_N1 = both_N2.split(1, dim=1)
+        chosen_N1 = logits_NV.gather(1, targets_N.unsqueeze(1))
+        both_N2 = torch.cat([sums_N1, torch.where(columns.has_N.unsqueeze(1), chosen_N1, 0.0).to(dtype)], dim=1)
+        dist.all_reduce(both_N2, group=columns.group)
+        sums_N1, chosen_N1 = both_N2.split(1, dim=1)
         log_N1 = sums_N1.log()
         losses_N = (largest_N1 - chosen_N1 + log_N1).squeeze(1)
         return torch.where(counts_N, losses_N, 0.0).sum(), largest_N1, log_N1
@@ -127,16 +156,12 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
-        logits_NV, targets_N, counts_N, largest_N1, log_N1 = ctx.saved_tensors
-        targets_N, grad_N = torch.where(counts_N, targets_N, 0), torch.where(counts_N, grad, 0.0)
-        if torch.is_grad_enabled() and ctx.columns is not None:
+        if torch.is_grad_enabled():
             raise RuntimeError("the gradient of a loss of cut logits cannot be differentiated")
-        if torch.is_grad_enabled():  # this gradient will be differentiated
-            probabilities_NV = logits_NV.to(log_N1.dtype).softmax(dim=1)
-            whole_NV = (probabilities_NV - F.one_hot(targets_N, logits_NV.shape[1])) * grad_N.unsqueeze(1)
-            return whole_NV.to(logits_NV.dtype), None, None, None
+        logits_NV, targets_N, counts_N, largest_N1, log_N1 = ctx.saved_tensors
+        grad_N = torch.where(counts_N, grad, 0.0)
+        chosen_N = torch.where(ctx.columns.has_N, grad_N, 0.0)
         result_NV = torch.empty_like(logits_NV)
-        chosen_N = grad_N if ctx.columns is None else torch.where(ctx.columns.has_N, grad_N, 0.0)
         by_row = targets_N.unsqueeze(1), largest_N1, log_N1, grad_N.unsqueeze(1), chosen_N.unsqueeze(1)
         parts = (part.split(_rows(logits_NV)) for part in (logits_NV, result_NV, *by_row))
         for logits, result, target, largest, log, factor, chosen in zip(*parts):
