@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framework.runtime.torch_compiler import has_compiler
 from framework.tasks import cross_entropy
-from framework.tasks.cross_entropy import LARGE, cross_entropy_sum
+from framework.tasks.cross_entropy import LARGE, compiled_cross_entropy_sum, cross_entropy_sum
 from framework.tasks.language_modeling import LanguageModeling
 
 
@@ -125,3 +126,35 @@ def test_a_language_model_s_loss_is_taken_by_it_where_the_vocabulary_is_large(mo
         torch.testing.assert_close(total, by_torch(logits, targets))
         assert count == 4
     assert taken == [LARGE]
+
+
+@pytest.mark.parametrize("classes", [7, LARGE])
+def test_sixteen_bits_are_summed_in_thirty_two(classes: int) -> None:
+    logits, targets = sample(64, classes, torch.bfloat16)
+    assert torch.equal(ours(logits, targets), ours(logits.float(), targets))
+    (mine,), (wide,) = (torch.autograd.grad(ours(given, targets), logits) for given in (logits, logits.float()))
+    assert torch.equal(mine, wide) and mine.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
+def test_compiled_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, compiled = LanguageModeling(bytes_per_token=None), list[int]()
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *function, **how: compiled.append(1) or plain(*function, **how))
+    cross_entropy._compiled.cache_clear()
+    logits, targets = sample(6, LARGE, torch.bfloat16)
+    task.compile_loss()
+    total, _ = task.loss(logits.view(2, 3, LARGE), targets.view(2, 3))
+    torch.testing.assert_close(total, by_torch(logits, targets))
+    (mine,), (theirs,) = (torch.autograd.grad(given, logits) for given in (total, by_torch(logits, targets)))
+    torch.testing.assert_close(mine, theirs)
+    assert compiled == [1]
+    cross_entropy._compiled.cache_clear()
+    batches, each = logits.detach().float().view(3, 2, LARGE), targets.view(3, 2)
+
+    def by_compiler(logits: Tensor, targets: Tensor) -> Tensor:
+        return compiled_cross_entropy_sum(logits, targets, ignore_index=-100)
+
+    torch.testing.assert_close(
+        torch.func.vmap(torch.func.grad(by_compiler))(batches, each), torch.func.vmap(torch.func.grad(by_torch))(batches, each)
+    )

@@ -119,6 +119,32 @@ def test_a_device_is_checked_before_the_start(
     assert [text.startswith(problem or "") for text in found] == [True] * (problem is not None), found
 
 
+@pytest.mark.parametrize(
+    ("line", "is_refused"),
+    [
+        (["parallel=ddp"], False),
+        (["parallel=zero"], False),
+        (["parallel=ddp", "invariance=bitwise", "micro_batch_size=4"], True),
+        (["parallel=fsdp"], True),
+        (["parallel=tensor"], True),
+        (["parallel=gossip", "trainer.eval_every=8", "checkpoint.every=8"], True),
+        (["parallel=fsdp", "launch.nproc_per_node=1"], False),
+        (["parallel=fsdp", "backend=auto"], False),
+        (["parallel=fsdp", "device=cpu"], False),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_gloo_is_asked_for_no_more_than_it_does_with_cuda_s_memory(
+    line: list[str], is_refused: bool, cuda: Callable[[int], None]
+) -> None:
+    """Gathers, and messages between two processes, end the process by SIGSEGV or SIGABRT: seen with torch 2.11."""
+    cuda(2)
+    before = ["backend=gloo", "device=cuda", "launch.nproc_per_node=2"]
+    given = [word for word in before if word.partition("=")[0] not in {key.partition("=")[0] for key in line}]
+    found = [str(problem) for problem in checked_line([*given, *line]).problems if problem.key == "backend"]
+    assert [text.startswith("backend: gloo, which of CUDA's memory only sums") for text in found] == [True] * is_refused, found
+
+
 def test_on_the_cpu_no_process_is_started_for_each_device(cuda: Callable[[int], None]) -> None:
     cuda(4)
     assert checked("parallel=ddp").launch.num_processes == 4

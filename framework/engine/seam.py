@@ -237,5 +237,6 @@ def weigh_gradients(module: nn.Module, sums: Sums, *, num_samples: int, among_ra
     factor = torch.where(weight > 0, num_samples / weight, 0.0)
     if factor.device.type != "cpu" or factor != 1.0:  # of a GPU's number, it would have to be waited for
         for gradients in by_mesh(p.grad for p in module.parameters() if p.grad is not None):
-            for device in {gradient.device for gradient in gradients}:
-                multiply_all([gradient for gradient in gradients if gradient.device == device], factor.to(device))
+            # in their type: by a number of another, CUDA would multiply one gradient after the other
+            for kind in {(gradient.device, gradient.dtype) for gradient in gradients}:
+                multiply_all([g for g in gradients if (g.device, g.dtype) == kind], factor.to(*kind))

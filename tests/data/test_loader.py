@@ -20,6 +20,7 @@ from framework.data.digits import Digits
 from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.data.source import Arrays, Selected, TokenSequences, Windows
+from framework.data.synthetic import Synthetic
 from framework.engine.seam import MicroBatch, Step
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from tests.harness import assert_same_bits, command, finished, together, with_loader_processes
@@ -35,10 +36,13 @@ class OwnDigits(Digits):
         return super().transform(inputs, targets, keys=keys)
 
 
-def loader(*, num_workers: int = 0, augment: bool = True, dp_rank: int = 0, dp_size: int = 1, split: str = "train",
-           micro_batch_size: int | None = 5, kind: type[Digits] = OwnDigits) -> Loader:  # fmt: skip
-    dataset = kind(augment=augment, num_workers=num_workers)
-    source = dataset.load(split)  # type: ignore[arg-type]
+def loader(*, num_workers: int = 0, augment: bool = True, kind: type[Digits] = OwnDigits, **options: Any) -> Loader:
+    return loader_of(kind(augment=augment, num_workers=num_workers), **options)
+
+
+def loader_of(dataset: Any, *, dp_rank: int = 0, dp_size: int = 1, split: str = "train",
+              micro_batch_size: int | None = 5) -> Loader:  # fmt: skip
+    source = dataset.load(split)
     return Loader(
         dataset,
         source,
@@ -242,6 +246,19 @@ def test_a_run_with_loader_processes_has_the_bits_of_one_without_also_after_sign
     stopped = command(*line, root=tmp_path / "stopped", before=together(with_loader_processes, after_step(21, signal_group)))
     assert stopped.code == 75, stopped.output
     assert_same_bits(finished(*line, root=tmp_path / "stopped", before=with_loader_processes), plain)
+
+
+def test_images_lie_in_memory_as_the_model_is_to_have_them() -> None:
+    dataset = Synthetic(num_train=8, augment=True)
+    plain = loader_of(dataset, micro_batch_size=4)
+    others = dataclasses.replace(plain, channels_last=True)
+    for one, other in zip(islice(plain.train(0), 2), islice(others.train(0), 2)):
+        assert_same_steps([one], [other])
+        assert {m.inputs.is_contiguous(memory_format=torch.channels_last) for m in one.micro_batches} == {False}
+        assert {m.inputs.is_contiguous(memory_format=torch.channels_last) for m in other.micro_batches} == {True}
+    vectors = Synthetic(kind="vectors", num_train=8)  # no images: (B, F)
+    (step,) = islice(dataclasses.replace(loader_of(vectors, micro_batch_size=4), channels_last=True).train(0), 1)
+    assert step.micro_batches[0].inputs.shape[0] == 4
 
 
 def test_what_is_in_memory_has_no_loader_processes() -> None:

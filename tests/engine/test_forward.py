@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from framework.engine.forward import Forward
 from framework.engine.seam import MicroBatch
 from framework.modules.tensors import map_tensors
+from framework.tasks.language_modeling import LanguageModeling
 from framework.tasks.regression import Regression
 
 CPU = torch.device("cpu")
@@ -167,3 +168,19 @@ def test_layers_can_ask_whether_the_micro_batch_is_padding() -> None:
     made.outputs(model, batch(torch.ones(2, 3), is_padding=True))
     made.outputs(model, batch(torch.ones(2, 3)))
     assert seen == [True, False]
+
+
+class OwnLanguageModeling(LanguageModeling):
+    """Which may compute its loss in the type of the logits."""
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [(LanguageModeling, torch.bfloat16), (OwnLanguageModeling, torch.float32), (Regression, torch.float32)],
+)
+def test_a_loss_is_given_32_bits_unless_its_class_takes_16(task: Any, expected: torch.dtype) -> None:
+    given = {"bytes_per_token": None} if issubclass(task, LanguageModeling) else {}
+    made = Forward(task(**given), seed=3, devices=[CPU], autocast=torch.bfloat16)
+    layer = nn.Linear(3, 3)
+    assert made.for_loss(lambda: layer(torch.ones(2, 3))).dtype == expected
+    assert made.outputs(layer, batch(torch.ones(2, 3))).dtype == torch.float32  # of evaluations, of metrics and of predictions
