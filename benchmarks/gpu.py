@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,20 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+LOOP = ["trainer.max_epochs=null", "trainer.max_steps=24", "trainer.log_every=1", "trainer.eval_every=null",
+        "checkpoint.every=6", "rehearse=false"]  # fmt: skip
+CONVOLUTIONS = ["dataset=digits", "model=cnn", "global_batch_size=64", *LOOP]
 SMALL = ["dataset=synthetic", "dataset.kind=tokens", "dataset.num_train=512", "dataset.num_val=8", "dataset.num_test=8",
          "dataset.seq_len=64", "task=language_modeling", "model=gpt", "model.dim=128", "model.num_layers=4", "model.num_heads=4",
-         "global_batch_size=16", "trainer.max_epochs=null", "trainer.max_steps=24", "trainer.log_every=1",
-         "trainer.eval_every=null", "checkpoint.every=6", "rehearse=false"]  # fmt: skip
+         "global_batch_size=16", *LOOP]  # fmt: skip
 ALONE = ["parallel=single", "trainer.max_epochs=null", "checkpoint.every=null", "rehearse=false", "trainer.max_steps=60",
          "trainer.log_every=10", "trainer.eval_every=null"]  # fmt: skip
 RECIPES = {  # as conf/experiment has them, on one device, with a micro-batch a step, of random tokens and made-up images
     "gpt2": ["experiment=gpt2_124m", "global_batch_size=12", "micro_batch_size=12"],
     "resnet50": ["model=resnet", "model.depth=50", "model.stem=imagenet", "model.norm=batch", "model.zero_init_last_norm=true",
                  "dataset=synthetic", "dataset.image_size=224", "dataset.num_classes=1000", "dataset.num_train=2048",
-                 "dataset.augment=true", "trainer.channels_last=true", "dataset.num_val=8", "dataset.num_test=8", "optimizer=sgd", "optimizer.lr=0.4",
-                 "optimizer.momentum=0.9", "optimizer.nesterov=true", "optimizer.weight_decay=1e-4", "precision=bf16",
+                 "dataset.augment=true", "dataset.num_val=8", "dataset.num_test=8", "trainer.channels_last=true",
+                 "optimizer=sgd", "optimizer.lr=0.4", "optimizer.momentum=0.9", "optimizer.nesterov=true", "optimizer.weight_decay=1e-4", "precision=bf16",
                  "global_batch_size=256", "micro_batch_size=256"],
 }  # fmt: skip
 # calls after which the host has waited for the device
@@ -92,12 +95,17 @@ class Checks:
         """The same command gives the same bits twice, and after a kill -9."""
         first, second = (self.run("trainer.deterministic=true") for _ in range(2))
         self._same(first, second, what="twice")
-        killed = self.run("trainer.deterministic=true", kill_after=6)
-        after = self.run("trainer.deterministic=true", folder=killed.folder)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(self._repeats, EXACT))
+        return "equal twice; and after kill -9: " + ", ".join(" ".join(line) for line in EXACT)
+
+    def _repeats(self, line: Sequence[str]) -> None:
+        exact, base = ["trainer.deterministic=true", *line], CONVOLUTIONS if "trainer.channels_last=true" in line else SMALL
+        whole, killed = self.run(*exact, base=base), self.run(*exact, base=base, kill_after=6)
+        after = self.run(*exact, base=base, folder=killed.folder)
         if "continuing from" not in after.output:
-            raise Failed("the killed run was over before it was killed")
-        self._same(first, after, what="killed and continued")
-        return "equal twice and after kill -9"
+            raise Failed(f"{' '.join(line)}: the killed run was over before it was killed")
+        self._same(whole, after, what=f"{' '.join(line)}, killed and continued")
 
     @staticmethod
     def _same(one: Ended, other: Ended, *, what: str) -> None:
@@ -212,6 +220,10 @@ class Checks:
 
 CHECKS = ("bits", "strategies", "processes", "options", "precisions", "compile", "memory", "waits", "gpt2", "resnet50")
 ON_CPU = ("bits", "strategies", "processes", "options")  # what a CPU can show
+TIMED = ("memory", "gpt2", "resnet50")  # which have the device for themselves
+EXACT = (["parallel=single"], ["parallel=fsdp", "precision=bf16"], ["parallel=ddp", "precision=fp16"], ["optimizer=muon"],
+         ["precision=bf16", "trainer.compile=true"], ["invariance=bitwise", "micro_batch_size=4"],
+         ["parallel=ddp", "precision=bf16", "trainer.channels_last=true"])  # fmt: skip
 STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "pipeline", "local-sgd", "diloco", "gossip")
 TWO_PROCESSES = ("ddp", "zero")  # gloo sums and broadcasts CUDA's memory, and no more
 OPTIONS = ("trainer.activation_checkpointing=true", "trainer.activation_offload=true", "dataset.num_workers=2")
@@ -285,18 +297,23 @@ def main() -> int:
 
     where = torch.cuda.get_device_name() if given.device == "cuda" else "this CPU"
     print(f"torch {torch.__version__} on {where}", flush=True)
-    is_well = True
     with tempfile.TemporaryDirectory() as folder:
         checks = Checks(Path(folder), device=given.device)
-        for name in given.only or (CHECKS if given.device == "cuda" else ON_CPU):
-            check: Callable[[], str] = getattr(checks, name)
-            begin = time.monotonic()
+
+        def is_well(name: str) -> bool:
+            begin, result = time.monotonic(), "ok"
             try:
-                result = f"ok      {check()}"
+                said: str = getattr(checks, name)()
             except Failed as fault:
-                is_well, result = False, f"FAILED  {fault}"
-            print(f"{name:11} {time.monotonic() - begin:4.0f} s  {result}", flush=True)
-    return 0 if is_well else 1
+                result, said = "FAILED", str(fault)
+            print(f"{name:11} {time.monotonic() - begin:4.0f} s  {result:7} {said}", flush=True)
+            return result == "ok"
+
+        names = given.only or (CHECKS if given.device == "cuda" else ON_CPU)
+        with ThreadPoolExecutor(8 if given.device == "cuda" else 1) as pool:
+            found = list(pool.map(is_well, [name for name in names if name not in TIMED]))
+        found += [is_well(name) for name in names if name in TIMED]
+    return 0 if all(found) else 1
 
 
 if __name__ == "__main__":
