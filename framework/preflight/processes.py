@@ -119,11 +119,15 @@ def device_problems(
         return [Problem("device", "cuda, but backend=mpi is for the CPU here", "cpu, or backend=auto")]
     if device == "cuda" and launch.kind == "local" and not _cuda_devices():
         return [Problem("device", "cuda, but PyTorch sees no CUDA device here", "nvidia-smi shows the driver; or device=auto")]
-    sends = set(axes_of(parallel)) - {"replicate"} or invariance == "bitwise" or _option(parallel) == "gossip"
-    if device == "cuda" and backend.name == "gloo" and sends and launch.most_processes > 1:
+    if device == "cuda" and backend.name == "gloo" and launch.most_processes > 1 and not _only_sums(parallel, invariance):
         what = "gloo, which of CUDA's memory only sums and broadcasts: what else it is asked for there ends the process"
         return [Problem("backend", what, "auto, device=cpu, or parallel=ddp, zero or local-sgd")]
     return []
+
+
+def _only_sums(parallel: Node, invariance: str) -> bool:
+    """Return whether the processes send each other nothing but sums and broadcasts: no parts of tensors, no messages to one."""
+    return set(axes_of(parallel)) <= {"replicate"} and invariance != "bitwise" and _option(parallel) != "gossip"
 
 
 def _device_problems(launch: LaunchSection, parallel: Node, *, on_gpus: bool) -> list[Problem]:
