@@ -13,6 +13,7 @@ import framework.runs.provenance
 from framework.config.code import changed, functions_of
 from framework.runs.provenance import git_state
 from tests.harness import Ended, Says, typed
+from tests.test_loggers import OFFLINE, wandb_files, wandb_records
 
 NET = '''"""A model."""
 
@@ -295,3 +296,15 @@ def test_a_plug_in_that_is_new_is_other_code(folder: Path) -> None:
     assert ended.code == 0 and "continuing from" in ended.output
     (accepted,) = record(ended)["starts"][-1]["accepted"]
     assert accepted.endswith("acts/extra.py is new")
+
+
+def test_wandb_is_sent_the_code_that_the_run_reaches(folder: Path) -> None:
+    (folder / "unused.py").write_text("TOKEN = 1\n")
+    ended = run(folder, *OFFLINE, "logger.wandb.log_code=true")
+    (file,) = wandb_files(ended.directory)
+    (sent,) = (record.artifact for record in wandb_records(file) if record.WhichOneof("record_type") == "artifact")
+    assert sent.type == "code"
+    contents = {item.path: Path(item.local_path).read_bytes() for item in sent.manifest.contents}
+    assert contents == {name: (folder / name).read_bytes() for name in ("net.py", "helpers.py")}
+    for item in sent.manifest.contents:
+        Path(item.local_path).unlink()  # wandb's copy, in the home directory
