@@ -185,12 +185,13 @@ def test_transformers_gpt2_with_its_nested_configuration_computes_the_same_on_on
     assert all(torch.allclose(mine[key], theirs[key], rtol=0, atol=1e-10) for key in mine)
 
 
-def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name() -> None:
+def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     info = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 
     def net(num_classes: int = 5, num_channels: int = 64, *, img_size: int, input_size: int | None = None) -> None: ...
 
-    sys.modules["nets"] = nets = types.ModuleType("nets")
+    nets = types.ModuleType("nets")
+    monkeypatch.setitem(sys.modules, "nets", nets)
     nets.net = net  # type: ignore[attr-defined]
     assert complete_model({"_target_": "nets.net"}, info)[0] == {"_target_": "nets.net", "num_classes": 10, "img_size": 8}
     asked = {"_target_": "nets.net", "num_channels": None, "num_classes": 3, "img_size": 4}
