@@ -20,7 +20,7 @@ from framework.runtime.exits import Exit
 from framework.runtime.log import speak
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-from framework.runtime.program import end_process
+from framework.runtime.program import end_process, keep_cuda_for_children
 
 _PACKAGED = Path(__file__).with_name("project")  # in an installation
 TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
@@ -29,6 +29,7 @@ TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
 def main(arguments: list[str]) -> int:
     """Run a command line and return the exit code."""
     begin_program()
+    keep_cuda_for_children()
     if arguments and (path := _COMMANDS.get(arguments[0])):
         code: int = locate(path)(arguments[1:])
         return code

@@ -176,7 +176,7 @@ def rotate(x_BNTE: Tensor, positions: Tensor | None = None) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BNTE.dtype)
 
 
-@torch.compiler.assume_constant_result  # computed within what is compiled, it would be computed for every number of a query
+@torch.compiler.assume_constant_result  # a compiler would compute the angles again for every number of each query and key
 def kept_rotary_table(*kind: Any) -> tuple[Tensor, Tensor]:
     """Return `rotary_table`, which is the same for every layer and step, and is computed once."""
     if (table := _ROTARY_TABLES.get(kind)) is None:

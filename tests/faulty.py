@@ -287,6 +287,25 @@ class WrongChain(Net):
         return [nn.Flatten(), self.first, self.last]
 
 
+class Viewing(nn.Module):
+    """Takes it for granted that what a convolution gives lies in memory channel by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.last = nn.Conv2d(3, 4, 3), nn.Linear(144, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.convolution(x).view(len(x), -1))
+
+
+class ChannelsLast(Viewing):
+    """Refuses images in any other order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        return self.last(self.convolution(x).flatten(1))
+
+
 class Means(Classification):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)

@@ -1,10 +1,16 @@
 """Cross-entropy over a large vocabulary: torch's numbers, in less memory."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framework.build import model_changes
+from framework.distributed.world import World
 from framework.runtime.torch_compiler import has_compiler
 from framework.tasks import cross_entropy
 from framework.tasks.cross_entropy import LARGE, compiled_cross_entropy_sum, cross_entropy_sum
@@ -158,3 +164,17 @@ def test_compiled_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(
         torch.func.vmap(torch.func.grad(by_compiler))(batches, each), torch.func.vmap(torch.func.grad(by_torch))(batches, each)
     )
+    for wrong in (-1, LARGE):  # the compiled function alone would end the process
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            by_compiler(sample(2, LARGE)[0], torch.tensor([1, wrong]))
+
+
+@pytest.mark.parametrize("has_one", [True, False])
+def test_a_task_s_loss_is_compiled_with_the_blocks(has_one: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    done = list[str]()
+    monkeypatch.setattr(model_changes, "has_compiler", lambda: has_one)
+    monkeypatch.setattr(model_changes, "compile_blocks", lambda blocks, folder: done.append("blocks"))
+    trainer: Any = SimpleNamespace(compile=True, activation_checkpointing=False, activation_offload=False)
+    task: Any = SimpleNamespace(compile_loss=lambda: done.append("loss"))
+    model_changes.change_model(torch.nn.Linear(2, 2), trainer, task=task, linear=None, world=World.alone(), compiled=tmp_path)
+    assert done == (["blocks", "loss"] if has_one else [])

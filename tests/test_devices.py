@@ -17,16 +17,17 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from framework.cli.run import checked_line
-from framework.config.code import begin_program
 from framework.config.schema import BackendSection
 from framework.distributed import world
 from framework.distributed.devices import devices_of, record_collectives, require_one_kind
 from framework.launch.failures import Failure, cause
+from framework.main import main
 from framework.parallel.sync_batchnorm import synchronise
 from framework.preflight import processes
 from framework.runtime import numerics
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Unfit, headline, is_lost_peer, is_timeout
+from framework.runtime.program import keep_cuda_for_children
 from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
 from tests.harness import checked, command
 from tests.test_conformance import SMALL
@@ -38,10 +39,10 @@ def test_the_launcher_asks_nvml_whether_there_are_devices(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", None, raising=False)
-    begin_program()
+    assert main(["--version"]) == 0  # as every command, it sets the variable
     assert torch.cuda.is_available()
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")  # the user's own choice stays
-    begin_program()
+    keep_cuda_for_children()
     with pytest.raises(TypeError):
         torch.cuda.is_available()
 
@@ -142,7 +143,9 @@ def test_gloo_is_asked_for_no_more_than_it_does_with_cuda_s_memory(
     before = ["backend=gloo", "device=cuda", "launch.nproc_per_node=2"]
     given = [word for word in before if word.partition("=")[0] not in {key.partition("=")[0] for key in line}]
     found = [str(problem) for problem in checked_line([*given, *line]).problems if problem.key == "backend"]
-    assert [text.startswith("backend: gloo, which of CUDA's memory only sums") for text in found] == [True] * is_refused, found
+    assert [text.startswith("backend: gloo, which can only sum and broadcast CUDA tensors") for text in found] == [
+        True
+    ] * is_refused, found
 
 
 def test_on_the_cpu_no_process_is_started_for_each_device(cuda: Callable[[int], None]) -> None:

@@ -97,6 +97,8 @@ FOUND = {
     "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "parallel: ... the optimizer's state norms ..."),
     "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1?)"),
     "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.test_torchmetrics.Best"], "metric.f1: ... goes on from evaluation to evaluation ... reset() ..."),
+    "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),
+    "channels first": (model("ChannelsLast"), "model: ... AssertionError"),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute something else ... first in the output of last; loss of step 1 is ... instead of"),
 }  # fmt: skip
@@ -154,6 +156,7 @@ RIGHT = {
     "an optimizer that counts": optimizer("Counting"),
     "a layer that is read, cut": [*model("Reader"), "parallel=tensor", TWO],
     "a model of a library": zoo_line("hf llama"),
+    "images, channels last": [*model("ChannelsLast"), "trainer.channels_last=true"],
 }
 
 

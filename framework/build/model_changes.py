@@ -21,7 +21,7 @@ def change_model(
 ) -> None:
     """Change the model in place; names and parameters stay. `compiled` is the folder of what is compiled.
 
-    A task that has `compile_loss` is told when blocks are compiled.
+    With trainer.compile the task's `compile_loss`, if it has one, is called too.
     """
     convert_linear(model, to=linear, devices=world.devices)
     if not (trainer.activation_checkpointing or trainer.compile or trainer.activation_offload):

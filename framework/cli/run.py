@@ -30,6 +30,7 @@ from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem, missing_extra
+from framework.runtime.program import keep_cuda_for_children
 from framework.runtime.slurm import SlurmFailed
 
 
@@ -44,6 +45,7 @@ def start(overrides: list[str]) -> int:
 
 def _start(overrides: list[str]) -> int:
     begin_program()
+    keep_cuda_for_children()
     try:
         is_step = _enter_step(overrides)
     except SlurmFailed as error:

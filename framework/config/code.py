@@ -22,7 +22,6 @@ from framework.config.folders import ROOT, enter_project
 from framework.config.frozen_file import digest_of
 from framework.config.renamed import current_target
 from framework.config.schema import DOTTED
-from framework.runtime.environment import variables
 
 TOP_LEVEL = "the top level"
 _FRAMEWORK = Path(__file__).resolve().parents[1]
@@ -84,12 +83,7 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
 
 
 def begin_program() -> None:
-    """Note, once, which modules are loaded before the first run: they are not a run's, unless its components reach them.
-
-    And let `torch.cuda.is_available`, which many a model's file asks when it is imported, look at NVML: CUDA's own answer
-    would initialise its driver, which then works in no forked process, such as the one that tries out an optimizer.
-    """
-    variables().setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    """Note, once, which modules are loaded before the first run: they are not a run's, unless its components reach them."""
     if not _loaded_before:
         _loaded_before.update(sys.modules)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from framework.engine.seam import MicroBatch, Task
+from framework.engine.seam import MicroBatch, Task, says_itself
 from framework.engine.sums import Sums, as_sums
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.randomness import key, seed_generators
@@ -45,6 +45,7 @@ class Forward:
         self.device = self.devices[0]
         self.module = self.task if isinstance(self.task, nn.Module) else None  # the task's
         self.trains_by_step = callable(getattr(self.task, "step", None))
+        self._takes_16_bits = says_itself(self.task, "takes_16_bits")
         self.measures_by_step = self.trains_by_step and not measures(self.task)
 
     def seed_draws(self, *, step: int | None, micro_batch: int, turn: str = "") -> None:
@@ -97,12 +98,8 @@ class Forward:
         return sums
 
     def for_loss(self, compute: Callable[[], Tree]) -> Tree:
-        """Return what `compute` returns as the task's loss takes it: in float32, or as computed if its class says so itself.
-
-        Not its base: what a subclass makes of 16 bits, nobody knows.
-        """
-        takes_16_bits = vars(type(self.task)).get("takes_16_bits", False)
-        return self.under_autocast(compute) if takes_16_bits else self.in_precision(compute)
+        """Return what `compute` returns in the type that the task's loss takes: float32, or autocast's own."""
+        return self.under_autocast(compute) if self._takes_16_bits else self.in_precision(compute)
 
     def in_precision(self, compute: Callable[[], Tree]) -> Tree:
         """Return what `compute` returns: computed under autocast, if that is on, and then in float32."""

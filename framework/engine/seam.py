@@ -65,7 +65,13 @@ class Task(Protocol):
 
     # It may have `step(call, batch, context)`, which trains in place of one forward and `loss` (framework/engine/own_step.py),
     # `derived(means) -> dict[str, float]`, `predictions(outputs, targets)`: what a metric's update() takes, as a tuple or, by
-    # names, a mapping; and `written(outputs) -> dict[str, Tensor]`: what mode=predict writes of a batch.
+    # names, a mapping; `written(outputs) -> dict[str, Tensor]`: what mode=predict writes of a batch; `compile_loss()`, called
+    # with trainer.compile=true; and `takes_16_bits = True`: in training its loss takes outputs as autocast computed them.
+
+
+def says_itself(task: Task, name: str) -> bool:
+    """Return whether the task's own class, not its base, sets this to True: a subclass may use outputs otherwise."""
+    return bool(vars(type(task)).get(name, False))
 
 
 @dataclass(frozen=True)
@@ -237,6 +243,6 @@ def weigh_gradients(module: nn.Module, sums: Sums, *, num_samples: int, among_ra
     factor = torch.where(weight > 0, num_samples / weight, 0.0)
     if factor.device.type != "cpu" or factor != 1.0:  # of a GPU's number, it would have to be waited for
         for gradients in by_mesh(p.grad for p in module.parameters() if p.grad is not None):
-            # in their type: by a number of another, CUDA would multiply one gradient after the other
+            # a factor of another type would make CUDA multiply the gradients one by one
             for kind in {(gradient.device, gradient.dtype) for gradient in gradients}:
                 multiply_all([g for g in gradients if (g.device, g.dtype) == kind], factor.to(*kind))

@@ -13,16 +13,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
+from framework.engine.seam import Task, says_itself
 from framework.modules.tensors import local
 from framework.runtime.torch_internals import shard_offsets
 
 
-def stays_cut(task: object) -> bool:
-    """Return whether a task takes logits of which each process has some tokens', as DTensor: its class itself says so.
-
-    Not its base: what a subclass makes of the logits, nobody knows.
-    """
-    return bool(vars(type(task)).get("takes_cut_logits", False))
+def stays_cut(task: Task) -> bool:
+    """Return whether a task takes logits of which each process has some tokens', as DTensor."""
+    return says_itself(task, "takes_cut_logits")
 
 
 @dataclass(eq=False)

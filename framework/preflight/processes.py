@@ -120,7 +120,7 @@ def device_problems(
     if device == "cuda" and launch.kind == "local" and not _cuda_devices():
         return [Problem("device", "cuda, but PyTorch sees no CUDA device here", "nvidia-smi shows the driver; or device=auto")]
     if device == "cuda" and backend.name == "gloo" and launch.most_processes > 1 and not _only_sums(parallel, invariance):
-        what = "gloo, which of CUDA's memory only sums and broadcasts: what else it is asked for there ends the process"
+        what = "gloo, which can only sum and broadcast CUDA tensors: any other message ends the process"
         return [Problem("backend", what, "auto, device=cpu, or parallel=ddp, zero or local-sgd")]
     return []
 

@@ -65,7 +65,7 @@ def float8_has_its_devices(
     from framework.modules.float8 import float8_fault
 
     is_elsewhere = launch.kind == "slurm" and device != "cpu"
-    # of a device no more is asked than whether it is there: CUDA, once initialised, works in no process forked from this one
+    # only whether a device is there: once CUDA is initialised here, no process forked from this one can use it
     here = [] if device != "cpu" and torch.cuda.is_available() else [torch.device("cpu")]
     if not is_elsewhere and (fault := float8_fault(here)):
         yield Problem("precision", f"float8, but {fault}", "bf16")

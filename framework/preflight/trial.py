@@ -105,6 +105,8 @@ class Trial:
         shape = f" of shape {list(micro_batch.inputs.shape)}" if isinstance(micro_batch.inputs, Tensor) else ""
         fails = f"its forward or the task's loss does not take a batch{shape} of this dataset"
         cure = "see docs/extend.md, what a model and a task are given"
+        if self.build.config.trainer.channels_last:
+            cure += "; or trainer.channels_last=false: with true, `view` of what a convolution gives fails, `reshape` does not"
         if recomputed := self.build.config.trainer.activation_checkpointing:
             cure += (f"; or trainer.activation_checkpointing=false: with {recomputed}, blocks that write in place into what "
                      "is kept fail")  # fmt: skip

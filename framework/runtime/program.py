@@ -28,6 +28,15 @@ def fix_hashes() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def keep_cuda_for_children() -> None:
+    """Let `torch.cuda.is_available` ask NVML, unless the user has chosen.
+
+    Many a model's file calls it when it is imported. By default it initialises CUDA's driver, and then no process forked from
+    this one can use CUDA, such as the one that tries out an optimizer.
+    """
+    variables().setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
 def end_process(code: int) -> NoReturn:
     """End this process as sys.exit would, but for taking down the interpreter: it would free torch's objects one by one."""
     if not _is_whole_process():  # a profiler, for example, reports when this program has ended

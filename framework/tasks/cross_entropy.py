@@ -34,7 +34,11 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int
 def compiled_cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int) -> Tensor:
     """Return the same by torch.compile: it reads the logits twice and writes their gradient, and nothing as large between."""
     if is_cut(logits_NV):
-        return _sum_of_cut(logits_NV, targets_N, targets_N != ignore_index)
+        return cross_entropy_sum(logits_NV, targets_N, ignore_index=ignore_index)
+    try:  # the compiled function would end the process at a wrong target
+        _refuse_wrong(targets_N, targets_N != ignore_index, num_classes=logits_NV.shape[1])
+    except RuntimeError:  # under vmap no number can be read
+        return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     return _compiled()(logits_NV, targets_N, ignore_index=ignore_index)
 
 
@@ -74,13 +78,19 @@ def _sum_of_cut(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor) -> Tenso
     Only the largest logit, the sum and the target's logit of each row are exchanged.
     """
     own_NV, start, group = _own_columns(logits_NV)
-    is_class_N = (targets_N >= 0) & (targets_N < logits_NV.shape[1])
-    if targets_N.device.type == "cpu" and (wrong_N := targets_N[counts_N & ~is_class_N]).numel():
-        raise IndexError(f"Target {int(wrong_N[0])} is out of bounds.")
+    is_wrong_N = _refuse_wrong(targets_N, counts_N, num_classes=logits_NV.shape[1])
     has_N = counts_N & (targets_N >= start) & (targets_N < start + own_NV.shape[1])
     given = own_NV, torch.where(has_N, targets_N - start, 0), counts_N, Columns(group, has_N)
     total, *_ = _SumOfCut.apply(*given)  # type: ignore[no-untyped-call]
-    return torch.where((counts_N & ~is_class_N).any(), torch.nan, total)  # on a device an error would have to be waited for
+    return torch.where(is_wrong_N.any(), torch.nan, total)  # on a device an error would have to be waited for
+
+
+def _refuse_wrong(targets_N: Tensor, counts_N: Tensor, *, num_classes: int) -> Tensor:
+    """Return which targets that count are no class, shape (N,). On a CPU, if there are any, IndexError as torch has it."""
+    is_wrong_N = counts_N & ((targets_N < 0) | (targets_N >= num_classes))
+    if targets_N.device.type == "cpu" and bool(is_wrong_N.any()):
+        raise IndexError(f"Target {int(targets_N[is_wrong_N][0])} is out of bounds.")
+    return is_wrong_N
 
 
 def highest_class(logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from framework.engine import seam
 from framework.engine.buffers import Buffers
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
@@ -164,3 +165,24 @@ def test_an_engine_around_another_passes_every_call_on() -> None:
 
 def engine_norm(module: nn.Module) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients(module)]).norm()
+
+
+def test_gradients_are_weighed_by_a_number_of_their_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of another type CUDA multiplies them one by one: 123 launches in a step of GPT-2."""
+    calls = list[tuple[set[torch.dtype], torch.dtype]]()
+    plain = seam.multiply_all
+
+    def note(gradients: list[Tensor], factor: Tensor) -> None:
+        calls.append(({gradient.dtype for gradient in gradients}, factor.dtype))
+        plain(gradients, factor)
+
+    monkeypatch.setattr(seam, "multiply_all", note)
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3).double(), nn.Linear(3, 2).bfloat16())
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    weight = torch.tensor(8.0, dtype=torch.float64)
+    seam.weigh_gradients(module, {seam.weight_of("loss"): weight}, num_samples=4, among_ranks=False)
+    assert {value.item() for gradient in gradients(module) for value in gradient.flatten()} == {0.5}
+    assert sorted(calls, key=str) == sorted(
+        [({kind}, kind) for kind in (torch.float32, torch.float64, torch.bfloat16)], key=str
+    )

@@ -184,3 +184,19 @@ def test_a_loss_is_given_32_bits_unless_its_class_takes_16(task: Any, expected: 
     layer = nn.Linear(3, 3)
     assert made.for_loss(lambda: layer(torch.ones(2, 3))).dtype == expected
     assert made.outputs(layer, batch(torch.ones(2, 3))).dtype == torch.float32  # of evaluations, of metrics and of predictions
+
+
+def test_a_loss_of_16_bits_is_given_what_the_model_computed() -> None:
+    seen = list[torch.dtype]()
+
+    class Seeing(LanguageModeling):
+        takes_16_bits = True
+
+        def loss(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+            seen.append(outputs.dtype)
+            return super().loss(outputs, targets_BT)
+
+    made = Forward(Seeing(bytes_per_token=None), seed=3, devices=[CPU], autocast=torch.bfloat16)
+    targets = torch.zeros(2, 4, dtype=torch.long)
+    loss, _ = made(nn.Linear(3, 5), MicroBatch(0, torch.ones(2, 4, 3), targets, 2, 0, False), measure=False)
+    assert (seen, loss.dtype) == ([torch.bfloat16], torch.float32)
