@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 LOOP = ["trainer.max_epochs=null", "trainer.max_steps=24", "trainer.log_every=1", "trainer.eval_every=null",
         "checkpoint.every=6", "rehearse=false"]  # fmt: skip
 CONVOLUTIONS = ["dataset=digits", "model=cnn", "global_batch_size=64", *LOOP]
@@ -175,7 +173,8 @@ class Checks:
         run = self.run("trainer.profile=true", "trainer.log_every=100", "checkpoint.every=null")
         (trace,) = (run.folder / "profile").glob("*.json")
         events = json.loads(trace.read_text())["traceEvents"]
-        steps = [event for event in events if str(event.get("name", "")).startswith("ProfilerStep") and "dur" in event]
+        steps = [event for event in events if str(event.get("name", "")).startswith("ProfilerStep") and "dur" in event
+                 and event.get("cat") != "gpu_user_annotation"]  # the host's  # fmt: skip
         begin, end = min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
         found: dict[str, int] = {}
         for event in events:
@@ -197,7 +196,7 @@ class Checks:
         plain, exact = self._recipe(name), self._recipe(name, "trainer.deterministic=true")
         rows = plain.rows[3:]
         ours, mfu = statistics.median(row["samples_per_s"] for row in rows), rows[-1].get("mfu")
-        command = [sys.executable, __file__, "--bare", name, "--device", self._device]
+        command = [sys.executable, "benchmarks/comparison/bare_recipes.py", name, self._device]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise Failed(f"the bare script: {done.stderr.strip()[-500:]}")
@@ -234,65 +233,11 @@ def _difference(expected: list[float], found: list[float]) -> float:
     return max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
 
 
-# --- the bare scripts: the recipes' models, one batch on the device, torch's own optimizers
-
-
-def bare(name: str, *, device: str) -> float:
-    """Return the samples a second of a loop as one writes it by hand."""
-    import torch
-    import torch.nn.functional as F
-
-    model, inputs, targets, optimizer = {"gpt2": _bare_gpt2, "resnet50": _bare_resnet50}[name](torch.device(device))
-    compiled = torch.compile(model) if name == "gpt2" else model
-    times: list[float] = []
-    for _ in range(60):
-        with torch.autocast(device, torch.bfloat16):
-            outputs = compiled(inputs)
-        loss = F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
-        loss.backward()
-        if name == "gpt2":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if len(times) % 10 == 9:
-            loss.item()  # as a loop does that prints now and then
-        times.append(time.perf_counter())
-    return len(targets) * 30 / (times[59] - times[29])
-
-
-def _bare_gpt2(device: Any) -> tuple[Any, Any, Any, Any]:
-    import torch
-
-    from models.gpt import GPT
-
-    model = GPT(vocab_size=50304, seq_len=1024, dim=768, num_layers=12, num_heads=12, tie_embeddings=True).to(device)
-    tokens = torch.randint(50304, (12, 1025), device=device)
-    is_fused = device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=is_fused)
-    return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), optimizer
-
-
-def _bare_resnet50(device: Any) -> tuple[Any, Any, Any, Any]:
-    import torch
-
-    from models.resnet import ResNet
-
-    model = ResNet(in_channels=3, num_classes=1000, depth=50, stem="imagenet", norm="batch", zero_init_last_norm=True)
-    model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9, nesterov=True, weight_decay=1e-4)
-    images = torch.rand(256, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
-    return model, images, torch.randint(1000, (256,), device=device), optimizer
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", nargs="+", choices=CHECKS)
-    parser.add_argument("--bare", choices=RECIPES)
     given = parser.parse_args()
-    if given.bare:
-        print(bare(given.bare, device=given.device))
-        return 0
     import torch
 
     where = torch.cuda.get_device_name() if given.device == "cuda" else "this CPU"
