@@ -45,6 +45,9 @@ class Emulated(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], device: torch.device, size: Any, stride: Any) -> "Emulated":
         return Emulated(inner["stored"], device)
 
+    def tolist(self) -> Any:  # torch's refuses tensors of a subclass; as its own does on a device, this copies, and waits
+        return self.cpu().tolist()
+
     def __repr__(self, **_: Any) -> str:
         return f"Emulated({self.stored}, {self.device})"
 

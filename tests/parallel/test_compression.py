@@ -1,5 +1,6 @@
 """Compressed gradients: what is sent is what the definition says, and a model still learns."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ def final_loss(ended: Ended) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_learns_nearly_as_well_from_compressed_gradients(name: str, plain: Ended, tmp_path: Path) -> None:
     run = finished(*RUN, f"parallel.compression={name}", root=tmp_path / "runs")
-    assert final_loss(run) < final_loss(plain) + 0.1
+    chance = math.log(10)  # the loss of ten digits drawn blindly; `top_k` has sent 5 % of each gradient
+    assert chance - final_loss(run) > 0.93 * (chance - final_loss(plain))
     assert any(not torch.equal(run.weights[key], plain.weights[key]) for key in plain.weights)  # it was compressed
 
 
