@@ -3,7 +3,7 @@
     python benchmarks/strategies.py [processes]          every strategy against one process
     python benchmarks/strategies.py [processes] bare     beside what one writes by hand with torch (comparison/bare_strategies.py)
 
-Every side trains the same GPT on the same batches on this machine, in turn, with the cores shared out among its processes;
+Every side trains the same GPT, or GPT with experts, on the same batches on this machine, in turn, with the cores shared out among its processes;
 the figure is the median over the later rows of `metrics.jsonl`. On one machine there is no network to wait for, and no second
 machine to gain from: what is seen is what a strategy costs.
 """
@@ -56,13 +56,16 @@ def strategies(count: int) -> dict[str, list[str]]:
         "gossip": ["parallel=gossip"],
         "parameter-server, sync": ["parallel=parameter-server"],
         "parameter-server, async": ["parallel=parameter-server", "parallel.mode=async"],
+        "single, experts": ["model=moe"],
+        "ddp, experts": ["parallel=ddp", "model=moe"],
+        "expert": ["parallel=expert", f"parallel.replicate={half}", "parallel.expert=2", "model=moe"],
     }  # fmt: skip
 
 
 def step_ms(overrides: list[str], *, count: int) -> float:
     """Return the milliseconds of a step, from the later half of the rows."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = [f"launch.nproc_per_node={count}"] if overrides else []
+        processes = [f"launch.nproc_per_node={count}"] if any(word.startswith("parallel=") for word in overrides) else []
         line = [sys.executable, str(ROOT / "train.py"), *WORK, *overrides, *processes, f"run.root={folder}"]
         subprocess.run(line, capture_output=True, check=True)
         (metrics,) = Path(folder).glob("*/*/metrics.jsonl")
@@ -102,7 +105,7 @@ def all_strategies(count: int) -> None:
     single = 0.0
     for name, overrides in strategies(count).items():
         taken = step_ms(overrides, count=count)
-        single = single or taken
+        single = taken if name.startswith("single") else single  # each row is measured against the one process of its model
         print(f"{name:24} {taken:10.1f} {taken / single:15.2f}", flush=True)
 
 
