@@ -350,3 +350,22 @@ class Silent:
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
+
+
+class CountsRight:
+    """Writes the share of right classes in each evaluation of `val`, from what the model gave."""
+
+    def begun(self, loop: Any) -> None:
+        self.loop, self.right, self.seen, self.shares = loop, 0.0, 0, list[float]()
+
+    def observe(self, outputs: Tensor, micro_batch: Any) -> None:
+        if self.loop.split == "val":
+            self.right += float((outputs.argmax(dim=-1) == micro_batch.targets).sum())
+            self.seen += micro_batch.num_samples
+
+    def evaluated(self, loop: Any, split: str, row: dict[str, Any]) -> None:
+        if split == "val":
+            self.shares.append(float(loop.sum(torch.tensor(self.right))) / float(loop.sum(torch.tensor(float(self.seen)))))
+            self.right, self.seen = 0.0, 0
+            if loop.is_main:
+                (loop.directory / "right.json").write_text(str(self.shares))

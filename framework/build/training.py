@@ -25,8 +25,8 @@ from framework.data.loader import Loader, Splits, load_shared
 from framework.data.order import Order
 from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
-from framework.engine.forward import Forward, Observe, modules_of
-from framework.engine.seam import Engine, Task
+from framework.engine.forward import Forward, modules_of
+from framework.engine.seam import Engine, Observe, Task
 from framework.modules import structure
 from framework.modules.parts import chain_of, repeated
 from framework.modules.summary import summary
@@ -52,7 +52,8 @@ from framework.runtime.lock import Claim
 from framework.runtime.numerics import set_numerics
 from framework.training.guard import Guard
 from framework.training.metrics import Metrics
-from framework.training.parts import Blame, Loop, LoopParts
+from framework.training.loop import Loop
+from framework.training.parts import Blame, LoopParts
 from framework.training.plan import Plan
 from framework.training.recorder import Recorder
 from framework.training.speed import Speed
@@ -99,9 +100,9 @@ class Builder:
         return components.loop_parts(self.config.part)
 
     @cached_property
-    def observe(self) -> Observe | None:
-        """What takes the outputs in evaluations."""
-        return self.metrics.observe if self.config.metric else None
+    def observers(self) -> list[Observe]:
+        """What takes the outputs in evaluations; the loop's parts join each engine's."""
+        return [self.metrics.observe] if self.config.metric else []
 
     def model(self, *, is_filled: bool = True) -> nn.Module:
         """Return the model with weights drawn from the seed, in the precision's type; or to be filled, if its strategy does."""
@@ -137,7 +138,7 @@ class Builder:
         example = components.example(self.dataset.info, dtype=precision.parameters)
         return Forward(
             self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, example=example,
-            observe=self.observe,
+            observers=[*self.observers],
         )  # fmt: skip
 
     def splits(self, engine: Engine) -> Splits:
@@ -223,7 +224,7 @@ class Builder:
             plan=plan,
             tracker=self.tracker(),
             speed=self._stopwatch(),
-            parts=self.parts(engine, update, total_steps=plan.total_steps, directory=self.directory.path),
+            parts=self.parts(engine, update, total_steps=plan.total_steps, splits=splits, directory=self.directory.path),
         )
 
     def tracker(self) -> Tracker:
@@ -232,14 +233,17 @@ class Builder:
         return Tracker(monitor=saving.monitor, mode=saving.direction, patience=patience, derive=derive, metrics=self.metrics)
 
     def parts(
-        self, engine: Engine, update: Update, *, total_steps: int, directory: Path, blame: Blame = lambda name: nullcontext()
-    ) -> LoopParts:
+        self, engine: Engine, update: Update, *, total_steps: int, splits: Splits, directory: Path,
+        blame: Blame = lambda name: nullcontext(),
+    ) -> LoopParts:  # fmt: skip
         """Build the run's parts, at step 0. Collective."""
         loop = Loop(
-            world=self.world, engine=engine, dataset=self.dataset, update=update, directory=directory, seed=self.config.seed,
-            total_steps=total_steps, progress=Progress(step=0, samples_seen=0, wall_s=0.0),
+            world=self.world, engine=engine, task=self.task, dataset=self.dataset, splits=splits, update=update,
+            directory=directory, seed=self.config.seed, total_steps=total_steps,
+            progress=Progress(step=0, samples_seen=0, wall_s=0.0),
         )  # fmt: skip
         parts = components.loop_parts(self.config.part)
+        engine.observers += [part.observe for part in parts.values() if hasattr(part, "observe")]
         holders: dict[str, Any] = {}
         if self.config.rehearse:
             holders = {"model": engine.module, "task": self.task, "optimizer": update.optimizer}

@@ -56,7 +56,7 @@ class DataParallelEngine(Engine):
         data_group: dist.ProcessGroup | None = None,
         forget: Callable[[], None] = lambda: None,
     ) -> None:
-        self.module, self.task = module, forward.module
+        self.module, self.task, self.observers = module, forward.module, forward.observers
         self.mesh = mesh
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.averaged_over = dp_size if averaged_over is None else averaged_over

@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from framework.engine.seam import MicroBatch, Task, says_itself
+from framework.engine.seam import MicroBatch, Observe, Task, says_itself
 from framework.engine.sums import Sums, as_sums
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.randomness import key, seed_generators
-
-Observe = Callable[[Tree, MicroBatch], None]
 
 
 class Draws(NamedTuple):
@@ -37,7 +35,7 @@ class Forward:
     devices: Sequence[torch.device]  # of the model
     autocast: torch.dtype | None
     example: Tensor | None = None  # the inputs of two samples, without storage; None if their kind is not known
-    observe: Observe | None = None  # takes the outputs of each micro-batch of an evaluation that counts, on one of its ranks
+    observers: list[Observe] = field(default_factory=list)  # as Engine.observers
     is_padding: bool = field(default=False, init=False)  # the current micro-batch; for layers that use other ranks' samples
     draws: Draws = field(default=Draws(()), init=False)  # what the draws of the current micro-batch's units depend on
 
@@ -93,8 +91,8 @@ class Forward:
     def evaluated(self, outputs: Tree, micro_batch: MicroBatch) -> Sums:
         """Return all sums of a micro-batch that counts, in an evaluation."""
         _, sums = self.measured(outputs, micro_batch, measure=True)
-        if self.observe is not None:
-            self.observe(outputs, micro_batch)
+        for observe in self.observers:
+            observe(outputs, micro_batch)
         return sums
 
     def for_loss(self, compute: Callable[[], Tree]) -> Tree:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -88,9 +88,12 @@ class Demands:
     bitwise: bool
     own_step: bool = False  # the task's
     turns: bool = False  # of a step
-    observes: Literal["metric", "mode"] | None = None  # the key of what takes the model's outputs, of whole samples
+    observes: str | None = None  # the key (metric, mode, part.NAME) of what takes the model's outputs, of whole samples
     parts: tuple[str, ...] = ()  # the names of the run's
     averages_itself: bool = False  # the optimizer: it must hold all parameters that are evaluated
+
+
+Observe = Callable[[Tree, MicroBatch], None]
 
 
 class Engine(Protocol):
@@ -105,6 +108,7 @@ class Engine(Protocol):
     mesh: "DeviceMesh | None"
     dp_rank: int
     dp_size: int
+    observers: list[Observe]  # take the outputs of each micro-batch of an evaluation that counts, on one of its ranks
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         """Leave in `.grad` the gradient of the global batch's sum of losses, divided by its samples, times `loss_scale`.
@@ -181,7 +185,7 @@ class EngineAround(Engine):
 
     def __init__(self, engine: Engine) -> None:
         self.module, self.task = engine.module, engine.task
-        self.mesh = engine.mesh
+        self.mesh, self.observers = engine.mesh, engine.observers
         self.dp_rank, self.dp_size = engine.dp_rank, engine.dp_size
         self._engine = engine
 

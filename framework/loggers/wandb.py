@@ -1,5 +1,6 @@
 """Weights & Biases: one wandb run for all ranks and all resumes of a run."""
 
+import json
 import netrc
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -106,6 +107,7 @@ class Wandb:
         for split, rows in summary.get("metrics", {}).items():
             for which, row in rows.items():
                 self._run.summary.update({f"{which}/{split}/{name}": row[name] for name in row if name != "split"})
+        self._log_predictions()
         if self.log_checkpoints and summary["status"] == "finished":
             self._log_checkpoints(summary)
         try:
@@ -113,6 +115,23 @@ class Wandb:
         except TimeoutError:
             LOGGER.warning("wandb has not taken all of this run within %g s: `wandb sync %s` sends it",
                            self.timeout_s, self._run.settings.sync_dir)  # fmt: skip
+
+    def _log_predictions(self) -> None:
+        """Send what part=predictions has written as a table: a row for each sample, with its picture if it is an image."""
+        import wandb
+
+        for path in sorted((self._info.directory / "predictions").glob("first_*.jsonl")):
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            names, strip = list(rows[0]), path.with_suffix(".png")
+            table = wandb.Table(columns=names, data=[[row[name] for name in names] for row in rows])
+            if strip.exists():
+                from PIL import Image
+
+                with Image.open(strip) as picture:
+                    size = picture.height  # of each image: they are squares, side by side
+                    images = [picture.crop((size * n, 0, size * (n + 1), size)) for n in range(len(rows))]
+                table.add_column("image", [wandb.Image(image) for image in images])
+            self._run.log({f"predictions/{path.stem}": table})
 
     def _log_checkpoints(self, summary: dict[str, Any]) -> None:
         import wandb

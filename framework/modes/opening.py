@@ -7,10 +7,10 @@ from typing import Any
 
 from framework.build.training import Builder
 from framework.loggers.sink import RunInfo
-from framework.modes.stored_samples import stored_samples
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.facts import say
 from framework.runtime.log import LOGGER, log_wrapped
+from framework.training.stored_samples import stored_samples
 from framework.training.trainer import Trainer
 
 

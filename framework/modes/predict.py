@@ -18,12 +18,12 @@ from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Task
 from framework.modes.evaluate import until_signal
 from framework.modes.load_run import LoadedModel, load_run
-from framework.modes.predictions_file import PredictionsFile
-from framework.modes.stored_samples import stored_samples, write_picture
 from framework.modules.structure import in_eval_mode
 from framework.runtime.exits import Exit, Unfit
 from framework.runtime.files import make_directory
-from framework.tasks.outputs import main_output
+from framework.tasks.outputs import written
+from framework.training.predictions_file import PredictionsFile
+from framework.training.stored_samples import stored_samples, write_picture
 
 
 def predict(build: Builder) -> Exit:
@@ -31,7 +31,7 @@ def predict(build: Builder) -> Exit:
     world, directory, wanted = build.world, build.directory.predictions, build.config.predict
     model, recording = load_run(build), Recording(build.task)
     predicting = build.altered()
-    predicting.task, predicting.observe = recording, recording.observe
+    predicting.task, predicting.observers = recording, [recording.observe]
     engine = predicting.engine(model.module)
     names, source = _samples(build)
     loader = predicting.loader(source, wanted.split, dp_rank=engine.dp_rank, dp_size=engine.dp_size)
@@ -93,7 +93,7 @@ class Recording:
     """Is in the place of the task, which has nothing to measure here, and keeps what is to be written of each micro-batch."""
 
     def __init__(self, task: Task) -> None:
-        self._written = getattr(task, "written", _main)
+        self._task = task
         self._rows: dict[str, Tensor] = {}
         self.fault = ""
 
@@ -105,10 +105,7 @@ class Recording:
 
     def observe(self, outputs: Any, micro_batch: MicroBatch) -> None:
         try:
-            for name, value in self._written(outputs).items():
-                if value.shape[:1] != (micro_batch.num_samples,):
-                    what = f"{name} of shape {list(value.shape)} does not begin with the {micro_batch.num_samples} samples"
-                    raise ValueError(what)
+            for name, value in written(self._task, outputs, num_samples=micro_batch.num_samples).items():
                 self._rows[f"{micro_batch.start}/{name}"] = value.cpu().contiguous()
         except (ValueError, TypeError, AttributeError) as error:  # raised when all ranks know of it
             self.fault = str(error)
@@ -117,7 +114,3 @@ class Recording:
         """Return what was recorded since the last call, as `FIRST SAMPLE IN THE BATCH/NAME`."""
         rows, self._rows = self._rows, {}
         return rows
-
-
-def _main(outputs: Any) -> dict[str, Tensor]:
-    return {"output": main_output(outputs)}

@@ -56,7 +56,7 @@ def problems(
     if demands.own_step:
         return [f"context: cuts samples, and the task has a step of its own, which wants them whole; {most_models}"]
     if demands.observes and context > 1:
-        cure = "another strategy" if demands.observes == "mode" else "metric=none, or another strategy"
+        cure = "another strategy" if demands.observes == "mode" else f"without {demands.observes}, or another strategy"
         what = "takes the outputs of whole samples, and under context a process has a part of each"
         return [f"{demands.observes}: {what}; {cure}"]
     if own_answer(model, "mixers") is None:

@@ -2,7 +2,7 @@
 
 import math
 
-from framework.training.parts import Loop
+from framework.training.loop import Loop
 
 
 class GradientNorms:

@@ -4,7 +4,7 @@ from statistics import median
 from typing import Any
 
 from framework.runtime.exits import Diverged
-from framework.training.parts import Loop
+from framework.training.loop import Loop
 
 
 class LossSpikes:

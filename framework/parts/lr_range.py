@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from framework.runtime.log import LOGGER
-from framework.training.parts import Loop
+from framework.training.loop import Loop
 
 
 class LRRange:

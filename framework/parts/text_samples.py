@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from framework.training.parts import Loop
+from framework.training.loop import Loop
 
 
 class TextSamples:

@@ -2,7 +2,7 @@
 
 import time
 
-from framework.training.parts import Loop
+from framework.training.loop import Loop
 
 
 class TimeLimit:

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,14 +62,20 @@ def dry_build(config: RunConfig) -> list[Problem]:
     except Exception as error:
         return [Problem.of_error("task", error)]
     has_step = callable(getattr(task, "step", None))
-    problems = _check_task(task, config.task, config.metric)
-    if problems := problems or _check_metrics(config.metric, num_processes=config.launch.most_processes):
+    if not measures(task) and not has_step:
+        what = f"{config.task['_target_']} gives a {type(task).__name__} with neither loss() nor step()"
+        return [Problem("task", what, "a task, as in framework/tasks/")]
+    if problems := _check_metrics(config.metric, num_processes=config.launch.most_processes):
         return problems
     parts, problems = _parts(config.part)
     averaging = _averaging(parts, ema_decay=config.trainer.ema_decay)
     if len(averaging) > 1:
         (key, value), (other, _) = averaging[:2]
         problems.append(Problem(key, f"{value}, but {other} averages the weights too", "one of them"))
+    observer = _observer(config.mode, config.metric, parts if MODES[config.mode].about == "run" else {})
+    if observer and observer != "mode" and not measures(task):
+        what = "takes outputs and targets, but the task measures by its step()"
+        problems.append(Problem(observer, what, f"{observer.partition('.')[0]}=none"))
     if problems:
         return problems
     demands = _demands(config.trainer, config.checkpoint, precision=config.precision.name, invariance=config.invariance)
@@ -77,7 +83,7 @@ def dry_build(config: RunConfig) -> list[Problem]:
     if problems := turns_problems(model, config.optimizer, demands):
         return problems
     demands = dataclasses.replace(demands, turns=bool(config.optimizer.get("turns")))
-    demands = dataclasses.replace(demands, own_step=has_step, observes=_observer(config.mode, config.metric))
+    demands = dataclasses.replace(demands, own_step=has_step, observes=observer)
     if MODES[config.mode].about == "existing run":  # such a mode takes no step
         demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, averages=None, grad_noise=None, parts=())
         demands = dataclasses.replace(demands, scales_loss=False, recovers=None, turns=False)
@@ -116,19 +122,9 @@ def _check_export(model: nn.Module, formats: Sequence[str] | None) -> list[Probl
     return []
 
 
-def _check_task(task: Any, node: Node, metric: dict[str, Node]) -> list[Problem]:
-    """Refuse what is no task, and metrics beside a task that gives them no outputs."""
-    if measures(task):
-        return []
-    if not callable(getattr(task, "step", None)):
-        what = f"{node['_target_']} gives a {type(task).__name__} with neither loss() nor step()"
-        return [Problem("task", what, "a task, as in framework/tasks/")]
-    what = "takes outputs and targets, but the task measures by its step()"
-    return [Problem("metric", what, "metric=none")] if metric else []
-
-
-def _observer(mode: str, metric: dict[str, Node]) -> Literal["metric", "mode"] | None:
-    return "mode" if mode == "predict" else "metric" if metric else None
+def _observer(mode: str, metric: dict[str, Node], parts: dict[str, Any]) -> str | None:
+    watching = (f"part.{name}" for name, part in parts.items() if hasattr(part, "observe"))
+    return "mode" if mode == "predict" else "metric" if metric else next(watching, None)
 
 
 def _check_init(model: nn.Module, init_from: Any) -> list[Problem]:

@@ -130,7 +130,10 @@ class Player:
         self._turns: Sequence[Turn | None] = self.update.turns or [None]
         self._scratch = TemporaryDirectory(prefix="steadfast-")  # where the parts may write
         folder = Path(self._scratch.name)
-        self.parts = build.parts(self.engine, self.update, total_steps=_TOTAL_STEPS, directory=folder, blame=_of_part)
+        splits = build.splits(self.engine)  # a part may ask for one; nothing is loaded yet
+        self.parts = build.parts(
+            self.engine, self.update, total_steps=_TOTAL_STEPS, splits=splits, directory=folder, blame=_of_part
+        )
 
     def attributes(self) -> dict[tuple[str, str], str]:
         """Return what the run's objects, and the user's modules, keep beside their state, by the object's key and a path."""
@@ -205,6 +208,7 @@ class Player:
         Collective.
         """
         build = self._build
+        self.parts.evaluating("val")
         with blamed("model", "an evaluation fails", "the same evaluation runs in a plain script"), in_eval_mode(self.module):
             sums = self.engine.evaluate(step)
             training = [name or "the model" for name, part in self.module.named_modules() if part.training]

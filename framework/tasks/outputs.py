@@ -1,6 +1,7 @@
 """Which of a model's outputs a task uses."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,18 @@ def main_output(outputs: "Tensor | Mapping[str, Tensor]") -> Tensor:
     if len(outputs) == 1:
         return next(iter(outputs.values()))
     raise ValueError(f"the model returns {', '.join(outputs)}: this task needs a tensor, or `logits` among them")
+
+
+def written(task: Any, outputs: Any, *, num_samples: int) -> dict[str, Tensor]:
+    """Return what predictions of a batch are: the tensors of the task's `written(outputs)`, or the main output.
+
+    ValueError or TypeError if that is no dictionary of tensors which begin with the samples.
+    """
+    found = dict(task.written(outputs) if hasattr(task, "written") else {"output": main_output(outputs)})
+    for name, value in found.items():
+        if value.shape[:1] != (num_samples,):
+            raise ValueError(f"{name} of shape {list(value.shape)} does not begin with the {num_samples} samples")
+    return found
 
 
 def auxiliary_loss(outputs: "Tensor | Mapping[str, Tensor]", *, weights_B: Tensor | None = None) -> "Tensor | float":

@@ -230,7 +230,7 @@ class Trainer:
         """
         self.world.at("evaluation", step=self.progress.step)
         self.speed.enter("evaluation")
-        self.parts.evaluating()
+        self.parts.evaluating(split)
         loader = self.splits.loader(split)
         with self.update.averaged():
             sums = measure(self.engine, loader.evaluate())

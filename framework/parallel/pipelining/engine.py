@@ -52,7 +52,7 @@ class PipelineEngine(Engine):
     ) -> None:
         self._chain = chain_for(model)
         axes = mesh.mesh_dim_names or ()
-        self.module, self.task = model, forward.module
+        self.module, self.task, self.observers = model, forward.module, forward.observers
         self.mesh: DeviceMesh | None = mesh
         self._group = mesh.get_group("pipeline")
         self._data = next((mesh.get_group(axis) for axis in ("replicate", "shard") if axis in axes), None)

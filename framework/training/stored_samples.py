@@ -9,13 +9,12 @@ from framework.data.source import Source
 from framework.loggers.sink import Samples
 from framework.runtime.files import replacing
 
-_NUM_SAMPLES = 8
 _PIXELS = 64  # of the longer side of an image in a picture
 
 
-def stored_samples(source: Source, dataset: Any) -> Samples:
+def stored_samples(source: Source, dataset: Any, *, count: int = 8) -> Samples:
     """Return the first samples, as images or as texts if they are such. Not collective."""
-    inputs, _ = source.gather(np.arange(min(_NUM_SAMPLES, len(source))))
+    inputs, _ = source.gather(np.arange(min(count, len(source))))
     if not isinstance(inputs, np.ndarray):
         return Samples(images=None, texts=None)
     if np.issubdtype(inputs.dtype, np.integer) and inputs.ndim == 2:

@@ -1,0 +1,145 @@
+"""What a part of a run sees of the loop, and can ask of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.checkpoint.gathering import gathered
+from framework.checkpoint.state import Progress
+from framework.data.loader import Splits
+from framework.data.source import Dataset
+from framework.distributed.world import World
+from framework.engine.buffers import Buffers
+from framework.engine.seam import Engine, Step, Task
+from framework.engine.sums import Sums, means, weight_of
+from framework.modules.tensors import Tree, gradient_of, map_tensors, whole
+from framework.optim.update import Update
+from framework.randomness import generator_states, set_generator_states
+from framework.training.evaluation import totals
+
+
+class Loop:
+    """What a part sees of the loop, and can ask of it. Every rank is at the same moment, and must ask for the same."""
+
+    def __init__(
+        self, *, world: World, engine: Engine, task: Task, dataset: Dataset, splits: Splits, update: Update,
+        directory: Path, seed: int, total_steps: int, progress: Progress,
+    ) -> None:  # fmt: skip
+        self.engine, self.task, self.dataset, self.splits = engine, task, dataset, splits
+        self.optimizer, self.directory = update.optimizer, directory
+        self.seed, self.total_steps, self.progress = seed, total_steps, progress
+        self.has_row = False  # the step under way gets a row of metrics.jsonl
+        self.split = ""  # which is, or was last, measured
+        self.stopped = ""  # why a part has ended the run
+        self._world, self._loss_scale = world, update.loss_scale
+        self._buffers = Buffers(*(module for module in (engine.module, engine.task) if module is not None))
+        self._sums: Sums = {}
+        self._under_way = Step(0, 1, [])
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps taken."""
+        return self.progress.step
+
+    @property
+    def samples_seen(self) -> int:
+        """The samples in the steps taken, over all processes."""
+        return self.progress.samples_seen
+
+    @property
+    def wall_s(self) -> float:
+        """The seconds that the run has taken by its last row or checkpoint, over all its starts; by this rank's clock."""
+        return self.progress.wall_s
+
+    @property
+    def turn(self) -> str:
+        """The turn (optimizer.turns) whose gradients are ready; empty without turns."""
+        return self._under_way.turn
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's part of the model, under the model's own names: its tensors may be shards (DTensor)."""
+        return self.engine.module
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one rank that writes files."""
+        return self._world.rank == 0
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the micro-batch that is going through the model does not count: another rank's, repeated."""
+        return self.engine.is_padding
+
+    @property
+    def device(self) -> torch.device:
+        return self._world.device
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters of this rank by name."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def loss(self) -> float:
+        """Return the loss of the step under way, over the whole global batch, once its gradients are ready. Collective."""
+        mine = {name: value for name, value in self._sums.items() if name in ("loss", weight_of("loss"))}
+        return means(totals(mine, world=self._world), num_samples=self._under_way.num_samples)["loss"]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks of a tensor of any shape, on the CPU, in float64. Collective."""
+        return self._world.agreement.sum(values.detach().double().cpu())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in the order of the ranks. Collective. For small values: see `distinct`."""
+        return self._world.agreement.gather(value)
+
+    def distinct(self, value: Any) -> list[Any]:
+        """Return the different values that ranks have, plain data, in the order of the first rank with each. Collective.
+
+        Many ranks with the same names, for example, cost no more than one.
+        """
+        return list(self._world.agreement.distinct(value).values())
+
+    def on_main(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return all ranks' tensors by name on the rank that writes files, on the CPU; elsewhere nothing. Collective."""
+        found = gathered(tensors, world=self._world)
+        return dict(zip(found.kinds, found.tensors))
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank's `flag` is true: the way to decide by what ranks see differently. Collective."""
+        return bool(self.sum(torch.tensor(float(flag))))
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the L2 norm of every trained parameter's whole gradient, by name, on every rank. Collective."""
+        found = {name: gradient_of(p) for name, p in self.trained().items()}
+        norms = {name: whole(torch.linalg.vector_norm(g)) for name, g in found.items() if g is not None}
+        mine = dict(zip(norms, torch.stack(list(norms.values())).tolist() if norms else []))
+        return {name: norm for part in self.distinct(mine)[::-1] for name, norm in part.items()}
+
+    def recompute(self) -> None:
+        """Take the step's gradients anew, of the same batch and the same draws, with the weights as they are now. Collective.
+
+        When the gradients are ready; buffers such as running statistics do not move a second time.
+        """
+        step, before = self._under_way, self._buffers.values()
+        parameters = list(self.trained().values())
+        for parameter in parameters:
+            parameter.grad = None
+        scale = self._loss_scale.value
+        sums = self.engine.forward_backward(step, index=self.step, loss_scale=scale, measure=False)
+        self.engine.weigh(sums, num_samples=step.num_samples)
+        self._loss_scale.unscale(parameters)
+        self._buffers.set(before)
+
+    def outputs(self, inputs: Tree) -> Tree:
+        """Return what the model returns for the same inputs on every rank, without gradients. Collective."""
+        states = generator_states(devices=[self.device])
+        outputs = self.engine.outputs(map_tensors(lambda tensor: tensor.to(self.device), inputs))
+        set_generator_states(states, devices=[self.device])  # so that the part draws on
+        return outputs
+
+    def stop(self, why: str) -> None:
+        """End the run after this step, as finished: evaluated, and saved. It is enough that one rank asks."""
+        self.stopped = self.stopped or why

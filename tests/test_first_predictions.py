@@ -1,0 +1,112 @@
+"""part=predictions: a small table of what the model says, alike under every strategy, for the report and wandb."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from framework.build import components
+from framework.config.folders import options
+from framework.config.frozen_file import recall
+from framework.runs.report import read_runs
+from tests.harness import Ended, Says, command, finished
+from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts
+from tests.test_loggers import OFFLINE, wandb_files, wandb_records
+
+RUN = ["dataset=digits", "model=mlp", "model.dim=16", "global_batch_size=14", "micro_batch_size=4", "trainer.max_epochs=null",
+       "trainer.max_steps=6", "trainer.eval_every=3", "precision=fp64", "part=predictions", "part.predictions.count=17"]  # fmt: skip
+
+
+def table(run: Ended, name: str = "first_val") -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    path = run.directory / "predictions" / name
+    return [json.loads(line) for line in Path(f"{path}.jsonl").read_text().splitlines()], load_file(f"{path}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*RUN, root=tmp_path_factory.mktemp("alone") / "runs")
+
+
+def test_it_is_what_mode_predict_writes_of_the_first_samples_and_their_targets(alone: Ended, tmp_path: Path) -> None:
+    records, tensors = table(alone)
+    finished("mode=predict", f"run.dir={alone.directory}", "predict.split=val", root=tmp_path)
+    whole, all_tensors = table(alone, "val")
+    assert len(records) == 17 < len(whole)
+    targets = components.dataset(recall(alone.directory)["dataset"]).load("val").gather(torch.arange(17).numpy())[1]
+    for number, (one, other) in enumerate(zip(records, whole)):
+        assert (one["sample"], one["class"], one["target"]) == (number, other["class"], int(targets[number]))
+        assert one["probability"] == pytest.approx(other["probability"], rel=1e-12)
+    assert torch.allclose(tensors["output"], all_tensors["output"][:17], rtol=0, atol=1e-12)
+    with Image.open(alone.directory / "predictions" / "first_val.png") as picture:
+        assert picture.width == 17 * picture.height
+
+
+QUICK = {("ddp", 2), ("pipeline", 2)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "mesh"),
+    [
+        pytest.param(strategy, *layout, marks=[] if (strategy, layout[0]) in QUICK else [pytest.mark.slow])
+        for strategy in options("parallel")
+        for layout in layouts(strategy)
+        if strategy not in (*FOR_EXPERTS, *NOT_EQUAL, *CONTEXTS, "single")
+    ],
+)
+def test_every_strategy_writes_the_same(strategy: str, ranks: int, mesh: list[str], alone: Ended, tmp_path: Path) -> None:
+    run = finished(*RUN, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, root=tmp_path / "runs")
+    (records, tensors), (wanted, theirs) = table(run), table(alone)
+    assert [(row["class"], row["target"]) for row in records] == [(row["class"], row["target"]) for row in wanted]
+    assert torch.allclose(tensors["output"], theirs["output"], rtol=0, atol=1e-10)
+
+
+def test_wandb_gets_a_table_with_pictures_and_the_report_shows_it(tmp_path: Path) -> None:
+    run = finished(*RUN, *OFFLINE, "part.predictions.count=5", root=tmp_path / "runs")
+    records, _ = table(run)
+    (file,) = wandb_files(run.directory)
+    sent = [json.loads(item.value_json) for record in wandb_records(file) for item in record.history.item
+            if item.key == "predictions/first_val" or list(item.nested_key) == ["predictions/first_val"]]  # fmt: skip
+    content = json.loads((file.parent / "files" / sent[-1]["path"]).read_text())
+    assert content["columns"] == ["sample", "class", "probability", "target", "image"]
+    assert [row[:4] for row in content["data"]] == [list(record.values()) for record in records]
+    assert all(row[4]["_type"] == "image-file" and (row[4]["width"], row[4]["height"]) == (64, 64) for row in content["data"])
+    (shown,) = read_runs(run.root)
+    assert [row["target"] for row in shown.predictions["first_val"]] == [row["target"] for row in records]
+
+
+TEXTS = ["dataset=text", "dataset.seq_len=16", "dataset.max_bytes=4000", "model=gpt", "model.dim=16", "model.num_layers=1",
+         "model.num_heads=2", "trainer.max_steps=2", "trainer.eval_every=1", "part=predictions"]  # fmt: skip
+
+
+def test_outputs_that_are_too_large_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    run = finished(*TEXTS, root=tmp_path / "runs")
+    assert run.output.count("part.predictions: the task has no tensor of at most 1024 numbers a sample") == 1
+    assert not (run.directory / "predictions").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ([*TEXTS, "parallel=context", "launch.nproc_per_node=2"], "part.predictions: takes the outputs of whole samples ... context ..."),
+        ([*RUN, "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "part.predictions: ... measures by its step() ..."),
+        ([*RUN, "part.predictions.count=0"], "part.predictions.count=0: is out of range (at least 1) ..."),
+        ([*RUN, "part.predictions.split=train"], "part.predictions.split=train: is not a split that training evaluates ..."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_the_start(line: list[str], said: str, tmp_path: Path) -> None:
+    ended = command(*line, root=tmp_path / "runs")
+    assert ended.code == 2 and Says(said) in [line.strip() for line in ended.output.splitlines()], ended.output
+
+
+def test_a_part_of_ones_own_sees_the_outputs_of_each_evaluation(tmp_path: Path) -> None:
+    line = [word for word in RUN if not word.startswith("part")]
+    own = finished(*line, "+part.own._target_=tests.own_parts.CountsRight", root=tmp_path / "runs", before=None)
+    accuracy = [row["accuracy"] for row in own.rows if row["split"] == "val"]
+    found = json.loads((own.directory / "right.json").read_text())
+    assert found == [pytest.approx(value, rel=1e-12) for value in accuracy] and len(found) == 2
