@@ -1,7 +1,6 @@
 """part=predictions: a small table of what the model says, alike under every strategy, for the report and wandb."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

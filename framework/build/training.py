@@ -51,8 +51,8 @@ from framework.runtime import torch_internals
 from framework.runtime.lock import Claim
 from framework.runtime.numerics import set_numerics
 from framework.training.guard import Guard
-from framework.training.metrics import Metrics
 from framework.training.loop import Loop
+from framework.training.metrics import Metrics
 from framework.training.parts import Blame, LoopParts
 from framework.training.plan import Plan
 from framework.training.recorder import Recorder
