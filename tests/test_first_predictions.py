@@ -13,12 +13,12 @@ from torch import Tensor
 from framework.build import components
 from framework.config.folders import options
 from framework.config.frozen_file import recall
-from framework.runs.report import read_runs
+from framework.runs.report import RunReader
 from tests.harness import Ended, Says, command, finished
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts
 from tests.test_loggers import OFFLINE, wandb_files, wandb_records
 
-RUN = ["dataset=digits", "model=mlp", "model.dim=16", "global_batch_size=14", "micro_batch_size=4", "trainer.max_epochs=null",
+RUN = ["dataset=digits", "model=mlp", "model.dim=12", "model.num_layers=4", "global_batch_size=14", "micro_batch_size=4", "trainer.max_epochs=null",
        "trainer.max_steps=6", "trainer.eval_every=3", "precision=fp64", "part=predictions", "part.predictions.count=17"]  # fmt: skip
 
 
@@ -69,13 +69,17 @@ def test_wandb_gets_a_table_with_pictures_and_the_report_shows_it(tmp_path: Path
     run = finished(*RUN, *OFFLINE, "part.predictions.count=5", root=tmp_path / "runs")
     records, _ = table(run)
     (file,) = wandb_files(run.directory)
-    sent = [json.loads(item.value_json) for record in wandb_records(file) for item in record.history.item
-            if item.key == "predictions/first_val" or list(item.nested_key) == ["predictions/first_val"]]  # fmt: skip
-    content = json.loads((file.parent / "files" / sent[-1]["path"]).read_text())
+    (sent,) = (record.artifact for record in wandb_records(file) if record.WhichOneof("record_type") == "artifact")
+    copies = {item.path: Path(item.local_path) for item in sent.manifest.contents}  # wandb's, in the home directory
+    content = json.loads(copies["predictions/first_val.table.json"].read_text())
+    pictures = [Image.open(copies[row[-1]["path"]]) for row in content["data"]]
+    for copy in copies.values():
+        copy.unlink(missing_ok=True)
     assert content["columns"] == ["sample", "class", "probability", "target", "image"]
-    assert [row[:4] for row in content["data"]] == [list(record.values()) for record in records]
-    assert all(row[4]["_type"] == "image-file" and (row[4]["width"], row[4]["height"]) == (64, 64) for row in content["data"])
-    (shown,) = read_runs(run.root)
+    assert [row[:-1] for row in content["data"]] == [list(record.values()) for record in records]
+    with Image.open(run.directory / "predictions" / "first_val.png") as strip:
+        assert [picture.tobytes() for picture in pictures] == [strip.crop((64 * n, 0, 64 * (n + 1), 64)).tobytes() for n in range(5)]
+    ((shown,), _) = RunReader(run.root).read()
     assert [row["target"] for row in shown.predictions["first_val"]] == [row["target"] for row in records]
 
 
@@ -94,13 +98,13 @@ def test_outputs_that_are_too_large_are_left_out_with_a_warning(tmp_path: Path) 
     [
         ([*TEXTS, "parallel=context", "launch.nproc_per_node=2"], "part.predictions: takes the outputs of whole samples ... context ..."),
         ([*RUN, "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "part.predictions: ... measures by its step() ..."),
-        ([*RUN, "part.predictions.count=0"], "part.predictions.count=0: is out of range (at least 1) ..."),
-        ([*RUN, "part.predictions.split=train"], "part.predictions.split=train: is not a split that training evaluates ..."),
+        ([*RUN, "part.predictions.count=0"], "part.predictions: count=0 is out of range (at least 1) ..."),
+        ([*RUN, "part.predictions.split=train"], "part.predictions.split: 'train' is not valid (one of val, test) ..."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_start(line: list[str], said: str, tmp_path: Path) -> None:
     ended = command(*line, root=tmp_path / "runs")
-    assert ended.code == 2 and Says(said) in [line.strip() for line in ended.output.splitlines()], ended.output
+    assert ended.code == 78 and Says(said) in [line.strip() for line in ended.output.splitlines()], ended.output
 
 
 def test_a_part_of_ones_own_sees_the_outputs_of_each_evaluation(tmp_path: Path) -> None:

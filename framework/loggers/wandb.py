@@ -121,16 +121,15 @@ class Wandb:
         import wandb
 
         for path in sorted((self._info.directory / "predictions").glob("first_*.jsonl")):
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            names, strip = list(rows[0]), path.with_suffix(".png")
-            table = wandb.Table(columns=names, data=[[row[name] for name in names] for row in rows])
+            rows, strip = [json.loads(line) for line in path.read_text().splitlines()], path.with_suffix(".png")
             if strip.exists():
                 from PIL import Image
 
                 with Image.open(strip) as picture:
                     size = picture.height  # of each image: they are squares, side by side
-                    images = [picture.crop((size * n, 0, size * (n + 1), size)) for n in range(len(rows))]
-                table.add_column("image", [wandb.Image(image) for image in images])
+                    for n, row in enumerate(rows):
+                        row["image"] = wandb.Image(picture.crop((size * n, 0, size * (n + 1), size)))
+            table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
             self._run.log({f"predictions/{path.stem}": table})
 
     def _log_checkpoints(self, summary: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from framework.modes.load_run import LoadedModel, load_run
 from framework.modules.structure import in_eval_mode
 from framework.runtime.exits import Exit, Unfit
 from framework.runtime.files import make_directory
-from framework.tasks.outputs import written
+from framework.tasks.outputs import written_outputs
 from framework.training.predictions_file import PredictionsFile
 from framework.training.stored_samples import stored_samples, write_picture
 
@@ -105,7 +105,7 @@ class Recording:
 
     def observe(self, outputs: Any, micro_batch: MicroBatch) -> None:
         try:
-            for name, value in written(self._task, outputs, num_samples=micro_batch.num_samples).items():
+            for name, value in written_outputs(self._task, outputs, num_samples=micro_batch.num_samples).items():
                 self._rows[f"{micro_batch.start}/{name}"] = value.cpu().contiguous()
         except (ValueError, TypeError, AttributeError) as error:  # raised when all ranks know of it
             self.fault = str(error)

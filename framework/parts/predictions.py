@@ -8,7 +8,7 @@ from torch import Tensor
 
 from framework.engine.seam import MicroBatch
 from framework.runtime.log import LOGGER
-from framework.tasks.outputs import written
+from framework.tasks.outputs import written_outputs
 from framework.training.loop import Loop
 from framework.training.predictions_file import PredictionsFile
 from framework.training.stored_samples import stored_samples, write_picture
@@ -24,12 +24,10 @@ class Predictions:
     """
 
     def __init__(self, *, split: Literal["val", "test"] = "val", count: int = 8) -> None:
-        if split not in ("val", "test"):
-            raise ValueError(f"split={split} is not a split that training evaluates (val or test)")
         if count < 1:
             raise ValueError(f"count={count} is out of range (at least 1)")
         self.split, self.count = split, count
-        self._is_written = False
+        self._is_answered = False
         self._rows: dict[str, Tensor] = {}  # of this rank, by NUMBER OF THE MICRO-BATCH/NAME
 
     def begun(self, loop: Loop) -> None:
@@ -40,7 +38,7 @@ class Predictions:
         if self._loop.split != self.split or micro_batch.number >= self.count:
             return
         size, targets = micro_batch.num_samples, micro_batch.targets
-        rows = written(self._loop.task, outputs, num_samples=size)
+        rows = written_outputs(self._loop.task, outputs, num_samples=size)
         if isinstance(targets, Tensor) and targets.shape == (size,):
             rows["target"] = targets
         small = {name: value for name, value in rows.items() if value.numel() <= size * _MOST_NUMBERS}
@@ -52,7 +50,8 @@ class Predictions:
         mine, self._rows = self._rows, {}
         if found := loop.on_main(mine):
             self._write(_in_order(found, count=self.count), loop)
-        elif loop.is_main and not self._is_written:
+        elif loop.is_main and not self._is_answered:
+            self._is_answered = True
             LOGGER.warning("part.predictions: the task has no tensor of at most %d numbers a sample, so nothing is written; "
                            "its written(outputs) can return smaller ones", _MOST_NUMBERS)  # fmt: skip
 
@@ -66,7 +65,7 @@ class Predictions:
             file.commit()
         source = loop.splits.loader(self.split).source
         write_picture(stored_samples(source, loop.dataset, count=num_samples), Path(f"{path}.png"))
-        self._is_written = True
+        self._is_answered = True
 
 
 def _in_order(found: dict[str, Tensor], *, count: int) -> dict[str, Tensor]:

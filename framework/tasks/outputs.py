@@ -18,7 +18,7 @@ def main_output(outputs: "Tensor | Mapping[str, Tensor]") -> Tensor:
     raise ValueError(f"the model returns {', '.join(outputs)}: this task needs a tensor, or `logits` among them")
 
 
-def written(task: Any, outputs: Any, *, num_samples: int) -> dict[str, Tensor]:
+def written_outputs(task: Any, outputs: Any, *, num_samples: int) -> dict[str, Tensor]:
     """Return what predictions of a batch are: the tensors of the task's `written(outputs)`, or the main output.
 
     ValueError or TypeError if that is no dictionary of tensors which begin with the samples.
