@@ -98,6 +98,20 @@ def test_init_writes_a_project_whose_test_passes(environment: Path, tmp_path: Pa
     assert before == {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
 
 
+def test_a_run_moves_from_a_checkout_to_an_installation_and_back(environment: Path, tmp_path: Path) -> None:
+    line = ["model=mlp", *QUICK, f"run.root={tmp_path}/runs"]
+    run([sys.executable, ROOT / "train.py", *line], tmp_path)
+    assert "finished already" in run(["steadfast", *line], tmp_path, venv=environment)
+    run(["steadfast", *line, "seed=1"], tmp_path, venv=environment)
+    assert "finished already" in run([sys.executable, ROOT / "train.py", *line, "seed=1"], tmp_path)
+    (package,) = environment.glob("lib/python*/site-packages/models/mlp.py")
+    text = package.read_text()
+    package.write_text(text + "\nOTHER = 1\n")
+    refused = run(["steadfast", *line], tmp_path, venv=environment, code=78)
+    package.write_text(text)
+    assert "models/mlp.py" in refused and "run.code=accept" in refused
+
+
 @pytest.mark.slow
 def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_path: Path) -> None:
     write(

@@ -172,8 +172,13 @@ def _installed() -> list[Path]:
 
 @functools.cache
 def _is_users(path: Path) -> bool:
-    """Return whether a module is somebody's own: neither Python's, nor an installed package, nor the framework."""
+    """Return whether a module is somebody's own: neither Python's, nor an installed package, nor the framework.
+
+    Our models count as the user's even where they are installed, so that a run can move between a checkout and an installation.
+    """
     path = path.resolve()
+    if path.is_relative_to(ROOT / "models"):
+        return True
     is_installed = any(path.is_relative_to(folder) for folder in _installed()) or "site-packages" in path.parts
     return path.suffix == ".py" and not is_installed and not path.is_relative_to(_FRAMEWORK)
 
