@@ -15,9 +15,8 @@ from framework.config.modes import MODES, Command, Mode, folder_of
 from framework.config.schema import RunConfig, RunSection, completed
 from framework.config.targets import locate
 from framework.config.validation import validate
-from framework.launch.catch_up import catch_up, mend_rows
+from framework.launch.catch_up import catch_up
 from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
-from framework.launch.mirrored import put_missing
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
 from framework.preflight.check import check, code_problems
@@ -126,9 +125,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
                 return print_problems(problems)
             if is_finished(config.run):
                 accept_code(config.run, config.targets())
-                mend_rows(config.run)
-                catch_up(config.run, config.logger, name=config.name, config=config.plain())
-                return put_missing(config.run, name=config.name)
+                return catch_up(config.run, config.logger, name=config.name, config=config.plain())
             if problems := draft.change("run", with_fetched_resume) + draft.change("run", _with_own_draws):
                 return print_problems(problems)
             config = draft.config or config

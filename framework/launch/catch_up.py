@@ -1,4 +1,4 @@
-"""What a finished run lacks by now: rows that its loggers have not got, and a record that is not as the run left it."""
+"""What a finished run can lack: rows of its record, in the file and in its loggers, and files in its mirror."""
 
 import math
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.schema import Node, RunSection
+from framework.launch.mirrored import put_missing
 from framework.loggers.background import Background, SinkFailed
 from framework.loggers.sink import RunInfo
 from framework.runs.directory import RunDirectory
@@ -14,7 +15,17 @@ from framework.runtime.lock import Lock, RunLocked
 from framework.runtime.log import LOGGER
 
 
-def mend_rows(run: RunSection) -> None:
+def catch_up(run: RunSection, loggers: Mapping[str, Node], *, name: str, config: dict[str, Any]) -> int:
+    """Repair a finished run's metrics.jsonl, and give its loggers and its mirror what they lack. Returns the exit code.
+
+    The loggers show `config`. Warns of what a logger does not take.
+    """
+    _mend_rows(run)
+    _inform(run, loggers, name=name, config=config)
+    return put_missing(run, name=name)
+
+
+def _mend_rows(run: RunSection) -> None:
     """Bring a finished run's metrics.jsonl back to what the run had written: without rows that came later, or twice.
 
     Warns of rows that are lost.
@@ -38,11 +49,8 @@ def mend_rows(run: RunSection) -> None:
         lock.release()
 
 
-def catch_up(run: RunSection, loggers: Mapping[str, Node], *, name: str, config: dict[str, Any]) -> None:
-    """Let the loggers that did not confirm a finished run's end have its rows, from metrics.jsonl. Warns of what fails.
-
-    `config` is shown to them.
-    """
+def _inform(run: RunSection, loggers: Mapping[str, Node], *, name: str, config: dict[str, Any]) -> None:
+    """Let the loggers that did not confirm a finished run's end have its rows, from metrics.jsonl."""
     directory = RunDirectory(Path(run.dir))
     summary = directory.read_summary()
     names = [logger for logger in loggers if logger in summary.get("unlogged", [])]

@@ -17,6 +17,7 @@ from framework.cli.run import start
 from framework.config.draft import Draft
 from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
+from framework.launch.catch_up import catch_up
 from framework.launch.claim import accept_code
 from framework.launch.slurm import submit
 from framework.preflight.check import changed_code
@@ -58,9 +59,10 @@ class Job:
         return "; ".join(changed_code(self.config.run, self.config.targets()))
 
     def skip(self) -> None:
-        """Take a job that is done as finished."""
-        self.code = Exit.FINISHED
-        accept_code(self.config.run, self.config.targets())
+        """Take a job that is done as finished, after its loggers and its mirror have got what they lack."""
+        config = self.config
+        accept_code(config.run, config.targets())
+        self.code = catch_up(config.run, config.logger, name=config.name, config=config.plain())
         LOGGER.info("finished already: %s, in %s", self, self.directory.path)
 
     def row(self, *, state: str | None = None) -> TableRow:
