@@ -76,10 +76,11 @@ function entriesOf(some) {
   const groups = all.filter((group) => group.runs.some((run) => Object.keys(run.curves).length))
   const wanted = picked.length ? groups.filter((group) => group.runs.some((run) => picked.includes(run))) : groups
   const bright = wanted.slice(0, MOST_COLORED), colors = colored(bright.map((group) => group.key))
+  const telling = data.swept.filter((key) => bright.length < 2 || new Set(bright.map((group) => setting(group.runs[0], key))).size > 1)
   for (const group of bright) {
     group.color = colors.get(group.key)
     const values = group.runs.filter((run) => run.monitor === data.monitor).map(best).filter(Number.isFinite)
-    const settings = data.swept.slice(0, 4).map((key) => `${key.split(".").pop()}=${brief(setting(group.runs[0], key))}`).join(" ")
+    const settings = telling.map((key) => `${key.split(".").pop()}=${brief(setting(group.runs[0], key))}`).join(" ")
     group.detail = group.run ? settings : `${group.runs.length} run${group.runs.length === 1 ? "" : "s"}${spread(values)}`
   }
   return {groups, bright, faint: groups.filter((group) => !group.color).slice(0, MOST_FAINT)}
