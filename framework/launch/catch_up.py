@@ -1,4 +1,4 @@
-"""What a finished run lacks by now: rows that its loggers have not got, and a record that is not as the run left it."""
+"""What a finished run still lacks: rows that its loggers do not have, and records that have changed since the run's end."""
 
 import math
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from framework.runtime.log import LOGGER
 
 
 def mend_rows(run: RunSection) -> None:
-    """Bring a finished run's metrics.jsonl back to what the run had written: without rows that came later, or twice.
+    """Restore a finished run's metrics.jsonl to the content that the run wrote: remove later rows and duplicates.
 
-    Warns of rows that are lost.
+    Warn about lost rows.
     """
     directory = RunDirectory(Path(run.dir))
     summary = directory.read_summary()
     if "rows" not in summary:
-        return  # of an earlier version
+        return  # the run is from an earlier version
     mark = Mark(**summary["rows"])
     size = directory.metrics.stat().st_size if directory.metrics.is_file() else -1
     if size == mark.num_bytes and mark.fits(directory.metrics):
@@ -39,9 +39,9 @@ def mend_rows(run: RunSection) -> None:
 
 
 def catch_up(run: RunSection, loggers: Mapping[str, Node], *, name: str, config: dict[str, Any]) -> None:
-    """Let the loggers that did not confirm a finished run's end have its rows, from metrics.jsonl. Warns of what fails.
+    """Send a finished run's rows, from metrics.jsonl, to the loggers that did not confirm the run's end. Warn about errors.
 
-    `config` is shown to them.
+    The loggers show `config`.
     """
     directory = RunDirectory(Path(run.dir))
     summary = directory.read_summary()
@@ -70,7 +70,7 @@ def catch_up(run: RunSection, loggers: Mapping[str, Node], *, name: str, config:
         if not isinstance(sink, Background):
             continue
         try:
-            sink.open(info)  # which takes the rows that it lacks
+            sink.open(info)  # it fetches the rows that the logger lacks
             sink.close(summary)
             sink.wait(within_s=math.inf)
             names.remove(logger)
