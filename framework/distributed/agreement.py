@@ -93,7 +93,7 @@ class Agreement:
         result, fault = self.from_rank_0((result, fault))
         if fault is not None:
             raise fault
-        return result  # the result of rank 0
+        return result  # type: ignore[return-value]  # the result of rank 0
 
     def _distinct_on_rank_0(self, value: Any) -> dict[int, Any]:
         """Return the different values on rank 0, by their first ranks. Other ranks get {}, unless all values are equal."""

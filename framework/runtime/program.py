@@ -41,7 +41,7 @@ def end_process(code: int) -> NoReturn:
     """End this process as sys.exit would, but do not finalize the interpreter, which would free torch's objects one by one."""
     if not _is_whole_process():  # a profiler, for example, reports when this program has ended
         sys.exit(code)
-    threading._shutdown()  # as multiprocessing does: wait for threads, end pools of threads
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: wait for threads, end pools of threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # the stream has no reader any more, or it is closed
