@@ -69,7 +69,7 @@ def random_bits(keys: np.ndarray, *, draw: int = 0) -> np.ndarray:
 
 
 def random_integers(keys: np.ndarray, *, high: int, draw: int = 0) -> np.ndarray:
-    """Return an int64 from 0 to `high - 1` for each key. Relative to others, no value is likelier by more than high / 2**32."""
+    """Return an int64 from 0 to `high - 1` for each key. The probabilities differ by at most the fraction high / 2**32."""
     upper_half = random_bits(keys, draw=draw) >> np.uint64(32)
     return (upper_half * np.uint64(high) >> np.uint64(32)).astype(np.int64)
 
