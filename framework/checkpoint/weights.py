@@ -33,7 +33,7 @@ class Fit:
     fitting: list[str]
     faults: list[str]  # what does not fit, one line each
     misplaced: list[str]  # the names that must fit and do not fit
-    remedy: str  # for names that differ in their first words
+    remedy: str  # the remedy, for names that differ in their beginnings
 
     @classmethod
     def of(cls, tensors: Mapping[str, Stored], module: nn.Module) -> "Fit":
@@ -73,7 +73,7 @@ def _with_nearest(name: str, shape: list[int], state: Mapping[str, Tensor], miss
 
 
 def _remedy(unexpected: list[str], missing: list[str]) -> str:
-    """Return the option that gives most names a name of the model, if the names differ in their first words."""
+    """Return the option that gives most names a name of the model, if the names differ only in their beginnings."""
     wanted, found = set(missing), Counter[tuple[str, str]]()
     for name in unexpected:
         found.update(("prefix", other.removesuffix(name)) for other in missing if other.endswith(f".{name}"))

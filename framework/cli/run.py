@@ -152,7 +152,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
 
 
 def _with_own_draws(run: RunSection) -> tuple[RunSection, list[Problem]]:
-    """Keep the `draws` of an existing run, or of the run whose state this run starts with."""
+    """Keep the `draws` of an existing run, or of the run with the state from which this run starts."""
     found = frozen_draws(Path(run.dir)) if run.resume != "never" else None
     if found is None and run.resume not in ("auto", "never", "must"):
         found = frozen_draws(checkpoints_of(Path(run.resume)).parent)

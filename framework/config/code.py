@@ -95,7 +95,7 @@ def own_modules(targets: Iterable[str]) -> dict[str, ModuleType]:
 
 
 def loaded_unseen() -> dict[str, str]:
-    """Return the user's loaded modules that no import reaches that `code_of` can follow, each with its file.
+    """Return the user's loaded modules that `code_of` does not find, because no import leads to them, each with its file.
 
     Examples: modules with computed names, plug-ins that a program finds in a folder, a file that is executed as a module.
     """

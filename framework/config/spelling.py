@@ -1,4 +1,4 @@
-"""The key or option that a misspelt word probably stands for."""
+"""The key or option that the user probably meant by a misspelt word."""
 
 import difflib
 import functools
@@ -39,7 +39,7 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str | None:
-    """Return the choice that `word` probably stands for."""
+    """Return the choice that the user probably meant by `word`, or None."""
     word = word.lower().replace("-", "_")
     section, _, last = word.rpartition(".")
     lasts = [choice.rpartition(".")[2] for choice in choices]

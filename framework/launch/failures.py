@@ -47,7 +47,7 @@ def record_failure(error: Exception, *, environment: Environment, scratch: Path 
 
 
 def recorded_failures(scratch: Path, *, attempt: int) -> list[Failure]:
-    """Return the recorded failures of an attempt's workers, the earliest first, but those that only lost a peer last."""
+    """Return the recorded failures of an attempt's workers, the earliest first. Failures that only lost a peer come last."""
     found = [Failure(**json.loads(path.read_text())) for path in scratch.glob(f"failure_{attempt}_*.json")]
     return sorted(found, key=lambda failure: (failure.lost_peer, failure.time))
 

@@ -39,8 +39,8 @@ NODE = "import sys; sys.path[0] = sys.argv[1]; from framework.launch.slurm impor
 def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -> list[int]:
     """Submit runs with equal requests as one job, or as an array if there are several. Skip runs with a job in the queue.
 
-    Return each run's exit code immediately, because a job may wait for days. `folder` must be empty: it gets the job's output
-    and, with launch.slurm.snapshot, the code. `name` is the job's name; None means the run's name.
+    Return each run's exit code immediately, because a job may wait for days. `folder` must contain nothing else: it gets the
+    job's output and, with launch.slurm.snapshot, the code. `name` is the job's name; None means the run's name.
     """
     codes: dict[str, int] = {}
     claimed: list[ClaimedRun] = []

@@ -1,4 +1,4 @@
-"""The lineage of a run: its starts, and the other runs whose checkpoints and weights it has used."""
+"""The lineage of a run: its starts, and the other runs that have written the checkpoints and weights it has used."""
 
 import os
 from collections.abc import Iterator

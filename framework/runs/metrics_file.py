@@ -29,7 +29,7 @@ def is_maximised(name: str, *, monitor: str, mode: str) -> bool:
 
 
 def is_curve(name: str) -> bool:
-    """Return whether a column is drawn, shown on a terminal and listed. Not so: positions such as the step, and NAME:MODULE."""
+    """Return whether a column is drawn, printed on a terminal and listed. Positions (step, ...) and NAME:MODULE are not."""
     return name not in NOT_CURVES and ":" not in name
 
 

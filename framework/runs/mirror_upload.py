@@ -35,7 +35,7 @@ class Upload:
         self._is_pruned = False
 
     def _contents(self) -> Contents:
-        """Return the mirror's content without the folders of later holders, whose files must not be removed at any time."""
+        """Return the mirror's content without the folders of later holders. Their files must not be removed at any time."""
         found = self._objects.listing()
         own = {name: facts for name, facts in found.items() if name[:6] <= self._folder}
         return Contents(self._holding.number, {"begins": self._holding.begins}, own)

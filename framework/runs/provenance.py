@@ -115,7 +115,7 @@ class Provenance:
         self._write(content)
 
     def unknown(self, loaded: Iterable[str]) -> list[str]:
-        """Return those modules that this start has loaded, but that the run had not loaded at its last checkpoint."""
+        """Return the modules that this start has loaded, but that the run had not loaded at its last checkpoint."""
         start = self._latest()
         known = self.read()["code"].get(start.get("code"), {})
         return [name for name in loaded if name not in known] if "loaded" in start else []

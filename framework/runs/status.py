@@ -68,7 +68,7 @@ _FAULTS = ("FAILED", "COMPLETED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE")  # job
 
 
 def _last_words(directory: RunDirectory, end: str) -> Standing:
-    """Return the state of a run that did not record its end, from its job's output and from Slurm's word for its `end`."""
+    """Return the state of a run that did not record its end, from its job's output and from `end`, Slurm's state of the job."""
     summary, lines = directory.read_summary(), directory.last_lines_of_job()
     has_begun = summary.get("status") != "queued"
     # Slurm keeps no record of an array's job that was cancelled while it waited

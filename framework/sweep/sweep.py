@@ -186,7 +186,7 @@ def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
 
 
 def _objective_problems(multirun: Multirun, job: Job) -> list[Problem]:
-    """Return those of several objectives that are not metrics of a run, with the check of checkpoint.monitor."""
+    """Return the problems of objectives that are not metrics of a run, with the check of checkpoint.monitor."""
     found = []
     for name in multirun.sweeper.metrics if multirun.sweeper is not None else []:
         problems = checked_line([*job.line, f"checkpoint.monitor={name}", "checkpoint.mode=min"]).problems
