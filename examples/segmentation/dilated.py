@@ -44,8 +44,7 @@ class Dilated(nn.Module):
 
 
 class Segmentation:
-    """Cross-entropy of the pixels. outputs (B, C, H, W) are logits, targets_BHW are int64. A target of `ignored` does not
-    count.
+    """Cross-entropy of the pixels. outputs (B, C, H, W) are logits, targets_BHW are int64. Targets of `ignored` do not count.
 
     Images have different numbers of counted pixels. So a loss is a sum with a weight: both are added over the whole global
     batch, then divided.

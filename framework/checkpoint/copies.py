@@ -21,9 +21,7 @@ class HostCopies:
 
     @torch.no_grad()
     def update(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Start to copy this rank's parts of tensors, and return the copies, cut like the tensors. After `wait` they are
-        complete.
-        """
+        """Start to copy this rank's parts of tensors. Return the copies, cut like the tensors: complete only after `wait`."""
         kept, self._copies = self._copies, {}
         for name, tensor in tensors.items():
             copy, part = kept.get(name), local(tensor)

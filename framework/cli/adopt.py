@@ -29,10 +29,9 @@ _NOT_TRIED = ("auto", "single")
 
 
 def adopt(arguments: list[str]) -> int:
-    """Write the option of a model, and print for each strategy whether it supports the model, or why not. Return the exit
-    code.
+    """Write the option of a model, and print for each strategy whether it supports the model, or why not.
 
-    An existing file is not changed. The other arguments are for the runs that are tried (`dataset=...`).
+    Return the exit code. An existing file is not changed. The other arguments are for the runs that are tried (`dataset=...`).
     """
     if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
         return print_problems([Problem("adopt", _USAGE)])

@@ -51,8 +51,7 @@ class PlannedMesh:
         return rank // (self.ranks.size // self.num_nodes)
 
     def drawn(self) -> Any:
-        """Return the figure: for each axis, the ranks, with one or more rows per node. The ranks of a group have the same
-        colour.
+        """Return the figure: for each axis, the ranks, with one or more rows per node. A group's ranks have the same colour.
 
         If there are more groups than colours, a small number shows the group.
         """

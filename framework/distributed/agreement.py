@@ -133,10 +133,9 @@ class Agreement:
         return [unpacked_object(part) for part in parts or []]
 
     def dealt(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
-        """Return this rank's item of the result of `deal`, which rank 0 calls with every rank's `value` in rank order.
-        Collective.
+        """Return this rank's item of the result of `deal`, which rank 0 calls with every rank's `value`, in rank order.
 
-        The other ranks have only their own value and their own item in memory.
+        Collective. The other ranks have only their own value and their own item in memory.
         """
         if self.group is None:
             return deal([value])[0]
@@ -190,8 +189,7 @@ class Agreement:
             dist.barrier(group=self.group)
 
     def any_flags(self, *flags: bool, now: bool = True) -> list[bool]:
-        """Return for each flag whether any rank had set the flag at the PREVIOUS call. All ranks get the same result.
-        Collective.
+        """Return for each flag whether any rank had set the flag at the PREVIOUS call: the same on all ranks. Collective.
 
         Without `now`, only one of `every` calls asks the other ranks; the flags of the calls in between are not sent. The
         reduction of one call runs during the next step, so an agreement costs no waiting time.

@@ -89,8 +89,7 @@ def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -
 
 
 def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
-    """Serve a store on an address of this host, on the first free port of `ports` (0: any port). Return the store and its
-    port.
+    """Serve a store on this host's address and the first free port of `ports` (0: any port). Return the store and the port.
 
     The server lives as long as the returned object. Raise OSError if no port is free.
     """

@@ -40,10 +40,10 @@ def _name(text: str) -> str:
 
 @dataclass(kw_only=True)
 class MLflow:
-    """MLflow. `uri` is a tracking server or database; null means MLFLOW_TRACKING_URI, else `mlflow.db` in the folder of all
-    runs.
+    """MLflow. `uri` is a tracking server or database.
 
-    `timeout_s` limits the time in which the server must receive the remaining data at the end.
+    With null, it is MLFLOW_TRACKING_URI, else `mlflow.db` in the folder of all runs. `timeout_s` limits the time in which the
+    server must receive the remaining data at the end.
     """
 
     extra: ClassVar = "mlflow"  # the extra that installs the package

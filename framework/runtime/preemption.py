@@ -1,6 +1,4 @@
-"""Preemption: a signal handler only sets a flag, and the loop reads the flag at its step boundaries. Also: the parent's
-death.
-"""
+"""Preemption: a signal handler only sets a flag, which the loop reads at its step boundaries. Also: the parent's death."""
 
 import ctypes
 import math

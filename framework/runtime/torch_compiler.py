@@ -1,5 +1,4 @@
-"""torch's compiler. It is imported late, because its import takes as long as the import of torch. Its caches belong to the
-run.
+"""torch's compiler. Its import is late, because it takes as long as the import of torch. Its caches belong to the run.
 
 This file has names of torch that are not public, like `torch_internals`.
 """

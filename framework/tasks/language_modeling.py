@@ -11,8 +11,8 @@ IGNORED = -100  # the target of a token that does not count, as in torch and in 
 
 
 class LanguageModeling:
-    """Cross-entropy of the next token, in nats. outputs (B, T, V) are logits, targets_BT are int64. A target of -100 does not
-    count.
+    """Cross-entropy of the next token, in nats. outputs (B, T, V) are logits, targets_BT int64; a target of -100 is not
+    counted.
 
     `bytes_per_token`: the mean number of text bytes per token, or None if unknown.
     """

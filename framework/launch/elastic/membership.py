@@ -144,8 +144,7 @@ _MOST_EXACT = 20  # nodes without some link: up to this number, all choices are 
 
 
 def together(numbers: Sequence[int], *, apart: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the largest set of nodes of which no two are `apart`, in order. Of equal sets, take the one with the oldest
-    nodes.
+    """Return the largest set of nodes of which no two are `apart`, in order. Of equal sets, take that with the oldest nodes.
 
     If many nodes lack a link, the set is large, but maybe not the largest.
     """
