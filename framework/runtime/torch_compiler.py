@@ -31,11 +31,10 @@ class _LaterPart:
 
 
 class _Later(ModuleType):
-    """The substitute for `torch._dynamo` until its first use: every optimizer imports it, which takes as long as importing
-    torch.
+    """The substitute for `torch._dynamo` until its first use.
 
-    Optimizers, DDP and process groups use some of its functions, which matter only to compiled code: these functions are here.
-    Any other name imports the real module.
+    Every optimizer imports this module, which takes as long as importing torch. Optimizers, DDP and process groups use some of
+    its functions, which matter only to compiled code: these functions are here. Any other name imports the real module.
     """
 
     def __init__(self, name: str) -> None:
