@@ -1,9 +1,9 @@
-"""What a step costs where the C library keeps the memory that is freed (launch.keep_freed_memory), beside glibc's own ways.
+"""The cost of a step if the C library keeps freed memory (launch.keep_freed_memory), compared with glibc's defaults.
 
     python benchmarks/allocator.py          a GPT, a CNN and a ResNet; two processes of the GPT
 
-A bare PyTorch loop in processes of their own, one with each setting in a round, several rounds: medians with quartiles. System
-time is the kernel's, which clears pages; page faults are counted.
+A bare PyTorch loop runs in separate processes: in each round, one process with each setting. The figures are medians with
+quartiles over the rounds. System time is the time of the kernel, which clears pages. Page faults are counted.
 """
 
 import multiprocessing
@@ -23,8 +23,8 @@ NUM_ROUNDS, NUM_STEPS, WARM_UP = 5, 6, 2
 
 class Measured(NamedTuple):
     step_ms: float  # the median step
-    system_ms: float  # of a step
-    faults: float  # of a step
+    system_ms: float  # per step
+    faults: float  # per step
     peak_mb: float
 
 

@@ -1,9 +1,10 @@
-"""What strategies that do not compute what one process does cost in accuracy, against those that do, in the same run.
+"""The accuracy cost of strategies that do not compute the same as one process, compared with strategies that do.
 
     python benchmarks/apart.py                 all
-    python benchmarks/apart.py pipedream 1f1b  those whose names have one of these words
+    python benchmarks/apart.py pipedream 1f1b  only strategies with one of these words in their names
 
-The default CNN on digits, 15 epochs, with three seeds, by two optimizers: means of the test accuracy, and the worst seed's.
+The default CNN trains on digits for 15 epochs, with three seeds and two optimizers. The figures are the mean test accuracy,
+and the accuracy of the worst seed.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""What invariance=bitwise costs: a step of it against one of plain ddp, on the same micro-batches.
+"""The cost of invariance=bitwise: its step compared with a step of plain ddp, on the same micro-batches.
 
     python benchmarks/bitwise.py
 
-Both sides run in turn, several times; a figure is the median over the later rows of `metrics.jsonl`.
+Both sides run in turn, several times. A figure is the median over the later rows of `metrics.jsonl`.
 """
 
 import json

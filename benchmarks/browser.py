@@ -1,4 +1,4 @@
-"""Headless Chromium, as the benchmark and the pictures of a report use it: Debian's chromium and chromium-driver."""
+"""Headless Chromium for the benchmark and the pictures of a report. It uses Debian's chromium and chromium-driver."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from selenium import webdriver
 
 
 def browser(*, width: int, height: int, scheme: str) -> Any:
-    """Start Chromium with a window of this size, in pixels; `scheme` is light or dark."""
+    """Start Chromium with a window of this size in pixels. `scheme` is light or dark."""
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--disable-dev-shm-usage", "--force-device-scale-factor=1", "--hide-scrollbars"):
         options.add_argument(argument)

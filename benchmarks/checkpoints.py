@@ -1,11 +1,11 @@
-"""What a checkpoint costs: processor time and memory of a save, how long it stops training, and who holds the interpreter.
+"""The cost of a checkpoint: processor time and memory of a save, the stall of the training, and the pauses of Python.
 
-    python benchmarks/checkpoints.py             all of it; with benchmarks/comparison/requirements.txt installed, Lightning too
+    python benchmarks/checkpoints.py             everything; also Lightning, with benchmarks/comparison/requirements.txt
     python benchmarks/checkpoints.py saves       a save, beside write() and fsync of the same bytes, and torch.save with fsync
-    python benchmarks/checkpoints.py stalls      what training waits for where a thread saves beside the steps
+    python benchmarks/checkpoints.py stalls      how long training waits while a thread saves in the background
 
-All sides put the same state (a model and its AdamW moments) on the same disk: into a new file, which is flushed and takes the
-place of the one before. They run in turn, one of each in a round; ratios are medians over rounds, with their quartiles.
+All sides write the same state (a model and its AdamW moments) to the same disk: into a new file, which is flushed and replaces
+the previous file. The sides run in turn, each once per round. Ratios are medians over rounds, with their quartiles.
 "Steadfast" is the whole protocol: hashed and flushed shard, manifest, rename, retention.
 """
 
@@ -43,7 +43,7 @@ NUM_LAYERS = 12
 
 
 def state_of(size_mb: float) -> dict[str, Tensor]:
-    """Return a state of so many megabytes: 12 weights, and two moments of each."""
+    """Return a state of this many megabytes: 12 weights, and two moments of each weight."""
     count = int(size_mb * 1e6 / 4 / 3 / NUM_LAYERS)
     kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
     return {f"{kind}/layer{number}": torch.randn(count) for number in range(NUM_LAYERS) for kind in kinds}
@@ -56,7 +56,7 @@ def store_in(folder: Path) -> CheckpointStore:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Any]:
-    """Yield a new file, which is flushed and takes the place of the one before."""
+    """Yield a new file, which is flushed and replaces the previous file."""
     with open(path.with_suffix(".new"), "wb", buffering=0) as file:
         yield file
         os.fsync(file.fileno())
@@ -95,7 +95,7 @@ def quartiles(ratios: list[float]) -> str:
 
 
 def in_turn(sides: dict[str, Callable[[], object]], *, num_rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return each side's processor and wall milliseconds in each round; the first round, which fills the caches, is left out."""
+    """Return each side's processor and wall milliseconds in each round, without the first round, which fills the caches."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for _ in range(num_rounds + 1):
         for name, work in sides.items():
@@ -106,7 +106,7 @@ def in_turn(sides: dict[str, Callable[[], object]], *, num_rounds: int) -> dict[
 
 
 def peak_mb(work: Callable[[], object]) -> float:
-    """Return how much more memory a process takes that does the work, above what it had before."""
+    """Return by how much the memory of a process grows while it does the work."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -151,11 +151,11 @@ def report_saves() -> None:
                       f"{memory[side]:16.0f}", flush=True)  # fmt: skip
 
 
-# --- beside the steps
+# --- in the background
 
 
 class Training:
-    """Steps of an MLP with AdamW in this process, whose state a side saves between two of them."""
+    """Training steps of an MLP with AdamW in this process. A side saves the state between two steps."""
 
     def __init__(self, size_mb: float) -> None:
         dim = int((size_mb * 1e6 / 4 / 3 / 4) ** 0.5)
@@ -164,7 +164,7 @@ class Training:
         self.inputs = torch.randn(16, dim)
 
     def step(self) -> float:
-        """Take a step. Returns its seconds."""
+        """Take a step. Return its seconds."""
         begun = time.perf_counter()
         self.optimizer.zero_grad()
         self.model(self.inputs).square().mean().backward()
@@ -179,7 +179,7 @@ class Training:
 
 
 class Beside:
-    """A side: what training waits for, `begin`, and until it is on the disk, `settle`."""
+    """A side with a save in the background. Training waits in `begin`; `settle` waits until the state is on the disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -211,12 +211,12 @@ class Ours(Beside):
 
 class OfLightning(Beside):
     def __init__(self, folder: Path) -> None:
-        watch_for_torchvision()  # where it is installed beside a torch for CPUs, Lightning could not import it
+        watch_for_torchvision()  # otherwise Lightning could not import a torchvision beside a torch for CPUs
         from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
         self._is_written = threading.Event()
 
-        class Noted(TorchCheckpointIO):  # the plugin does not tell when a save is over
+        class Noted(TorchCheckpointIO):  # the plugin does not report the end of a save
             def save_checkpoint(_, *args: Any, **kwargs: Any) -> None:
                 super().save_checkpoint(*args, **kwargs)
                 self._is_written.set()
@@ -234,7 +234,7 @@ class OfLightning(Beside):
 
 
 def longest_pause_s(training: Training, side: Beside) -> float:
-    """Return for how long at most a thread of Python could not run, while the state was written."""
+    """Return the longest time in which a thread of Python could not run while the state was written."""
     pauses, is_over = [0.0], threading.Event()
 
     def look() -> None:

@@ -1,13 +1,15 @@
-"""The same five tasks here and in Lightning: lines of code, and what two processes or a SIGKILL change.
+"""The same five tasks in this framework and in Lightning: lines of code, and the effects of two processes or a SIGKILL.
 
     python benchmarks/comparison.py --peer PATH_OF_PYTHON_WITH_LIGHTNING            both sides
-    python benchmarks/comparison.py                                                 only ours
+    python benchmarks/comparison.py                                                 only this framework
     python benchmarks/comparison.py --tasks gan,simclr --peer ...                   some of the tasks
-    python benchmarks/comparison.py --variants --peer ...                           Lightning's, without some causes of differences
+    python benchmarks/comparison.py --variants --peer ...                           Lightning without some causes of
+    differences
 
-Each side runs three times, in float64: on one process, on two with the same global batch, and on one that kills itself with
-SIGKILL within an epoch, between two checkpoints, and is started again by the same command. The second and third are compared
-with the first: the loss of the validation set, and the weights, as |difference| / |weights|.
+Each side runs three times, in float64: on one process, on two processes with the same global batch, and on one process that
+kills itself with SIGKILL. The kill comes within an epoch, between two checkpoints; then the same command starts the process
+again. The second and the third run are compared with the first run: the validation loss, and the weights, as |difference| /
+|weights|.
 """
 
 import argparse
@@ -31,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PEER = ROOT / "benchmarks" / "comparison"
 sys.path.insert(0, str(ROOT))
 
-# An epoch has 20 steps, so that the kill, and the checkpoint of step 24 before it, are within the second one.
+# An epoch has 20 steps, so that the kill, and the checkpoint of step 24 before it, are in the second epoch.
 NUM_STEPS = 34
 SAVE_EVERY = 8
 KILL_AFTER = 30
@@ -47,7 +49,7 @@ TEXTS = [
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its folder in examples/ (None = the default configuration), and what is added to the command."""
+    """A task: its folder in examples/ (None = the default configuration), and additional overrides."""
 
     example: str | None
     overrides: list[str] = field(default_factory=list)
@@ -79,7 +81,7 @@ sys.exit(start(OVERRIDES))
 
 
 def kill_run_after(step: int) -> None:
-    """Have the run kill all its processes with SIGKILL behind a step; 0 = never."""
+    """Make the run kill all its processes with SIGKILL after a step; 0 = never."""
     from framework.training.trainer import Trainer
 
     original = Trainer.train_step
@@ -87,7 +89,7 @@ def kill_run_after(step: int) -> None:
     def train_step(trainer, *args, **kwargs):  # type: ignore[no-untyped-def]
         result = original(trainer, *args, **kwargs)
         if trainer.progress.step == step:
-            os.kill(0, signal.SIGKILL)  # its process group
+            os.kill(0, signal.SIGKILL)  # the run's process group
         return result
 
     Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
@@ -100,7 +102,7 @@ class Result:
 
 
 def num_lines(path: Path) -> int:
-    """Count the lines of a file of Python or YAML that are neither blank nor comments nor docstrings, nor the benchmark's own."""
+    """Count the lines of a Python or YAML file, without blank lines, comments, docstrings, and lines for the benchmark."""
     lines = path.read_text().splitlines()
     if path.suffix == ".py":
         import ast
@@ -113,7 +115,7 @@ def num_lines(path: Path) -> int:
 
 
 def our_lines(task: Task) -> int:
-    """Count the lines of an example's files, and what the benchmark adds to its command."""
+    """Count the lines of an example's files, and the overrides that the benchmark adds to its command."""
     folder = ROOT / "examples" / (task.example or "none")
     return len(task.overrides) + sum(map(num_lines, chain(folder.rglob("*.py"), folder.rglob("*.yaml"))))
 
@@ -123,7 +125,7 @@ def peer_file(name: str) -> Path:
 
 
 def write_texts(folder: Path) -> None:
-    """Write shards of texts of unequal length, paragraphs of Python's standard library, and a tokenizer whose tokens are bytes."""
+    """Write shards with texts of different lengths (paragraphs of Python's standard library), and a tokenizer of bytes."""
     import sysconfig
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -144,7 +146,7 @@ def write_texts(folder: Path) -> None:
 
 
 def call(command: list[str], *, folder: Path, environment: dict[str, str], is_killed: bool) -> str:
-    """Run a command in a process group of its own, and return its output. RuntimeError if it does not end as it should."""
+    """Run a command in its own process group, and return its output. Raise RuntimeError if it ends in an unexpected way."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{PEER}", **environment}
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, start_new_session=True)
     if done.returncode != (-signal.SIGKILL if is_killed else 0):
@@ -155,7 +157,7 @@ def call(command: list[str], *, folder: Path, environment: dict[str, str], is_ki
 def ours(
     name: str, *, folder: Path, num_processes: int, kill_after: int = 0, overrides: list[str] | None = None
 ) -> Result | None:
-    """Run a task in a folder, or continue it; None if it is killed."""
+    """Run a task in a folder, or continue it. Return None if the run is killed."""
     from safetensors.numpy import load_file
 
     task = TASKS[name]
@@ -173,7 +175,7 @@ def ours(
 
 
 def peer(script: str, *, python: str, folder: Path, num_processes: int, kill_after: int = 0) -> Result | None:
-    """Run Lightning's side of a task, a program, in a folder, or continue it; None if it is killed."""
+    """Run Lightning's side of a task, which is a program, in a folder, or continue it. Return None if it is killed."""
     options = [f"--devices={num_processes}", f"--steps={NUM_STEPS}", f"--every={SAVE_EVERY}", f"--folder={folder}"]
     environment = {"KILL_AFTER": str(kill_after)}
     (folder / "peer.py").write_text(script)
@@ -187,7 +189,7 @@ def peer(script: str, *, python: str, folder: Path, num_processes: int, kill_aft
 
 
 def prepared(name: str, folder: Path) -> Path:
-    """Make a copy of a task's folder, with its data."""
+    """Make a copy of a task's folder, with the task's data."""
     example = TASKS[name].example
     if example is None:
         folder.mkdir(parents=True)
@@ -199,7 +201,7 @@ def prepared(name: str, folder: Path) -> Path:
 
 
 def difference(one: Result, two: Result) -> tuple[str, str]:
-    """Return how far two results are from each other, relative: their losses and their weights. 0 = the same bits."""
+    """Return the relative differences of two results: of the losses and of the weights. 0 means the same bits."""
     squares = [(np.sum((one.weights[key] - two.weights[key]) ** 2), np.sum(one.weights[key] ** 2)) for key in one.weights]
     apart = float(np.sqrt(sum(square for square, _ in squares) / sum(square for _, square in squares)))
     losses = abs(one.val_loss - two.val_loss) / abs(one.val_loss)
@@ -207,7 +209,7 @@ def difference(one: Result, two: Result) -> tuple[str, str]:
 
 
 def measure(name: str, *, folder: Path, python: str | None = None, script: str = "") -> list[str]:
-    """Return the cells of one side of a task: of ours, or of Lightning's, a program, with the Python that has it."""
+    """Return the cells of one side of a task: ours, or Lightning's, which is a program for a Python with Lightning."""
 
     def run(where: str, *, num_processes: int = 1, kill_after: int = 0) -> Any:
         here = folder / where

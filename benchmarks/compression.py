@@ -1,9 +1,9 @@
-"""What compressed gradients cost in accuracy and save in bytes, against plain ddp in the same run.
+"""Compressed gradients: the cost in accuracy and the saving in bytes, compared with plain ddp in the same run.
 
     python benchmarks/compression.py
 
-Two processes train the default CNN on digits with each hook, with three seeds. Bytes are counted where they leave: the arguments
-of every collective of the gradients, for each parameter and step.
+Two processes train the default CNN on digits with each hook, with three seeds. The bytes are those of the arguments of every
+collective of the gradients, per parameter and step.
 """
 
 import json
@@ -29,7 +29,7 @@ sys.exit(start(OVERRIDES))
 
 
 def count_bytes(folder: str) -> None:
-    """Have rank 0 write down the bytes that its gradients' collectives send, by counting in front of them."""
+    """Make rank 0 record the bytes that its gradients' collectives send, by counting before each call."""
     import torch.distributed as dist
 
     from framework.training.trainer import Trainer
@@ -41,7 +41,7 @@ def count_bytes(folder: str) -> None:
 
         def call(*args, **kwargs):  # type: ignore[no-untyped-def]
             tensor = args[position]
-            if tensor.numel() > 64:  # not a flag, not a metric
+            if tensor.numel() > 64:  # not a flag and not a metric
                 sent["bytes"] += tensor.numel() * tensor.element_size()
             return original(*args, **kwargs)
 
@@ -63,7 +63,7 @@ def count_bytes(folder: str) -> None:
 
 
 def measure(hook: str | None, *, seed: int) -> tuple[float, float, float]:
-    """Return the test accuracy, the test loss, and the bytes a parameter and step."""
+    """Return the test accuracy, the test loss, and the bytes per parameter and step."""
     with tempfile.TemporaryDirectory() as folder:
         compression = [] if hook is None else [f"parallel.compression={hook}"]
         overrides = [*LINE, *compression, f"seed={seed}", f"run.root={folder}/runs"]
@@ -72,7 +72,7 @@ def measure(hook: str | None, *, seed: int) -> tuple[float, float, float]:
         subprocess.run([sys.executable, "-c", header + RUN], capture_output=True, check=True)
         (summary,) = Path(folder).glob("runs/*/*/summary.json")
         test = json.loads(summary.read_text())["metrics"]["test"]["last"]
-        # plain DDP sums in C++, unseen from here: four bytes of float32
+        # plain DDP sums in C++, which this counter does not see: four bytes of float32
         return test["accuracy"], test["loss"], 4.0 if hook is None else float(Path(folder, "sent").read_text())
 
 

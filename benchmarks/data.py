@@ -1,9 +1,9 @@
-"""How fast samples come, beside torch's DataLoader over a dataset that gives one sample at a time, as one writes it by hand.
+"""The speed of data loading, compared with torch's DataLoader over a handwritten dataset that returns one sample at a time.
 
     python benchmarks/data.py            samples per second of both sides, with and without two loader processes
-    python benchmarks/data.py shares     what share of a step the recipes that run here wait for their data
+    python benchmarks/data.py shares     the fraction of a step that the recipes wait for their data (if they can run here)
 
-Both sides fetch the same samples in batches, in turn; ratios of wall time, median and quartiles over the rounds.
+Both sides fetch the same samples in batches, in turn. Ratios are of wall time: median and quartiles over the rounds.
 """
 
 import functools
@@ -94,7 +94,7 @@ def pictures(folder: Path, workers: int) -> tuple[Dataset, Callable[[int], Any]]
     return dataset, sample
 
 
-CASES: dict[str, tuple[Callable[..., Any], int, int]] = {  # what makes the data, samples in a batch, batches
+CASES: dict[str, tuple[Callable[..., Any], int, int]] = {  # the function that makes the data, samples per batch, batches
     "images in memory, 32 x 32": (images, 128, 100),
     "tokens, 128 in a sample": (functools.partial(tokens, seq_len=128), 32, 400),
     "tokens, 1024 in a sample": (functools.partial(tokens, seq_len=1024), 16, 400),

@@ -1,9 +1,10 @@
-"""What each default choice gains in a step, and what was tried and left out: both sides in turn, with the same weights and data.
+"""The gain of each default choice in a step, and of choices that were tried and rejected.
 
     python benchmarks/defaults.py             everything
-    python benchmarks/defaults.py compile     what has this word in its name
+    python benchmarks/defaults.py compile     only choices with this word in their names
 
-Ratios of wall time, median and quartiles over the rounds: below 1 is faster than plain torch, as one writes it by hand.
+Both sides have the same weights and data, and run in turn. Ratios are of wall time, median and quartiles over the rounds.
+Below 1 means faster than plain, handwritten torch.
 """
 
 import contextlib

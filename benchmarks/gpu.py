@@ -27,7 +27,7 @@ SMALL = ["dataset=synthetic", "dataset.kind=tokens", "dataset.num_train=512", "d
          "global_batch_size=16", *LOOP]  # fmt: skip
 ALONE = ["parallel=single", "trainer.max_epochs=null", "checkpoint.every=null", "rehearse=false", "trainer.max_steps=60",
          "trainer.log_every=10", "trainer.eval_every=null"]  # fmt: skip
-RECIPES = {  # as conf/experiment has them, on one device, with a micro-batch a step, of random tokens and made-up images
+RECIPES = {  # as in conf/experiment, on one device, one micro-batch per step, with random tokens and artificial images
     "gpt2": ["experiment=gpt2_124m", "global_batch_size=12", "micro_batch_size=12"],
     "resnet50": ["model=resnet", "model.depth=50", "model.stem=imagenet", "model.norm=batch", "model.zero_init_last_norm=true",
                  "dataset=synthetic", "dataset.image_size=224", "dataset.num_classes=1000", "dataset.num_train=2048",
@@ -35,13 +35,13 @@ RECIPES = {  # as conf/experiment has them, on one device, with a micro-batch a 
                  "optimizer=sgd", "optimizer.lr=0.4", "optimizer.momentum=0.9", "optimizer.nesterov=true", "optimizer.weight_decay=1e-4", "precision=bf16",
                  "global_batch_size=256", "micro_batch_size=256"],
 }  # fmt: skip
-# calls after which the host has waited for the device
+# after these calls, the host has waited for the device
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
 @dataclass
 class Ended:
-    """A run that has ended."""
+    """A finished process of a run."""
 
     code: int
     output: str
@@ -62,11 +62,11 @@ class Ended:
 
 
 class Failed(Exception):
-    """A check that has failed."""
+    """A check has failed."""
 
 
 class Checks:
-    """Each method is a check: it returns a text, or raises `Failed`."""
+    """The checks. Each public method is a check, which returns a text or raises `Failed`."""
 
     def __init__(self, folder: Path, *, device: str) -> None:
         self._folder, self._device = folder, device
@@ -74,7 +74,7 @@ class Checks:
 
     def run(self, *overrides: str, kill_after: int | None = None, may_fail: bool = False, folder: Path | None = None,
             base: Sequence[str] = SMALL, launcher: Sequence[str] = ()) -> Ended:  # fmt: skip
-        """Run the command; kill all its processes as soon as it has a checkpoint of step `kill_after`."""
+        """Run the command. If `kill_after` is given, kill all its processes as soon as it has a checkpoint of this step."""
         folder = folder or self._folder / str(next(self._numbers))
         words = ["train.py", *base, f"device={self._device}", *overrides, f"run.dir={folder}"]
         command = [sys.executable, *launcher, *words]
@@ -90,7 +90,7 @@ class Checks:
         return Ended(process.returncode, output, folder)
 
     def bits(self) -> str:
-        """The same command gives the same bits twice, and after a kill -9."""
+        """Check that the same command gives the same bits twice, and after a kill -9."""
         first, second = (self.run("trainer.deterministic=true") for _ in range(2))
         self._same(first, second, what="twice")
         with ThreadPoolExecutor(4) as pool:
@@ -113,30 +113,30 @@ class Checks:
             raise Failed(f"{what}: the weights differ")
 
     def strategies(self) -> str:
-        """Each strategy, with a group of one process, computes what no strategy does."""
+        """Check that each strategy, with a group of one process, computes the same as no strategy."""
         return self._compare("single", {name: [f"parallel={name}", "checkpoint.every=null"] for name in STRATEGIES})
 
     def processes(self) -> str:
-        """Two processes on one device, which meet over gloo, compute what one does: NCCL wants a device for each."""
-        two = ["-m", "torch.distributed.run", "--nproc-per-node=2"]  # our own launcher wants a device for each, too
+        """Check that two processes on one device compute the same as one, with gloo: NCCL needs a device per process."""
+        two = ["-m", "torch.distributed.run", "--nproc-per-node=2"]  # our own launcher also needs a device for each process
         lines = {name: [f"parallel={name}", "backend=gloo"] for name in TWO_PROCESSES}
         return self._compare("one process", lines, launcher=two)
 
     def options(self) -> str:
-        """What changes how a step is computed, and not what."""
+        """Check the options that change how a step is computed, but not its result."""
         return self._compare("the step without", {option: ["parallel=single", option] for option in OPTIONS})
 
     def precisions(self) -> str:
-        """Sixteen bits, and eight, learn as thirty-two do.
+        """Check that training with 16 bits, and with 8 bits, learns as with 32 bits.
 
-        Compared at the end: fp16 skips the first steps, whose gradients overflow until the scale of the loss has come down.
+        The check compares the ends: fp16 skips the first steps, whose gradients overflow until the loss scale has decreased.
         """
         lines = {f"{name} {parallel}": [f"precision={name}", f"parallel={parallel}"] for name, parallel in PRECISIONS}
         return self._compare("fp32", lines, at_most=0.05, last=1)
 
     def _compare(self, base: str, lines: dict[str, list[str]], *, at_most: float = 1e-3, last: int = 0,
                  launcher: Sequence[str] = ()) -> str:  # fmt: skip
-        """Compare the losses of runs with those of a run of one process: all of them, or the last ones."""
+        """Compare the losses of runs with those of a run of one process: all losses, or the last losses."""
         expected = self.run("parallel=single").losses[-last:]
         found, is_well = [], True
         for name, overrides in lines.items():
@@ -152,7 +152,7 @@ class Checks:
         return f"losses differ from those of {base} by " + ", ".join(found)
 
     def compile(self) -> str:
-        """Compiled blocks compute the same, and are in use."""
+        """Check that compiled blocks compute the same, and that they are used."""
         run = self.run("trainer.compile=true", "trainer.max_steps=8")
         if "trainer.compile is off" in run.output:
             raise Failed("no C++ compiler was found")
@@ -162,14 +162,14 @@ class Checks:
         return f"losses differ from those without by {difference:.0e}"
 
     def memory(self) -> str:
-        """Out of memory is an end with a reason, and with what needs less."""
+        """Check that a run without enough memory ends with a reason, and with advice that needs less memory."""
         run = self.run("dataset.seq_len=2048", "global_batch_size=512", "model.dim=1024", "model.num_layers=24", may_fail=True)
         if run.code == 0 or "out of memory" not in run.output.lower():
             raise Failed(f"exit code {run.code}: {run.output.strip()[-300:]}")
         return next(line for line in run.output.splitlines() if "out of memory" in line.lower())[:160]
 
     def waits(self) -> str:
-        """A step waits for the device nowhere: counted in a trace, of steps without a row."""
+        """Check that a step never waits for the device. Count the waits in a trace of steps without a row."""
         run = self.run("trainer.profile=true", "trainer.log_every=100", "checkpoint.every=null")
         (trace,) = (run.folder / "profile").glob("*.json")
         events = json.loads(trace.read_text())["traceEvents"]
@@ -185,11 +185,11 @@ class Checks:
         return f"none in {len(steps)} steps"
 
     def gpt2(self) -> str:
-        """The GPT-2 recipe beside a bare script."""
+        """Compare the GPT-2 recipe with a bare script."""
         return self._beside_bare("gpt2")
 
     def resnet50(self) -> str:
-        """The ResNet-50 recipe beside a bare script."""
+        """Compare the ResNet-50 recipe with a bare script."""
         return self._beside_bare("resnet50")
 
     def _beside_bare(self, name: str) -> str:
@@ -218,13 +218,13 @@ class Checks:
 
 
 CHECKS = ("bits", "strategies", "processes", "options", "precisions", "compile", "memory", "waits", "gpt2", "resnet50")
-ON_CPU = ("bits", "strategies", "processes", "options")  # what a CPU can show
-TIMED = ("memory", "gpt2", "resnet50")  # which have the device for themselves
+ON_CPU = ("bits", "strategies", "processes", "options")  # checks that a CPU can do
+TIMED = ("memory", "gpt2", "resnet50")  # checks that need the device for themselves
 EXACT = (["parallel=single"], ["parallel=fsdp", "precision=bf16"], ["parallel=ddp", "precision=fp16"], ["optimizer=muon"],
          ["precision=bf16", "trainer.compile=true"], ["invariance=bitwise", "micro_batch_size=4"],
          ["parallel=ddp", "precision=bf16", "trainer.channels_last=true"])  # fmt: skip
 STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "pipeline", "local-sgd", "diloco", "gossip")
-TWO_PROCESSES = ("ddp", "zero")  # gloo sums and broadcasts CUDA's memory, and no more
+TWO_PROCESSES = ("ddp", "zero")  # gloo can sum and broadcast CUDA memory, but nothing else
 OPTIONS = ("trainer.activation_checkpointing=true", "trainer.activation_offload=true", "dataset.num_workers=2")
 PRECISIONS = (("bf16", "single"), ("bf16", "fsdp"), ("fp16", "single"), ("float8", "single"))
 

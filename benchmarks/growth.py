@@ -1,9 +1,10 @@
-"""How a run's costs grow: with the processes, the samples, the parameters, the rows and the runs.
+"""The growth of a run's costs with the number of processes, samples, parameters, rows and runs.
 
     python benchmarks/growth.py [PICTURE.png]
 
-Processes: 1 to 8 of them on this machine's cores; up to 1,024 ranks in one process, with torch's fake process group, for what each
-rank computes by itself. Parameters: up to 10^9 on the "meta" device, where only the bookkeeping counts. Each figure is a median.
+Processes: 1 to 8 processes on this machine's cores. Ranks: up to 1,024 ranks, simulated in one process with torch's fake
+process group, for the computations that each rank does alone. Parameters: up to 10^9 on the "meta" device, where only the
+bookkeeping costs. Each figure is a median.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from models.gpt import GPT
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_ROUNDS = 3
-Figures = dict[str, float]  # by what is measured
+Figures = dict[str, float]  # by the measured quantity
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -51,7 +52,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def of_command(count: int) -> Figures:
-    """Measure a command of so many processes: the default model under ddp, 16 samples in each process."""
+    """Measure a command with this many processes: the default model under ddp, 16 samples in each process."""
     with tempfile.TemporaryDirectory() as folder:
         line = [f"run.dir={folder}/run", "trainer.max_epochs=null", "trainer.max_steps=60", f"global_batch_size={16 * count}",
                 "checkpoint.every=20", "trainer.eval_every=null", "rehearse=false"]  # fmt: skip
@@ -77,7 +78,7 @@ def of_processes(count: int) -> Figures:
 
 
 def of_ranks(count: int) -> Figures:
-    """Measure what one rank of many computes by itself: its meshes, its part of a batch, the plan of a save, the preflight."""
+    """Measure the work that each of many ranks does alone: meshes, its part of a batch, the plan of a save, the preflight."""
     nodes = [f"launch.nnodes={count // 8}", "launch.nproc_per_node=8"]
     names = [f"layers.{index}.weight" for index in range(300)]
     whole = [{Chunk(name, (0, 0), (1024, 1024)): 1 << 22 for name in names}] * count
@@ -103,7 +104,7 @@ def of_samples(count: int) -> Figures:
 
 
 def of_parameters(dim: int, num_layers: int) -> tuple[int, Figures]:
-    """Measure, on "meta", what parameters cost beside their numbers: names, rules, and the plan of a save."""
+    """Measure, on "meta", the costs of parameters besides their numbers: names, rules, and the plan of a save."""
     with torch.device("meta"):
         model = GPT(vocab_size=8000, seq_len=128, dim=dim, num_layers=num_layers, num_heads=4)
     held = dict(model.named_parameters())

@@ -1,9 +1,9 @@
-"""How long a logger keeps the training from its next step, also one whose server is dead.
+"""How long a logger delays the next training step, also if the logger's server is dead.
 
     python benchmarks/loggers.py
 
-What a row costs the process that trains, of 2,000 rows a millisecond apart, and what the start and the end cost. The
-loggers' own processes take their share of the CPUs besides.
+The figures are the time that a row takes in the training process (2,000 rows, one per millisecond), and the times of the start
+and the end. In addition, the processes of the loggers use the CPUs.
 """
 
 import math
@@ -30,7 +30,7 @@ CASES = {
 
 
 def measure(overrides: list[str]) -> tuple[float, list[float], float]:
-    """Return the seconds that a logger's start, each row and the end keep the process that calls it."""
+    """Return for how many seconds a logger's start, each row and the end block the calling process."""
     from framework import compose
     from framework.build.components import sinks
     from framework.loggers.sink import RunInfo

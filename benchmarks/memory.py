@@ -1,14 +1,15 @@
-"""Bytes that each process holds for each parameter of the model, under each strategy, against the arithmetic.
+"""The bytes per model parameter that each process holds under each strategy, compared with the arithmetic.
 
     python benchmarks/memory.py
     python benchmarks/memory.py peak
     python benchmarks/memory.py large
 
-Measured at the end of an optimizer step of AdamW in float32: the storages of all living tensors of the process, which are
-the parameters, their gradients, the optimizer's state, and, small here, the batch.
+The bytes are measured at the end of an optimizer step of AdamW in float32: the storages of all living tensors of the process.
+These are the parameters, their gradients, the optimizer's state, and the batch, which is small here.
 
-`peak`: the most that a process takes from the machine while it builds, resumes, trains, saves and writes the final
-weights, beyond what it had before it built. The arithmetic leaves out activations and what the allocator keeps.
+`peak`: the most memory that a process takes from the machine while it builds, resumes, trains, saves and writes the final
+weights, in addition to its memory before it built. The arithmetic excludes activations and the memory that the allocator
+keeps.
 
 `large`: the time and memory of a model that is built without its numbers, as under fsdp, tensor and pipelines.
 """
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=8", "dataset.num_train=16",
          "dataset.num_val=1", "dataset.num_test=1", "model=gpt", "model.dim=256", "model.num_layers=6",
          "global_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=2", "trainer.eval_every=null"]  # fmt: skip
-STRATEGIES = {  # what it is, its overrides, and the bytes for parameter, gradient and the two moments of AdamW
+STRATEGIES = {  # name, overrides, and bytes for the parameter, the gradient and the two moments of AdamW
     "single": (["parallel=single"], 4 + 4 + 8),
     "ddp, 2": (["parallel=ddp", "launch.nproc_per_node=2"], 4 + 4 + 8),
     "ddp, 4": (["parallel=ddp", "launch.nproc_per_node=4"], 4 + 4 + 8),
@@ -52,7 +53,7 @@ sys.exit(start(OVERRIDES))
 
 
 def note_after_second_step(folder: str) -> None:
-    """Have every process write its bytes down at the end of the second step."""
+    """Make every process record its bytes at the end of the second step."""
     from framework.training.trainer import Trainer
 
     original = Trainer.train_step
@@ -67,7 +68,7 @@ def note_after_second_step(folder: str) -> None:
 
 
 def living_bytes() -> int:
-    """Return the bytes of the storages of all tensors that Python can see, each storage once."""
+    """Return the bytes of the storages of all tensors that Python can see. Each storage counts once."""
     import torch
 
     gc.collect()
@@ -87,7 +88,7 @@ PEAK_MODEL = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modelin
               "dataset.num_val=1", "dataset.num_test=1", "dataset.vocab_size=8192", "model=gpt", "model.dim=1024", "model.num_layers=8",
               "model.num_heads=8", "global_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=4", "trainer.eval_every=null",
               "checkpoint.every=2", "rehearse=false"]  # fmt: skip
-PEAKS = {  # the overrides, and on how many processes a parameter, with its gradient and moments, is
+PEAKS = {  # overrides, and the number of processes that share a parameter, its gradient and its moments
     "single": (["parallel=single"], 1),
     "ddp, 2": (["parallel=ddp", "launch.nproc_per_node=2"], 1),
     "fsdp, 2": (["parallel=fsdp", "launch.nproc_per_node=2"], 2),
@@ -95,7 +96,7 @@ PEAKS = {  # the overrides, and on how many processes a parameter, with its grad
     "tensor, 2": (["parallel=tensor", "launch.nproc_per_node=2"], 2),
     "pipeline, 2": (["parallel=pipeline", "micro_batch_size=1", "launch.nproc_per_node=2"], 2),
 }
-# what is freed goes back at once, or the allocator's habits are measured
+# freed memory must return immediately, or this would measure the allocator
 ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PHASES = ("build", "resume", "train", "save", "results")
 
@@ -103,7 +104,7 @@ PEAK_RUN = RUN.replace("note_after_second_step", "note_peaks")
 
 
 def note_peaks(folder: str) -> None:
-    """Have every process write down, for each phase, the most memory that it took from the machine since before the build."""
+    """Make every process record, for each phase, the most memory that it has taken since before the build."""
     from framework.build.training import Builder
     from framework.checkpoint.saver import Saver
     from framework.modes import train as mode
@@ -142,13 +143,13 @@ def note_peaks(folder: str) -> None:
 
 
 def own_memory() -> int:
-    """Return the bytes of memory that this process has from the machine, without pages of files, which it can have back."""
+    """Return the bytes of this process's memory, without pages of files, which the machine can take back."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def peaks_of(overrides: list[str]) -> tuple[int, dict[str, int]]:
-    """Return the bytes of the whole model, and for each phase the most of any rank: of a run that goes on with another's state."""
+    """Return the bytes of the whole model, and the maximum of any rank in each phase, for a run that resumes another run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [*PEAK_MODEL, *overrides, f"run.root={folder}/runs"]
         for more in (["trainer.max_steps=2", "name=first"], ["name=second"]):
@@ -168,7 +169,7 @@ def print_peaks() -> None:
     print(f"{'strategy':12} {'most of any rank, MB':>22}" + "".join(f" {phase:>9}" for phase in PHASES))
     for name, (overrides, share) in PEAKS.items():
         whole, peaks = peaks_of(overrides)
-        # DDP's constructor sends the weights from a copy; a save keeps its copy of weights and moments for the next
+        # DDP's constructor sends the weights from a copy; a save keeps its copy of weights and moments for the next save
         weights, state = whole / share, 4 * whole / share
         sent = weights if name.startswith("ddp") else 0
         arithmetic = {"build": weights + sent, "resume": 3 * weights, "train": state, "save": state + 3 * weights,
@@ -192,7 +193,7 @@ def print_large() -> None:
 
 
 def measure(overrides: list[str]) -> tuple[int, list[int]]:
-    """Return the number of parameters, and each rank's bytes."""
+    """Return the number of parameters, and the bytes of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         values = {"ROOT": str(ROOT), "FOLDER": folder, "OVERRIDES": [*MODEL, *overrides, f"run.root={folder}/runs"]}
         header = "".join(f"{name} = {value!r}\n" for name, value in values.items())

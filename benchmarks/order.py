@@ -1,8 +1,8 @@
-"""What the order of a data set costs: the first batch of an epoch, and each one after it, beside numpy's permutation.
+"""The cost of a data set's order: the first batch of an epoch, and each later batch, compared with numpy's permutation.
 
     python benchmarks/order.py
 
-Medians of five seeds; memory is the peak that numpy and Python allocate.
+The figures are medians of five seeds. Memory is the peak that numpy and Python allocate.
 """
 
 import statistics
@@ -62,7 +62,7 @@ def main() -> None:
         first, permuted = partial(first_batch, num_samples), partial(of_numpy, num_samples)
         each_us = 1e3 * median_ms(partial(batches, order_of(num_samples, 0))) / 300
         text = f"{num_samples:12,} {median_ms(first):16.2f} {peak_mib(first):7.2f} {each_us:15.1f}"
-        if num_samples <= 10**7:  # of more it takes minutes
+        if num_samples <= 10**7:  # for more samples it takes minutes
             text += f"   {median_ms(permuted):10.1f} {peak_mib(permuted):7.0f}"
         print(text, flush=True)
 

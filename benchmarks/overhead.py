@@ -1,10 +1,10 @@
-"""What the framework costs over a bare PyTorch loop: per step, and from the command to the first step.
+"""The cost of the framework compared with a bare PyTorch loop, per step.
 
-    python benchmarks/overhead.py            both, on this machine
+    python benchmarks/overhead.py            everything
     python benchmarks/overhead.py steps      only the cost of a step
     python benchmarks/overhead.py ddp        the cost of a step that does almost nothing, under ddp on 2, 4 and 8 processes
 
-Both sides of each ratio are measured in this run, in turn, several times; the medians are compared.
+Both sides of each ratio are measured in this run, in turn, several times. The medians are compared.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WARM_UP = 100
 
 
 class StepTimes:
-    """A sink that notes when rows come: the loop is timed as it is, from the outside."""
+    """A sink that records the times of the rows, so that the loop is timed unchanged, from the outside."""
 
     def __init__(self) -> None:
         self.times: dict[int, float] = {}
@@ -44,7 +44,7 @@ class StepTimes:
 
 
 def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
-    """Return the seconds a step takes in the framework's own loop: metrics.jsonl, rows every 10 steps and all."""
+    """Return the seconds per step in the framework's own loop, which includes metrics.jsonl and rows every 10 steps."""
     from framework import compose
     from framework.build.training import Builder
     from framework.distributed.world import World
@@ -58,7 +58,7 @@ def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
         world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None)
         trainer = Builder(config, world=world).trainer()
         sink = StepTimes()
-        trainer.recorder._sinks["times"] = sink  # beside those that every run has: the console
+        trainer.recorder._sinks["times"] = sink  # in addition to the sink of every run, the console
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.recorder.open(RunInfo(Path(folder), "id", "name", 0, total, config.plain()))
             trainer.fit()
@@ -67,7 +67,7 @@ def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
 
 
 def bare_step_s(overrides: list[str], *, num_steps: int, fused: bool) -> float:
-    """Return the seconds a step takes in the loop that one writes by hand: the same model, data, optimizer and rate."""
+    """Return the seconds per step in a handwritten loop: the same model, data, optimizer and rate."""
     import torch
     import torch.nn.functional as F
 
@@ -158,14 +158,14 @@ dist.destroy_process_group()
 
 
 def bare_ddp_s(overrides: list[str], *, count: int, num_steps: int) -> float:
-    """Return the seconds a step takes in a script with DistributedDataParallel, started by torchrun: the median of tens."""
+    """Return the seconds per step in a script with DistributedDataParallel and torchrun: the median of groups of ten."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "bare.py")
         script.write_text(
             f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nOVERRIDES, STEPS = {overrides}, {num_steps}\n{BARE_DDP}"
         )
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", str(script)]
-        for _ in range(3):  # torchrun's store sometimes goes before a process has left it
+        for _ in range(3):  # torchrun's store sometimes ends before a process has left it
             done = subprocess.run(torchrun, capture_output=True, text=True)
             if done.stdout:
                 return float(done.stdout)
@@ -173,7 +173,7 @@ def bare_ddp_s(overrides: list[str], *, count: int, num_steps: int) -> float:
 
 
 def framework_ddp_s(overrides: list[str], *, count: int, num_steps: int) -> float:
-    """Return the same of `python train.py parallel=ddp`: console, rows every ten steps and all."""
+    """Return the seconds per step of `python train.py parallel=ddp`, which includes the console and rows every ten steps."""
     with tempfile.TemporaryDirectory() as folder:
         line = [*overrides, "parallel=ddp", f"launch.nproc_per_node={count}", "trainer.max_epochs=null", f"run.dir={folder}/run",
                 f"trainer.max_steps={num_steps}", "trainer.eval_every=null", "checkpoint.every=null", "rehearse=false"]  # fmt: skip

@@ -1,9 +1,9 @@
-"""What a long record costs a resume, and its curves: beside reading the file's bytes, and beside parsing each row.
+"""The cost of a long record for a resume and for its curves, compared with reading the bytes and with parsing each row.
 
-    python benchmarks/records.py [NUM_ROWS]      # 1,000,000 unless given
+    python benchmarks/records.py [NUM_ROWS]      # the default is 1,000,000
 
-Each side runs in a process of its own, by turns, three times; the table has the median of the CPU time and the peak memory
-above that of an idle process.
+Each side runs in a separate process, in turn, three times. The table has the median of the CPU time, and the peak memory in
+addition to that of an idle process.
 """
 
 import json
@@ -36,7 +36,7 @@ def make(path: Path, num_rows: int) -> Mark:
 
 
 def measured(work: Callable[[], object]) -> tuple[float, float]:
-    """Return CPU seconds and MB of a process that does the work."""
+    """Return the CPU seconds and the MB of a process that does the work."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 

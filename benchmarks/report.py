@@ -1,9 +1,10 @@
-"""How long a report of many runs takes: to write it, and until Chromium has drawn it.
+"""The time for a report of many runs: to write it, and until Chromium has drawn it.
 
-    python benchmarks/report.py [runs] [rows]       1000 runs of 300 training rows, if nothing is given
+    python benchmarks/report.py [runs] [rows]       the default is 1000 runs of 300 training rows
 
-The runs are files as a run writes them, with three metrics and two swept keys. A page is drawn when its last script has ended and the
-browser has painted the next frame. Needs selenium, and Debian's chromium and chromium-driver (tests/install_debian.sh).
+The runs are files like those of a real run, with three metrics and two swept keys. A page is drawn when its last script has
+ended and the browser has painted the next frame. This needs selenium, and Debian's chromium and chromium-driver
+(tests/install_debian.sh).
 """
 
 import json

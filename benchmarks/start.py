@@ -1,10 +1,10 @@
-"""What the framework costs before the first step and after the last one, beside a bare PyTorch script.
+"""The cost of the framework before the first step and after the last step, compared with a bare PyTorch script.
 
-    python benchmarks/start.py           of one command
-    python benchmarks/start.py sweep [jobs]     what each job of a sweep of a hundred costs: the first ten, and the last ten
+    python benchmarks/start.py           one command
+    python benchmarks/start.py sweep [jobs]     the cost of each job in a sweep of a hundred: the first ten and the last ten
 
-From the command to the end of the first step, and from the end of the last step to the prompt. Both sides are measured in this
-run, in turn, several times; the medians are compared.
+The benchmark measures from the command to the end of the first step, and from the end of the last step to the prompt. Both
+sides are measured in this run, in turn, several times. The medians are compared.
 """
 
 import statistics
@@ -135,7 +135,7 @@ entry()
 
 
 def from_last_step_to_prompt(program: str) -> float:
-    """Return the seconds from the end of a program's last step to its own end."""
+    """Return the seconds from the end of a program's last step to the end of the program."""
     with tempfile.TemporaryDirectory() as folder:
         header = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nFOLDER = {folder!r}\n"
         with subprocess.Popen(
@@ -157,7 +157,7 @@ def report_end() -> None:
 
 
 def bare_first_step(count: int) -> dict[str, float]:
-    """Return when rank 0 of a bare script (with DDP under torchrun) had imported torch and taken its first step, in seconds."""
+    """Return the seconds until rank 0 of a bare script (DDP under torchrun) has imported torch, and has taken a first step."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "bare.py")
         script.write_text(BARE_FIRST_STEP)
@@ -169,7 +169,7 @@ def bare_first_step(count: int) -> dict[str, float]:
 
 
 def framework_first_step(overrides: list[str]) -> dict[str, float]:
-    """Return the seconds that each cause took on the way from the command to rank 0's first step, and their sum."""
+    """Return the seconds of each phase from the command to rank 0's first step, and their sum."""
     with tempfile.TemporaryDirectory() as folder:
         values = {"ROOT": str(ROOT), "FOLDER": folder, "OVERRIDES": overrides}
         header = "".join(f"{name} = {value!r}\n" for name, value in values.items())
@@ -199,7 +199,7 @@ def report_start() -> None:
 
 
 def report_sweep(num_jobs: int = 100) -> None:
-    """Print the seconds from the end of one job to the end of the next, for the first and the last ten."""
+    """Print the seconds from the end of one job to the end of the next job, for the first and the last ten jobs."""
     with tempfile.TemporaryDirectory() as folder:
         short = ["trainer.max_epochs=null", "trainer.max_steps=5", "trainer.eval_every=null", "model=mlp"]
         line = [sys.executable, str(ROOT / "train.py"), "-m", f"seed=range({num_jobs})", *short, f"run.root={folder}"]

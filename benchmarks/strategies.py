@@ -1,11 +1,11 @@
-"""The time of an optimizer step under each strategy on the same work, against one process.
+"""The time of an optimizer step under each strategy for the same work, compared with one process.
 
-    python benchmarks/strategies.py [processes]          every strategy against one process
-    python benchmarks/strategies.py [processes] bare     beside what one writes by hand with torch (comparison/bare_strategies.py)
+    python benchmarks/strategies.py [processes]          every strategy, compared with one process
+    python benchmarks/strategies.py [processes] bare     compared with handwritten torch (comparison/bare_strategies.py)
 
-Every side trains the same GPT, or GPT with experts, on the same batches on this machine, in turn, with the cores shared out among its processes;
-the figure is the median over the later rows of `metrics.jsonl`. On one machine there is no network to wait for, and no second
-machine to gain from: what is seen is what a strategy costs.
+Every side trains the same GPT, or the same GPT with experts, on the same batches on this machine, in turn. Its processes share
+the cores. A figure is the median over the later rows of `metrics.jsonl`. On one machine there is no network to wait for, and
+no gain from a second machine: the figures show only the cost of a strategy.
 """
 
 import json
@@ -63,7 +63,7 @@ def strategies(count: int) -> dict[str, list[str]]:
 
 
 def step_ms(overrides: list[str], *, count: int) -> float:
-    """Return the milliseconds of a step, from the later half of the rows."""
+    """Return the milliseconds per step, from the later half of the rows."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [f"launch.nproc_per_node={count}"] if any(word.startswith("parallel=") for word in overrides) else []
         line = [sys.executable, str(ROOT / "train.py"), *WORK, *overrides, *processes, f"run.root={folder}"]
@@ -75,7 +75,7 @@ def step_ms(overrides: list[str], *, count: int) -> float:
 
 
 def bare_step_ms(name: str, *, count: int) -> float:
-    """Return the same of torch's own script, started by torchrun with as many threads a process as ours."""
+    """Return the milliseconds per step of a torch script, with torchrun and with as many threads per process as our side."""
     script = str(ROOT / "benchmarks" / "comparison" / "bare_strategies.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
     threads = str(max(1, len(os.sched_getaffinity(0)) // (1 if name == "single" else count)))
@@ -105,7 +105,7 @@ def all_strategies(count: int) -> None:
     single = 0.0
     for name, overrides in strategies(count).items():
         taken = step_ms(overrides, count=count)
-        single = taken if name.startswith("single") else single  # each row is measured against the one process of its model
+        single = taken if name.startswith("single") else single  # each row is compared with the single process of its own model
         print(f"{name:24} {taken:10.1f} {taken / single:15.2f}", flush=True)
 
 

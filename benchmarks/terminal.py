@@ -1,9 +1,9 @@
-"""What the live line of a terminal costs a run, beside a bar of tqdm with the same numbers, in a real pseudo-terminal.
+"""The cost of a terminal's live line, compared with a tqdm bar with the same numbers, in a real pseudo-terminal.
 
     python benchmarks/terminal.py
 
-Prints the time that a training row takes, the processor time of a frame, and the ratios to tqdm's bar (which trainers use that
-draw their line in the loop). Needs tqdm.
+The benchmark prints the time of a training row, the processor time of a frame, and the ratios to tqdm's bar. (Trainers that
+draw their line in the loop use such a bar.) This needs tqdm.
 """
 
 import os
@@ -23,7 +23,7 @@ ROW = {"split": "train", "loss": 0.1234, "accuracy": 0.9876, "top5": 1.0, "lr": 
 
 
 def ours() -> tuple[float, float]:
-    """Return the seconds that a row takes, and the seconds of the processor that a frame takes."""
+    """Return the seconds per row, and the processor seconds per frame."""
     from framework.loggers.console import Console
     from framework.loggers.sink import RunInfo
 
@@ -40,7 +40,7 @@ def ours() -> tuple[float, float]:
 
 
 def tqdms() -> float:
-    """Return the seconds that a row takes if the loop updates a bar of tqdm, with the numbers beside it."""
+    """Return the seconds per row if the loop updates a tqdm bar that also shows the numbers."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # unannotated
 
     bar = tqdm(total=10 * NUM_ROWS, file=sys.stderr)

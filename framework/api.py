@@ -1,4 +1,4 @@
-"""Steadfast from Python: run a configuration, look at one, load the model of a run."""
+"""Steadfast from Python: run a configuration, examine a run, load the model of a run."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from framework.runtime.problem import Problem
 
 
 class ConfigurationError(ValueError):
-    """A configuration is wrong; `problems` has every problem."""
+    """A configuration is wrong. `problems` contains every problem."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -32,7 +32,7 @@ class ConfigurationError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A run has failed; `code` is the exit code that its command line would have."""
+    """A run has failed. `code` is the exit code of the same command line."""
 
     def __init__(self, code: int, what: str) -> None:
         super().__init__(f"exit {code}: {what}")
@@ -41,7 +41,7 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run on the disk: what it was and what it measured."""
+    """A run on the disk: its configuration and its measurements."""
 
     directory: Path
 
@@ -66,9 +66,10 @@ class Run:
         return read_rows(RunDirectory(self.directory).metrics)
 
     def dataset(self) -> Any:
-        """Return the dataset that the run was trained on: `info`, `load(split)`, `transform` (see framework/data/source.py).
+        """Return the run's training dataset, with `info`, `load(split)` and `transform` (see framework/data/source.py).
 
-        No file is read yet. Of code of your own: in its project's folder. ValueError if the configuration is damaged.
+        This reads no file yet. For a dataset class of your own, call it in the folder of its project. Raise ValueError if the
+        configuration is damaged.
         """
         from framework.build.components import dataset
 
@@ -78,7 +79,7 @@ class Run:
 def compose(*overrides: str) -> RunConfig:
     """Return the complete configuration of a command line.
 
-    No model is built. ConfigurationError if anything is wrong that shows without a model; `run` finds the rest.
+    No model is built. Raise ConfigurationError for problems that are visible without a model; `run` finds the others.
     """
     checked = checked_line(list(overrides))
     if checked.config is None:
@@ -87,10 +88,10 @@ def compose(*overrides: str) -> RunConfig:
 
 
 def run(*overrides: str) -> Run:
-    """Do what `steadfast OVERRIDES` does, in this process and those that it starts, and return the run.
+    """Do what `steadfast OVERRIDES` does, in this process and its children, and return the run.
 
-    Main thread only. A run that is finished already is returned as it is; one that a signal has stopped is returned with the
-    status `preempted`, and the same call continues it. ConfigurationError if anything is wrong with the configuration;
+    Main thread only. A run that has finished already is returned unchanged. A run that a signal has stopped is returned with
+    the status `preempted`, and the same call continues it. Raise ConfigurationError if the configuration is wrong, and
     RunFailed if the run fails.
     """
     config = compose(*overrides)
@@ -105,13 +106,13 @@ def run(*overrides: str) -> Run:
 
 
 def _complete(directory: Path) -> RunConfig:
-    """Return a run's configuration, with the defaults of keys that came later. ValueError if it is missing or damaged."""
+    """Return a run's configuration, with defaults for newer keys. Raise ValueError if it is missing or damaged."""
     return RunConfig.model_validate(completed(recall(directory), compose_line([]).config))
 
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Leave this process as it was: signals, standard streams, the log, torch's generator."""
+    """Restore the state of this process at the end: signals, standard streams, the log, torch's generator."""
     import torch
 
     handlers, streams = {signum: signal.getsignal(signum) for signum in SIGNALS}, (sys.stdout, sys.stderr)
@@ -128,10 +129,11 @@ def _as_before() -> Iterator[None]:
 
 
 def load(directory: str | os.PathLike[str], *, checkpoint: int | str = "final") -> Any:
-    """Return the trained model of a run (a torch.nn.Module, on the CPU, in evaluation), ready to be called.
+    """Return the trained model of a run: a torch.nn.Module on the CPU, in evaluation mode, ready for calls.
 
-    `checkpoint`: `final` weights, those of the `last` or `best` checkpoint, of a step, or of a file. ValueError if
-    `directory` is no run; NoValidCheckpoint if its weights are missing, damaged, or of another model.
+    `checkpoint`: `final` for the final weights, or the weights of the `last` or `best` checkpoint, of a step, or of a file.
+    Raise ValueError if `directory` is not a run, and NoValidCheckpoint if the weights are missing, damaged, or of another
+    model.
     """
     from framework.build.training import Builder
     from framework.distributed.world import World

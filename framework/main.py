@@ -1,4 +1,4 @@
-"""The command line: `steadfast ...`, which is `python train.py ...`."""
+"""The command line `steadfast ...`, which is the same as `python train.py ...`."""
 
 import shutil
 import sys
@@ -22,7 +22,7 @@ from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 from framework.runtime.program import end_process, keep_cuda_for_children
 
-_PACKAGED = Path(__file__).with_name("project")  # in an installation
+_PACKAGED = Path(__file__).with_name("project")  # the folder in an installation
 TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
 
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     if any(override.key_or_group == "hydra.verbose" and override.value() for override in map(parse, overrides) if override):
         variables()["STEADFAST_VERBOSE"] = "1"
     if flags.keys() == {"--multirun"}:
-        from framework.sweep.sweep import sweep  # not spent by a single run
+        from framework.sweep.sweep import sweep  # imported late: a single run does not need it
 
         return sweep(overrides, problems)
     if "--hydra-help" in flags and not problems:
@@ -79,7 +79,7 @@ def _choose_folders(flags: dict[str, str]) -> list[Problem]:
 
 
 def init(arguments: list[str]) -> int:
-    """Write the small project of `steadfast init PATH`; PATH must be missing or an empty directory. Returns the exit code."""
+    """Write the small project of `steadfast init PATH`. PATH must be missing or an empty directory. Return the exit code."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("init: needs one path (steadfast init PATH)", file=sys.stderr)
         return Exit.CONFIGURATION
@@ -97,7 +97,7 @@ def init(arguments: list[str]) -> int:
     return Exit.FINISHED
 
 
-_COMMANDS = {  # imported when they are given: a run needs none of them
+_COMMANDS = {  # imported when they are used: a run needs none of them
     "init": "framework.main.init",
     "adopt": "framework.cli.adopt.adopt",
     "convert": "framework.cli.convert.convert",
@@ -111,5 +111,5 @@ _COMMANDS = {  # imported when they are given: a run needs none of them
 def entry() -> NoReturn:
     """Run this process's command line, and exit."""
     code = speak(main, sys.argv[1:])
-    PREEMPTION.ignore()  # all is done: a signal must not make this a failure while the interpreter is taken down
+    PREEMPTION.ignore()  # the work is done: a signal must not cause a failure while the interpreter ends
     end_process(code)

@@ -1,4 +1,4 @@
-"""Random keys: every random draw of a run is a pure function of the run's seed and of what it is for."""
+"""Random keys. Every random draw of a run is a pure function of the run's seed and of the purpose of the draw."""
 
 import hashlib
 import random
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def key(seed: int, *parts: int | str) -> int:
-    """Return a 63-bit integer that depends on the seed and on every part, and on nothing else."""
+    """Return a 63-bit integer that depends only on the seed and on every part."""
     text = "/".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def keys(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> np.ndarray:
-    """Return one uint64 key for each sample, shape (B,): `key` a batch at a time."""
+    """Return one uint64 key per sample, shape (B,). It is a version of `key` for a whole batch."""
     return random_bits(samples.astype(np.uint64) ^ np.uint64(key(seed, purpose, epoch)))
 
 
 def seed_generators(seed: int, *, devices: "Iterable[torch.device]" = ()) -> None:
-    """Seed what functions draw from: the generators of Python, numpy and torch, on the CPU and on these devices."""
+    """Seed the generators that functions use: those of Python, numpy and torch, on the CPU and on these devices."""
     import torch
 
     random.seed(seed)
@@ -35,7 +35,7 @@ def seed_generators(seed: int, *, devices: "Iterable[torch.device]" = ()) -> Non
 
 
 def generator_states(*, devices: "Iterable[torch.device]" = ()) -> list[Any]:
-    """Return the states of these generators."""
+    """Return the states of the generators of Python, numpy and torch, on the CPU and on these devices."""
     import torch
 
     on_gpus = [torch.cuda.default_generators[device.index].get_state() for device in devices if device.type == "cuda"]
@@ -43,7 +43,7 @@ def generator_states(*, devices: "Iterable[torch.device]" = ()) -> list[Any]:
 
 
 def set_generator_states(states: list[Any], *, devices: "Iterable[torch.device]" = ()) -> None:
-    """Give these generators the states that `generator_states` has returned."""
+    """Restore the generators' states from the result of `generator_states`."""
     import torch
 
     random.setstate(states[0])
@@ -60,8 +60,8 @@ _BITS_64 = 2**64 - 1
 
 
 def random_bits(keys: np.ndarray, *, draw: int = 0) -> np.ndarray:
-    """Return 64 random bits for each key, uint64: output number `draw` of splitmix64 seeded with the key."""
-    # an array wraps around in silence, which is wanted here; a numpy scalar would warn
+    """Return 64 random bits for each key, as uint64: output number `draw` of splitmix64 with the key as seed."""
+    # an array wraps around silently, as needed here; a numpy scalar would warn
     x = np.atleast_1d(keys).astype(np.uint64) + np.uint64(_GAMMA * (draw + 1) & _BITS_64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -69,16 +69,16 @@ def random_bits(keys: np.ndarray, *, draw: int = 0) -> np.ndarray:
 
 
 def random_integers(keys: np.ndarray, *, high: int, draw: int = 0) -> np.ndarray:
-    """Return an integer from 0 to `high - 1` for each key, int64; no value is likelier by more than high / 2**32."""
+    """Return an int64 from 0 to `high - 1` for each key. The probabilities differ by at most the fraction high / 2**32."""
     upper_half = random_bits(keys, draw=draw) >> np.uint64(32)
     return (upper_half * np.uint64(high) >> np.uint64(32)).astype(np.int64)
 
 
 def random_uniform(keys: np.ndarray, *, draw: int = 0) -> np.ndarray:
-    """Return a number in [0, 1) for each key, float64."""
+    """Return a number in [0, 1) for each key, as float64."""
     return (random_bits(keys, draw=draw) >> np.uint64(11)) * 2.0**-53
 
 
 def permutation(length: int) -> np.ndarray:
-    """Return one fixed random order of `range(length)`."""
+    """Return a fixed random order of `range(length)`."""
     return np.argsort(random_bits(np.arange(length)), kind="stable")

@@ -1,4 +1,4 @@
-"""Distillation: a small model learns what a large one says. Source: Hinton et al. 2015."""
+"""Distillation: a small model learns the outputs of a large model. Source: Hinton et al. 2015."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from models.cnn import CNN
 
 
 class Distillation(Classification):
-    """A classification whose targets are a teacher's outputs, softened, and the labels.
+    """Classification with two kinds of targets: a teacher's softened outputs, and the labels.
 
-    The teacher is a module of the task: frozen, on each process, and in no checkpoint.
+    The teacher is a module of the task. It is frozen, exists in each process, and is in no checkpoint.
     """
 
     def __init__(self, *, teacher: str, temperature: float, share: float) -> None:
@@ -29,6 +29,6 @@ class Distillation(Classification):
         return self.share * self.apart(outputs, wanted) + (1 - self.share) * self.loss(outputs, batch.targets)
 
     def apart(self, outputs: Tensor, wanted: Tensor) -> Tensor:
-        """Return the sum over the samples of the divergence of the softened outputs, (B, classes) both; shape ()."""
+        """Return the divergence of the softened outputs, (B, classes) both, summed over the samples; shape ()."""
         mine, theirs = ((logits / self.temperature).log_softmax(-1) for logits in (outputs, wanted))
         return self.temperature**2 * F.kl_div(mine, theirs, reduction="sum", log_target=True)

@@ -1,4 +1,4 @@
-"""A generative adversarial network. Source: Goodfellow et al. 2014, with the loss that does not saturate."""
+"""A generative adversarial network. Source: Goodfellow et al. 2014, with the non-saturating loss."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def layers(inputs: int, width: int, outputs: int) -> nn.Sequential:
 
 
 class GAN(nn.Module):
-    """A generator, from noise (B, noise) to images (B, C, H, H), and a critic, from images to a number each (B,)."""
+    """A generator, from noise (B, noise) to images (B, C, H, H), and a critic, from images to one number per image (B,)."""
 
     def __init__(self, *, in_channels: int, image_size: int, noise: int, width: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class GAN(nn.Module):
 
 
 class Adversarial:
-    """The critic tells images from generated ones, and the generator makes it err: in turns (conf/experiment/gan.yaml)."""
+    """The critic separates images from generated images. The generator tries to fool it, in turns (experiment/gan.yaml)."""
 
     def __init__(self, *, noise: int) -> None:
         self.noise = noise

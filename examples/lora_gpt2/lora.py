@@ -1,4 +1,4 @@
-"""A GPT-2 of Hugging Face that is frozen, with low-rank adapters that are trained.
+"""A frozen GPT-2 of Hugging Face with low-rank adapters, which are trained.
 
 Source: Radford et al. 2019 (GPT-2); Hu et al. 2021 (LoRA): a matrix W becomes W + (alpha / rank) B A, and B starts at zero.
 """
@@ -20,9 +20,9 @@ def lora_gpt2(
     dropout: float = 0.0,
     std: float = 0.02,
 ) -> nn.Module:
-    """Return the model: from tokens int64 (B, T) to an output whose `logits` are (B, T, vocab_size).
+    """Return the model. It maps tokens int64 (B, T) to an output with `logits` (B, T, vocab_size).
 
-    The base has random weights, which follow from the run's seed; `model.init_from` gives it others (README.md).
+    The base has random weights, which depend on the run's seed. `model.init_from` replaces them (README.md).
     """
     config = transformers.GPT2Config(
         vocab_size=vocab_size,
@@ -37,7 +37,7 @@ def lora_gpt2(
         embd_pdrop=dropout,
         attn_pdrop=dropout,
     )
-    # fan_in_fan_out: GPT-2 keeps its matrices transposed
+    # fan_in_fan_out: GPT-2 stores its matrices transposed
     adapter = peft.LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=["c_attn", "c_fc", "c_proj"], lora_dropout=dropout, fan_in_fan_out=True
     )

@@ -1,4 +1,4 @@
-"""A policy gradient: episodes of a small environment are played inside the task's step. Source: Williams 1992, REINFORCE."""
+"""A policy gradient. The task's step plays episodes of a small environment. Source: Williams 1992, REINFORCE."""
 
 import math
 from typing import Any
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from framework.data.source import Arrays
 
-ANGLE, EDGE = 12 * math.pi / 180, 2.4  # where an episode ends
+ANGLE, EDGE = 12 * math.pi / 180, 2.4  # an episode ends there
 
 
 def move(state: Tensor, push_right: Tensor) -> Tensor:
-    """Return the states (B, 4) of a cart with a pole, 0.02 s after a push: its place, speed, the pole's angle, its speed.
+    """Return the states (B, 4) of a cart with a pole 0.02 s after a push: position, speed, the pole's angle, angular speed.
 
-    Source: Barto, Sutton and Anderson 1983, with the constants that everybody has used since.
+    Source: Barto, Sutton and Anderson 1983, with the constants that have become usual since.
     """
     place, speed, angle, turning = state.unbind(1)
     force = 10.0 * (2.0 * push_right - 1.0)
@@ -27,7 +27,7 @@ def move(state: Tensor, push_right: Tensor) -> Tensor:
 
 
 class Starts:
-    """A sample is the state in which an episode begins: small numbers (4,). There are no targets."""
+    """A dataset of states in which episodes start. A sample has small numbers (4,). There are no targets."""
 
     task = "policy"
     num_workers = 0
@@ -48,7 +48,7 @@ class Starts:
 
 
 class Policy(nn.Module):
-    """States (B, 4) to the logits of a push to the left and to the right (B, 2)."""
+    """A network from states (B, 4) to the logits of a push to the left and to the right (B, 2)."""
 
     def __init__(self, *, num_features: int, num_outputs: int, width: int) -> None:
         super().__init__()
@@ -59,19 +59,19 @@ class Policy(nn.Module):
 
 
 class PolicyGradient:
-    """Plays an episode of `longest` pushes from each start, and makes those likelier that were followed by long balance."""
+    """The task. It plays `longest` pushes from each start, and makes pushes likelier if long balance followed."""
 
     def __init__(self, *, longest: int, discount: float) -> None:
         self.longest, self.discount = longest, discount
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         states, pushes, alive = self.play(call, batch.inputs, context)
-        gains = torch.zeros_like(alive)  # (B, T): what follows from a moment on, discounted
+        gains = torch.zeros_like(alive)  # (B, T): the discounted balance from each moment on
         gain = torch.zeros_like(alive[:, 0])
         for moment in reversed(range(self.longest)):
             gain = alive[:, moment] + self.discount * gain
             gains[:, moment] = gain
-        every_gain, every_alive = context.gather(gains), context.gather(alive)  # the baseline is that of all episodes
+        every_gain, every_alive = context.gather(gains), context.gather(alive)  # the baseline uses all episodes
         usual = (every_gain * every_alive).sum(0) / every_alive.sum(0).clamp(min=1)
         advantages = (gains - usual) * alive / self.longest
         logits = call(states.flatten(0, 1)).unflatten(0, states.shape[:2])
@@ -80,10 +80,10 @@ class PolicyGradient:
 
     @torch.no_grad()
     def play(self, call: Any, state: Tensor, context: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the states (B, T, 4), the pushes (B, T), 0 or 1, and whether the pole still stood (B, T), 0.0 or 1.0."""
+        """Return the states (B, T, 4), the pushes (B, T), 0 or 1, and whether the pole was still up (B, T), 0.0 or 1.0."""
         states, pushes, alive = [], [], []
         stands = torch.ones(len(state), dtype=state.dtype, device=state.device)
-        for _ in range(self.longest):  # as many calls for every batch: processes meet in them
+        for _ in range(self.longest):  # the same number of calls for every batch: processes meet in them
             probability = call(state).softmax(-1)[:, 1]
             drawn = torch.rand(len(state), generator=context.generator, dtype=state.dtype, device=state.device)
             push = (drawn < probability).to(state.dtype)

@@ -1,4 +1,4 @@
-"""A dataset of your own: what a model may take from it, and its splits as arrays."""
+"""A dataset of your own: the facts that a model may use, and its splits as arrays."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from framework.data.source import Arrays
 
 
 class Waves:
-    """Noisy sums of sines: the input is a point in [-1, 1)^num_features, the target one number."""
+    """Noisy sums of sines. The input is a point in [-1, 1)^num_features, the target is one number."""
 
     task = "regression"
 
@@ -25,4 +25,4 @@ class Waves:
         return Arrays(x.astype(np.float32), y.astype(np.float32))
 
     def transform(self, inputs, targets, *, keys):
-        return inputs, targets  # keys: one random key a sample, for augmentation
+        return inputs, targets  # keys: one random key per sample, for augmentation

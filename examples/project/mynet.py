@@ -1,4 +1,4 @@
-"""A model of your own: any nn.Module. Arguments that follow from the data (num_classes, ...) are filled in by name."""
+"""A model of your own: any nn.Module. Arguments that depend on the data (num_classes, ...) are set by name."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""An embedding table that one process has, and replicas of the dense layers beside it: RPC, RRef, distributed autograd.
+"""An embedding table in one process, and replicas of the dense layers in all: RPC, RRef, distributed autograd.
 
 Sources: PyTorch's "Combining distributed DataParallel with distributed RPC framework"; Li et al. 2014 (parameter server).
 """
@@ -20,7 +20,7 @@ from framework.parallel.server.rpc import join_rpc, name_of
 
 
 class BagOfTokens(nn.Module):
-    """Logits of the next token (B, T, V) from the embeddings of this one and of the mean of all before it (B, T)."""
+    """Logits of the next token (B, T, V) from a token's embedding and the mean of all embeddings up to it (B, T)."""
 
     def __init__(self, *, vocab_size: int, dim: int) -> None:
         super().__init__()
@@ -34,28 +34,28 @@ class BagOfTokens(nn.Module):
 
 
 class Table:
-    """The table, in the process of rank 0, whose optimizer and checkpoints have it as any parameter."""
+    """The table, in the process of rank 0. Rank 0's optimizer and checkpoints treat it like any parameter."""
 
     def __init__(self, module: nn.Module) -> None:
         self.lookup, self.parameters = module.forward, [*module.parameters()]
-        self.gradients: dict[int, dict[Tensor, Tensor]] = {}  # of the step's micro-batches, by their numbers
+        self.gradients: dict[int, dict[Tensor, Tensor]] = {}  # gradients of the step's micro-batches, by number
 
     def __call__(self, indices: Tensor) -> Tensor:
         return self.lookup(indices)
 
     def keep(self, context: int, number: int) -> None:
-        """Keep a micro-batch's gradient, which distributed autograd has left in this process: it is never sent."""
+        """Keep a micro-batch's gradient, which distributed autograd has left in this process. It is never sent."""
         self.gradients[number] = dist_autograd.get_gradients(context)
 
     def add_up(self) -> None:
-        """Add up the gradients in the order of the micro-batches, not of their arrival: the same bits again."""
+        """Add the gradients in the order of the micro-batches, not in the order of arrival, so that the bits repeat."""
         for parameter in self.parameters:
             parts = [found[parameter] for _, found in sorted(self.gradients.items()) if parameter in found]
             parameter.grad = torch.stack(parts).sum(0) if parts else torch.zeros_like(parameter)
         self.gradients.clear()
 
 
-_TABLES: list[Table] = []  # rank 0's
+_TABLES: list[Table] = []  # on rank 0
 
 
 def _table() -> Table:
@@ -63,7 +63,7 @@ def _table() -> Table:
 
 
 class RemoteEmbedding(EngineAround):
-    """An Engine whose table is looked up in the process of rank 0, and whose other layers every rank holds."""
+    """An Engine that reads its table in the process of rank 0. Every rank has the other layers."""
 
     def __init__(self, module: nn.Module, *, world: Any, forward: Any, mesh: Any, table: str) -> None:
         join_rpc(world)
@@ -74,10 +74,10 @@ class RemoteEmbedding(EngineAround):
             for name, _ in [*part.named_parameters(recurse=False)]:
                 setattr(part, name, None)
         self._dense = [p for name, p in module.named_parameters() if not name.startswith(f"{table}.") and p.requires_grad]
-        world.agreement.barrier()  # rank 0 has it
+        world.agreement.barrier()  # now rank 0 has the table
         self._table = rpc.remote(name_of(0), _table)
         part.forward = lambda indices: self._table.rpc_sync().__call__(indices)  # type: ignore[method-assign]
-        world.groups.at_end(leave=self._let_go, abandon=self._let_go)  # RRefs go before rpc does
+        world.groups.at_end(leave=self._let_go, abandon=self._let_go)  # RRefs must end before rpc
         self._world, self._forward = world, forward
         super().__init__(
             DataParallelEngine(
@@ -92,7 +92,7 @@ class RemoteEmbedding(EngineAround):
     def forward_backward(self, step: Any, *, index: int, loss_scale: float, measure: bool) -> Any:
         scale, sums = loss_scale / step.num_samples, dict[str, Tensor]()
         for micro_batch in step.micro_batches:
-            if micro_batch.is_padding:  # nothing here is collective but the ends
+            if micro_batch.is_padding:  # only the ends are collective here
                 continue
             self._forward.seed_draws(step=index, micro_batch=micro_batch.number, turn=step.turn)
             with dist_autograd.context() as context:
@@ -104,18 +104,18 @@ class RemoteEmbedding(EngineAround):
                         parameter.grad = gradients[parameter] + (0 if parameter.grad is None else parameter.grad)
                 self._table.rpc_sync().keep(context, micro_batch.number)
             add(sums, more)
-        if not sums:  # a short batch has no samples for this rank, and every rank must know the names of the sums
+        if not sums:  # a short batch has no samples for this rank, but every rank must know the names of the sums
             with torch.no_grad():
                 _, more = self._forward(self.module, step.micro_batches[0], measure=measure)
             sums = {name: torch.zeros_like(value) for name, value in more.items()}
         sum_gradients(self._dense)
-        self._world.agreement.barrier()  # every gradient of the table is there
+        self._world.agreement.barrier()  # now every gradient of the table has arrived
         if self.dp_rank == 0:
             _table().add_up()
         return sums
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clip by the norm that rank 0 has, which alone has all gradients."""
+        """Clip by the norm of rank 0, because only rank 0 has all gradients."""
         norm = get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         dist.broadcast(norm, src=0)
         if max_norm is not None:
@@ -129,7 +129,7 @@ class RemoteEmbedding(EngineAround):
 
 
 def remote_embedding(model: nn.Module, *, world: Any, forward: Any, replicate: int | None, table: str) -> Any:
-    """Leave the module `table` to rank 0, and replicate the rest. Collective."""
+    """Leave the module `table` to rank 0, and replicate the other layers. Collective."""
     return RemoteEmbedding(model, world=world, forward=forward, mesh=world.mesh(replicate=replicate), table=table)
 
 

@@ -1,4 +1,4 @@
-"""A small network of dilated convolutions, and the task of naming each pixel's class.
+"""A small network of dilated convolutions, and the task that predicts each pixel's class.
 
 Shapes: B images, C classes, H and W pixels.
 Source: Yu and Koltun 2016 (dilated convolutions, which see further without losing resolution); Wu and He 2018 (GroupNorm).
@@ -7,12 +7,12 @@ Source: Yu and Koltun 2016 (dilated convolutions, which see further without losi
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-DILATIONS = (1, 1, 2, 4, 2, 1)  # together a pixel sees 11 pixels to each side: more than a digit
+DILATIONS = (1, 1, 2, 4, 2, 1)  # together they see 11 pixels to each side, which is more than a digit
 NUM_GROUPS = 4
 
 
 class Layer(nn.Module):
-    """A convolution that keeps H and W. GroupNorm takes its statistics from one sample, so the batch's size has no effect."""
+    """A convolution that keeps H and W. GroupNorm uses the statistics of one sample, so the batch size has no effect."""
 
     def __init__(self, in_channels: int, out_channels: int, *, dilation: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
 
 class Dilated(nn.Module):
-    """From images (B, in_channels, H, W) to logits (B, C, H, W)."""
+    """A network from images (B, in_channels, H, W) to logits (B, C, H, W)."""
 
     def __init__(self, *, in_channels: int, num_classes: int, width: int = 24) -> None:
         super().__init__()
@@ -44,10 +44,10 @@ class Dilated(nn.Module):
 
 
 class Segmentation:
-    """Cross-entropy of the pixels. outputs (B, C, H, W) logits, targets_BHW int64; a target of `ignored` does not count.
+    """Cross-entropy of the pixels. outputs (B, C, H, W) are logits, targets_BHW are int64. Targets of `ignored` do not count.
 
-    Images differ in how many pixels count, so a loss is a sum with its weight: both are added up over the whole global
-    batch, and then divided.
+    Images have different numbers of counted pixels. So a loss is a sum with a weight: both are added over the whole global
+    batch, then divided.
     """
 
     higher_is_better = {"accuracy": True}

@@ -1,4 +1,4 @@
-"""Scenes: real digits at random places of a canvas. Each pixel has a class: the digit, or background."""
+"""Scenes: real digits at random places on a canvas. The class of a pixel is its digit, or background."""
 
 import numpy as np
 
@@ -8,14 +8,14 @@ from framework.data.source import Arrays, Split
 SPLITS = ("train", "val", "test")
 BACKGROUND = 10  # the classes 0 to 9 are the digits
 IGNORED = -100  # the target of a pixel that does not count
-SIZE = 8  # pixels of a digit's side
-INK = 128  # grey values from here on belong to the digit; below, down to 1, is its border, which does not count
+SIZE = 8  # a digit's side in pixels
+INK = 128  # grey values from 128 on belong to the digit; values from 1 to 127 are its border, which does not count
 
 
 class Scenes:
     """Images uint8 (1, H, H) and targets int64 (H, H), with H = image_size. The splits share no digit.
 
-    Scene n of a split is drawn from a generator of its own, whose seed is the split and n: it is the same whoever makes it.
+    Scene n of a split is drawn from its own generator. The seed is the split and n, so any process makes the same scene.
     """
 
     task = "segmentation"
@@ -47,7 +47,7 @@ class Scenes:
         return Arrays(np.stack([image for image, _ in scenes]), np.stack([target for _, target in scenes]))
 
     def _scene(self, digits: Arrays, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return the image (1, H, H) and the classes of its pixels (H, H). A later digit covers an earlier one."""
+        """Return the image (1, H, H) and the classes of its pixels (H, H). A later digit covers an earlier digit."""
         image = np.zeros((self.image_size, self.image_size), dtype=np.uint8)
         target = np.full(image.shape, BACKGROUND, dtype=np.int64)
         for number in random.integers(len(digits), size=self.num_digits):
@@ -59,5 +59,5 @@ class Scenes:
         return image[None], target
 
     def transform(self, inputs, targets, *, keys):  # type: ignore[no-untyped-def]  # torch is not imported here
-        """Return the images (B, 1, H, H), about centred, and the targets (B, H, H) as they are."""
+        """Return the images (B, 1, H, H), approximately centred, and the targets (B, H, H) unchanged."""
         return inputs.float() / 64 - 0.5, targets

@@ -1,4 +1,4 @@
-"""Self-distillation without labels: the averaged weights are the teacher. Source: Caron et al. 2021, "DINO"."""
+"""Self-distillation without labels: the teacher is the average of the weights. Source: Caron et al. 2021, "DINO"."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Head(nn.Module):
-    """Images (B, C, H, H) to scores of `out` prototypes (B, out)."""
+    """A network from images (B, C, H, H) to scores of `out` prototypes (B, out)."""
 
     def __init__(self, *, in_channels: int, image_size: int, width: int, out: int) -> None:
         super().__init__()
@@ -25,9 +25,10 @@ class Head(nn.Module):
 
 
 class SelfDistillation(nn.Module):
-    """A student sees one view of an image, the teacher another, and both should say the same.
+    """The task. A student sees one view of an image, the teacher sees another view, and their outputs should agree.
 
-    The teacher's scores are centred by a mean over all images so far, a buffer of the task: it is in the checkpoints.
+    The teacher's scores are centred by a mean over all images until now. This mean is a buffer of the task, so it is in the
+    checkpoints.
     """
 
     centre: Tensor
@@ -46,10 +47,10 @@ class SelfDistillation(nn.Module):
         if context.is_training:
             self.centre = 0.9 * self.centre + 0.1 * context.gather(scores).mean(0)
         mean = everything.mean(0)
-        spread = -(mean * mean.clamp(min=1e-12).log()).sum()  # 0 nats where all images get one prototype
+        spread = -(mean * mean.clamp(min=1e-12).log()).sum()  # 0 nats if all images get the same prototype
         return {"loss": -(wanted * said).sum(), "spread": spread * len(images)}
 
     def view(self, images: Tensor, context: Any) -> Tensor:
-        """Return images (B, C, H, H) with noise."""
+        """Return the images (B, C, H, H) with noise."""
         noise = torch.randn(images.shape, generator=context.generator, dtype=images.dtype, device=images.device)
         return images + self.noise * noise

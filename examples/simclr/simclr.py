@@ -1,4 +1,4 @@
-"""Learning without labels: two views of an image find each other among those of all others. Source: Chen et al. 2020."""
+"""Learning without labels: a view of an image must find its other view among all images. Source: Chen et al. 2020."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Encoder(nn.Module):
-    """Images (B, C, H, H) to points (B, out) on a sphere."""
+    """A network from images (B, C, H, H) to points (B, out) on a sphere."""
 
     def __init__(self, *, in_channels: int, image_size: int, width: int, out: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Encoder(nn.Module):
 
 
 class SimCLR:
-    """The normalised temperature-scaled cross entropy over the whole global batch, whatever the number of processes."""
+    """The normalised temperature-scaled cross entropy over the whole global batch, for any number of processes."""
 
     def __init__(self, *, temperature: float, noise: float) -> None:
         self.temperature, self.noise = temperature, noise
@@ -40,7 +40,7 @@ class SimCLR:
         return {"loss": (of_one + of_two) / 2, "found": ((one @ every_two.T).argmax(-1) == own).sum()}
 
     def view(self, images: Tensor) -> Tensor:
-        """Return images (B, C, H, H), each shifted by up to a pixel, brighter or darker, and with noise."""
+        """Return images (B, C, H, H), shifted by up to one pixel, each brighter or darker, and with noise."""
         down, right = (int(torch.randint(-1, 2, ())) for _ in range(2))
         light = 1 + 0.2 * torch.randn(len(images), 1, 1, 1, dtype=images.dtype).to(images.device)
         return images.roll((down, right), dims=(2, 3)) * light + self.noise * torch.randn_like(images)

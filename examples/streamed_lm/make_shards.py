@@ -1,6 +1,6 @@
-"""Shards of text for a language model: written once, from the sources of Python's standard library, and then streamed.
+"""Shards of text for a language model. They are written once, from Python's standard library, and then streamed.
 
-`python make_shards.py` writes them by hand; a run writes them itself if they are not there.
+`python make_shards.py` writes them. A run also writes them if they do not exist.
 """
 
 import shutil
@@ -13,21 +13,21 @@ import numpy as np
 
 from framework.data.shards import Record, write_tar
 
-SEQ_LEN = 128  # tokens (bytes) in a sample
+SEQ_LEN = 128  # tokens (bytes) per sample
 SAMPLES_PER_SHARD = 256
 NUM_SHARDS = {"train": 12, "val": 1, "test": 1}
 FOLDER = Path("shards")
 
 
 def shards(split: str) -> str:
-    """Return the pattern of a split's shards, which are written first if there are none."""
+    """Return the pattern of a split's shards. Write the shards first if they do not exist."""
     if not FOLDER.is_dir():
         write_all(FOLDER)
     return str(FOLDER / f"{split}-*.tar")
 
 
 def write_all(folder: Path) -> None:
-    """Write the shards of all splits. The folder appears complete or not at all, also if several processes write it."""
+    """Write the shards of all splits, atomically. Several processes may call this at the same time."""
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     samples = windows()
     for split, num_shards in NUM_SHARDS.items():
@@ -35,19 +35,19 @@ def write_all(folder: Path) -> None:
             write_tar(beside / f"{split}-{number:03d}.tar", [{"npy": next(samples)} for _ in range(SAMPLES_PER_SHARD)])
     try:
         beside.rename(folder)
-    except OSError:  # another process was first, and has written the same
+    except OSError:  # another process was faster, and has written the same content
         shutil.rmtree(beside)
 
 
 def windows() -> Iterator[np.ndarray]:
-    """Yield the text in windows uint8 (SEQ_LEN + 1,): the targets are the inputs shifted by one."""
+    """Yield the text in windows uint8 (SEQ_LEN + 1,). The targets are the inputs shifted by one."""
     num_bytes = sum(NUM_SHARDS.values()) * SAMPLES_PER_SHARD * (SEQ_LEN + 1)
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))[:num_bytes]
     yield from np.frombuffer(text, dtype=np.uint8).reshape(-1, SEQ_LEN + 1)
 
 
 def pair(record: Record) -> tuple[np.ndarray, np.ndarray]:
-    """Return a record's inputs int64 (T,) and targets int64 (T,), the next tokens. T = SEQ_LEN."""
+    """Return a record's inputs int64 (T,) and targets int64 (T,), which are the next tokens. T = SEQ_LEN."""
     tokens = record["npy"].astype(np.int64)
     return tokens[:-1], tokens[1:]
 

@@ -1,1 +1,1 @@
-"""The one dialect of state and its commit protocol."""
+"""Checkpoints: one format for the state of a run, and one protocol to commit it."""

@@ -1,4 +1,4 @@
-"""State in one form: tensors under the model's own names, whatever the strategy. Nothing on disk knows the world size."""
+"""The state in one form for all strategies: tensors under the model's own names. No file depends on the world size."""
 
 import operator
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from framework.modules.tensors import whole_like
 def state_tensors(held: Held) -> dict[str, Tensor]:
     """Return this rank's `model/NAME`, `optimizer/NAME/KEY`, `average/NAME`, `task/NAME`, `part/NAME/KEY` (plain or DTensor).
 
-    The optimizer's state is read by parameter name here, not through torch's get_state_dict, which takes fake
-    optimizer steps when there is no state yet and so changes training (pytorch#164929).
+    The optimizer's state is read here by parameter name. torch's get_state_dict is not used: without a state it takes fake
+    optimizer steps, which change the training (pytorch#164929).
     """
     tensors = _tensors_but_optimizer(held)
     for name, parameter in held.module.named_parameters():
@@ -46,7 +46,7 @@ def _tensors_but_optimizer(held: Held) -> dict[str, Tensor]:
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state as `model/NAME`; a tied weight once, under its first name: loading it fills the others."""
+    """Return the model's state as `model/NAME`. A tied weight occurs once, under its first name; loading fills the others."""
     first_names: dict[int, str] = {}
     tensors = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -61,9 +61,9 @@ def _inventory(path: Path) -> Inventory:
 
 
 def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
-    """Load a verified checkpoint, and what its state has `kept`, into the run's objects, resharding as needed. Collective.
+    """Load a verified checkpoint, and the plain values in `kept`, into the run's objects. Reshard if necessary. Collective.
 
-    ValueError, on every rank, if names, shapes or dtypes are not the model's: before anything has changed.
+    Raise ValueError, on every rank and before any change, if the names, shapes or dtypes do not match the model's.
     """
     inventory, targets, fresh = _matched(path, held, world=world)
     module, optimizer = held.module, held.optimizer
@@ -71,14 +71,14 @@ def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
     world.agreement.together(lambda: read_tensors(path, inventory, targets), what=f"{path} could not be read")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    # the parameter of a rank that updates nothing (optim.stand_in) has no name
+    # a parameter of a rank that updates nothing (optim.stand_in) has no name
     state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}
     load_states(optimizer, state)
     give_back(kept, held, late={name.removeprefix("part/"): tensor for name, tensor in fresh.items()})
 
 
 def misfit(path: Path, held: Held, *, world: World) -> str | None:
-    """Return why a verified checkpoint does not fit the run's objects, or None. Collective; changes nothing."""
+    """Return why a verified checkpoint does not fit the run's objects, or None. Collective. This changes nothing."""
     try:
         _matched(path, held, world=world)
     except ValueError as error:
@@ -87,12 +87,12 @@ def misfit(path: Path, held: Held, *, world: World) -> str | None:
 
 
 def _matched(path: Path, held: Held, *, world: World) -> tuple[Inventory, dict[str, Tensor], dict[str, Tensor]]:
-    """Return a checkpoint's inventory, what it is loaded into, the optimizer's apart, and what of it is new.
+    """Return a checkpoint's inventory, its target tensors (without the optimizer's), and the new tensors among them.
 
-    Collective. ValueError, on every rank, where they do not fit each other.
+    Collective. Raise ValueError, on every rank, if checkpoint and targets do not match.
     """
     agreement = world.agreement
-    # a header for each rank that has saved: if all of N ranks read them, the file system would open N x N files
+    # each rank that has saved has written a header: if all N ranks read all headers, the file system would open N x N files
     inventory = agreement.on_rank_0(lambda: _inventory(path), what=f"{path} could not be read")
     targets = _tensors_but_optimizer(held)
     names = set[str]().union(*agreement.distinct(sorted(targets)).values())
@@ -106,10 +106,10 @@ def _matched(path: Path, held: Held, *, world: World) -> tuple[Inventory, dict[s
 
 
 def load_states(optimizer: Optimizer, states: dict[int, dict[str, Tensor]]) -> None:
-    """Give an optimizer its states, by the places of its parameters.
+    """Give an optimizer its states, by the positions of its parameters.
 
-    Through load_state_dict, which puts each value on the device that this optimizer wants. It also casts to the parameter's
-    type, which would be another state: momentum in bfloat16, a mask.
+    This uses load_state_dict, which moves each value to the device that this optimizer needs. But load_state_dict also casts
+    to the parameter's type. This would change a state such as momentum in bfloat16 or a mask, so the type is restored.
     """
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     for number, parameter in enumerate(_optimized(optimizer)):
@@ -120,8 +120,10 @@ def load_states(optimizer: Optimizer, states: dict[int, dict[str, Tensor]]) -> N
 
 
 def _fresh_parts(inventory: Inventory, targets: dict[str, Tensor], module: nn.Module, *, names: set[str]) -> dict[str, Tensor]:
-    """Return empty tensors for the stored states of parts that are not there, or of another shape: cut like a parameter of
-    the same name and shape. `names` are those of all ranks: what belongs to another rank's parameter is left to it.
+    """Return empty tensors for the stored states of parts that have no tensor, or a tensor of another shape or type.
+
+    Each is cut like a parameter of the same name and shape. `names` are the names on all ranks: a state of another rank's
+    parameter is left to that rank.
     """
     parameters = dict(module.named_parameters())
     fresh: dict[str, Tensor] = {}
@@ -138,10 +140,10 @@ def _fresh_parts(inventory: Inventory, targets: dict[str, Tensor], module: nn.Mo
 
 
 def load_evaluated(path: Path, *, module: nn.Module) -> None:
-    """Load the weights that training evaluates: a verified checkpoint's average if it has one. Not collective.
+    """Load the weights that training evaluates: a verified checkpoint's average, if it has an average. Not collective.
 
-    `module` is whole; loading casts to its floating-point type. ValueError, before anything has changed, if names or
-    shapes are not the model's.
+    `module` must be whole. Loading casts to its floating-point type. Raise ValueError, before any change, if the names or
+    shapes do not match the model's.
     """
     inventory = _inventory(path)
     averages = {name.replace("average/", "model/", 1): name for name in inventory if name.startswith("average/")}
@@ -159,7 +161,7 @@ def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
 def _fault(
     inventory: Inventory, targets: dict[str, Tensor], *, everywhere: set[str], is_fit: Callable[[Any, Any], bool]
 ) -> str:
-    """Return how stored tensors differ from those that they would be loaded into; an empty string if they do not."""
+    """Return how stored tensors differ from their targets, or an empty string if they match."""
     kinds = {name.split("/")[0] for name in everywhere}
     stored = {name for name in inventory if name.split("/")[0] in kinds}
     faults = [f"{name} is not in the checkpoint" for name in sorted(targets.keys() - stored)]
@@ -173,8 +175,10 @@ def _fault(
 
 
 def _optimizer_targets(inventory: Inventory, module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Return empty tensors for every stored state of this rank's optimizer: cut like the parameter if the shape is the same; if
-    not, whole on every rank, of the parameter's kind, so that both can be computed with.
+    """Return empty tensors for every stored state of this rank's optimizer.
+
+    A tensor is cut like the parameter if the shapes are equal. Otherwise it is whole on every rank, but of the parameter's
+    kind, so that an operation can use both.
     """
     optimized = {id(parameter) for parameter in _optimized(optimizer)}
     states: dict[str, dict[str, Tensor]] = {}

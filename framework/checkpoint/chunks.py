@@ -1,4 +1,4 @@
-"""The parts of tensors that ranks hold: where each lies in the whole, and which rank writes it."""
+"""The parts of tensors that ranks hold: the place of each part in the whole tensor, and the rank that writes it."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from framework.runtime.torch_internals import shard_offsets
 
 
 class Chunk(NamedTuple):
-    """A box in a tensor: all of it, or what a rank has of it."""
+    """A box in a tensor: the whole tensor, or a rank's part of it."""
 
     name: str
     offsets: tuple[int, ...]
@@ -28,23 +28,23 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(tensors: Mapping[str, Tensor]) -> dict[Chunk, Tensor]:
-    """Return this rank's parts, sharing the tensors' memory; not the empty ones of tensors that are not."""
+    """Return this rank's parts, which share the tensors' memory. Skip an empty part, unless the whole tensor is empty."""
     parts = {Chunk.of(name, tensor): local(tensor) for name, tensor in tensors.items()}
     return {chunk: part for chunk, part in parts.items() if part.numel() or not tensors[chunk.name].numel()}
 
 
 @dataclass
 class WritePlan:
-    """Deals chunks out: each is written once, and those that several ranks hold as evenly as that allows."""
+    """A plan that distributes chunks: one rank writes each chunk, and shared chunks are distributed as evenly as possible."""
 
     world: World
     _held: set[Chunk] = field(default_factory=set, init=False)
-    _mine: set[str] = field(default_factory=set, init=False)  # names: a rank has one chunk of a tensor
+    _mine: set[str] = field(default_factory=set, init=False)  # names are enough: a rank has one chunk of a tensor
 
     def mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of which this rank writes what it has. Collective.
+        """Return the tensors with a part that this rank writes. Collective.
 
-        The ranks tell each other what they hold only if that has changed since the last call.
+        The ranks exchange what they hold only if this has changed since the last call.
         """
         held = chunks_of(tensors)
         if self.world.agreement.any(held.keys() != self._held):
@@ -55,7 +55,7 @@ class WritePlan:
 
 
 def deal(tables: list[dict[Chunk, int]]) -> list[set[Chunk]]:
-    """Return which chunks each rank writes, by the bytes of those that it holds."""
+    """Return the chunks that each rank writes. `tables` has the bytes of each rank's chunks."""
     holders: dict[Chunk, list[int]] = defaultdict(list)
     for rank, table in enumerate(tables):
         for chunk in table:

@@ -1,4 +1,4 @@
-"""Copies of a state in the CPU's memory, from which it is written while training goes on."""
+"""Copies of a state in the CPU's memory. The copies are written to disk while training continues."""
 
 from collections.abc import Mapping
 
@@ -9,10 +9,10 @@ from framework.modules.tensors import local, with_part
 
 
 class HostCopies:
-    """Copies that are kept from save to save: memory that was used before is several times faster.
+    """Copies that are reused for the next save, because memory that was used before is several times faster.
 
-    Of a CUDA device they are in pinned memory, and the device makes them in the order of its own work: the host waits for
-    nothing, and what the device computes next changes no copy.
+    For a CUDA device the copies are in pinned memory. The device makes them in the order of its own work: the host does not
+    wait, and later computations of the device do not change a copy.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class HostCopies:
 
     @torch.no_grad()
     def update(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy this rank's parts of tensors, and return them, cut like the tensors: they are there after `wait`."""
+        """Start to copy this rank's parts of tensors. Return the copies, cut like the tensors: complete only after `wait`."""
         kept, self._copies = self._copies, {}
         for name, tensor in tensors.items():
             copy, part = kept.get(name), local(tensor)
@@ -33,6 +33,6 @@ class HostCopies:
         return {name: with_part(tensor, self._copies[name]) for name, tensor in tensors.items()}
 
     def wait(self) -> None:
-        """Wait until the copies are made. In any thread."""
+        """Wait until the copies are complete. Any thread may call this."""
         for event in self._made:
             event.synchronize()

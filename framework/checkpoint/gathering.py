@@ -1,4 +1,4 @@
-"""Tensors of all ranks on rank 0, one after the other: into a file, without any rank having all of them."""
+"""Tensors of all ranks on rank 0, one after the other, for a file. No rank has all tensors in memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from framework.modules.tensors import whole
 
 @dataclass(frozen=True)
 class OnRank0:
-    """Tensors that ranks have, plain or sharded, by name: what each is, and on rank 0 the whole ones, one by one.
+    """Tensors of all ranks, plain or sharded, by name: their kinds, and on rank 0 the whole tensors one by one.
 
-    Every rank has to go through `tensors`, which are collective, to their end.
+    Every rank must iterate over `tensors` to the end, because the iteration is collective.
     """
 
-    kinds: Kinds  # in the order of `tensors`; on other ranks than 0, of their own
-    tensors: Iterator[Tensor]  # on the CPU; none on other ranks than 0
+    kinds: Kinds  # in the order of `tensors`; on other ranks, only the rank's own tensors
+    tensors: Iterator[Tensor]  # on the CPU; empty on the other ranks
 
     def drain(self) -> None:
         for _ in self.tensors:
@@ -27,7 +27,7 @@ class OnRank0:
 
 
 def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
-    """Gather tensors, each from the first rank that has it. Collective; no rank but 0 gets the names of all."""
+    """Gather tensors, each from the first rank that has it. Collective. Only rank 0 gets all names."""
     kinds: dict[str, tuple[torch.dtype, Sequence[int]]] = {name: (value.dtype, value.shape) for name, value in own.items()}
     senders: dict[str, int] = {}
 
@@ -39,7 +39,7 @@ def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
         return [{name for name, sender in senders.items() if sender == rank} for rank in range(len(tables))]
 
     sent = world.agreement.dealt(dict(kinds), deal)
-    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))  # one order, of all names and of some
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))  # the same order for all names and for a subset
 
     def stream() -> Iterator[Tensor]:
         for name in order:
@@ -57,5 +57,5 @@ def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a model's state under all its names; a module's other state is left out."""
+    """Return a model's tensors under all their names, without the modules' other state."""
     return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}

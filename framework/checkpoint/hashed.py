@@ -1,4 +1,4 @@
-"""Files with a checksum, xxh3 of 128 bits, taken while they are written or read: it tells of damage, and of no attacker."""
+"""Files with a checksum (xxh3, 128 bits), computed during writing or reading. It detects damage, but not an attacker."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -7,11 +7,11 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-_BLOCK = 8 << 20  # bytes: to hash and write one of them takes milliseconds, in which other threads may run Python
+_BLOCK = 8 << 20  # bytes: hashing and writing a block takes milliseconds, in which other threads may run Python
 
 
 def write_hashed(path: Path, *parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file of these bytes, in blocks, and flush it. Returns its size and checksum, as a manifest has them."""
+    """Write a new file with these bytes, in blocks, and flush it. Return its size and checksum, in a manifest's form."""
     hashed, size = xxh3_128(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -32,8 +32,8 @@ def _blocks(memory: memoryview) -> Iterator[memoryview]:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """Return a file's size and checksum, as a manifest has them: the next block is read while one is hashed."""
-    from concurrent.futures import ThreadPoolExecutor  # 7 ms, which a start without a checkpoint does not spend
+    """Return a file's size and checksum, in a manifest's form. The next block is read while a block is hashed."""
+    from concurrent.futures import ThreadPoolExecutor  # takes 7 ms, which a start without a checkpoint saves
 
     hashed, size = xxh3_128(), 0
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:

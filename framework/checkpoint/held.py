@@ -1,4 +1,4 @@
-"""What a run holds that a checkpoint keeps."""
+"""The objects of a run with state that a checkpoint keeps."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -10,9 +10,9 @@ from framework.optim.update import Average
 
 
 class HeldParts(Protocol):
-    """The state of a run's parts, by paths: tensors, and the rest, encoded.
+    """The state of a run's parts, by paths: tensors, and other values in encoded form.
 
-    Tensors are loaded in place; those that a new part does not have yet, or has of another shape, are given `late`.
+    Tensors are loaded in place. `late` contains the tensors that a new part does not have yet, or has with another shape.
     """
 
     def tensors(self) -> dict[str, Tensor]: ...
@@ -23,10 +23,10 @@ class HeldParts(Protocol):
 
 
 class Held(NamedTuple):
-    """What a run holds that a checkpoint keeps."""
+    """The objects of a run with state that a checkpoint keeps."""
 
     module: nn.Module
     optimizer: Optimizer
     average: Average | None
-    task: nn.Module | None = None  # its buffers
+    task: nn.Module | None = None  # its buffers are kept
     parts: HeldParts | None = None

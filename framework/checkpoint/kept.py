@@ -1,6 +1,6 @@
-"""What an optimizer and a model keep besides tensors: numbers in parameter groups and states, a module's extra state.
+"""The state of an optimizer and a model besides tensors: values in parameter groups and states, and a module's extra state.
 
-They are written as JSON that says each value's type, so that nothing needs to be unpickled.
+It is written as JSON with the type of each value, so that nothing needs to be unpickled.
 """
 
 import math
@@ -19,16 +19,16 @@ from framework.optim.update import group_values
 from framework.runtime.exits import Unfit
 from framework.runtime.problem import shown
 
-_LARGEST = 4096  # elements of a tensor that is written as numbers
-_EXTRA = "_extra_state"  # how torch names the result of a module's get_extra_state()
+_LARGEST = 4096  # the most elements of a tensor that is written as numbers
+_EXTRA = "_extra_state"  # torch's name for the result of a module's get_extra_state()
 
 
 class Unkept(TypeError):
-    """A value that cannot be written as plain data; the message says of which type it is."""
+    """A value that cannot be written as plain data. The message names its type."""
 
 
 def encoded(value: Any) -> Any:
-    """Return a value as JSON. Unkept if it is neither a number, text, small tensor, nor a list or dictionary of such."""
+    """Return a value as JSON. Raise Unkept unless it is a number, a text, a small tensor, or a list or dictionary of these."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -47,7 +47,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(data: Any, *, like: Any = None) -> Any:
-    """Return what `encoded` has been given; a tensor on the device of `like`. ValueError for anything else."""
+    """Return the value that `encoded` received; a tensor is on the device of `like`. Raise ValueError for any other data."""
     if not isinstance(data, dict):
         return data
     match data:
@@ -71,7 +71,7 @@ def decoded(data: Any, *, like: Any = None) -> Any:
 
 
 def changed_values(optimizer: Optimizer, initial: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return which of these values each group has changed, or added."""
+    """Return for each group the values that it has changed or added since `initial`."""
     return [
         {key: value for key, value in now.items() if key not in before or not _equal(value, before[key])}
         for now, before in zip(group_values(optimizer), initial)
@@ -92,11 +92,11 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# --- all of it
+# --- the whole state
 
 
 def kept_here(held: Held, *, initial: Sequence[Mapping[str, Any]]) -> Kept:
-    """Return what this rank keeps; `initial` are the groups' values when the optimizer was made."""
+    """Return the plain state of this rank. `initial` are the groups' values from the construction of the optimizer."""
     module, optimizer = held.module, held.optimizer
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     kept = Kept()
@@ -121,7 +121,7 @@ def extra_state(module: nn.Module) -> dict[str, Any]:
 
 
 def require_same_parts(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise Unfit if ranks that keep a state of the same path, of the run's parts, keep different ones."""
+    """Raise Unfit if several ranks keep the same path of a part's state with different values."""
     for other in states:
         if odd := [name for name, value in other.items() if states[0].get(name, value) != value]:
             key = odd[0].replace("/", ".")
@@ -129,13 +129,13 @@ def require_same_parts(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def kept_by_all(held: Held, *, initial: Sequence[Mapping[str, Any]], world: World) -> Kept:
-    """Return what all ranks keep. Collective. Unfit, on every rank, if they differ where they hold the same."""
+    """Return the plain state of all ranks. Collective. Raise Unfit, on every rank, if ranks differ in a common entry."""
     mine = kept_here(held, initial=initial).model_dump()
     return world.agreement.judged(mine, lambda found: merged([Kept.model_validate(part) for part in found.values()]))
 
 
 def merged(parts: Sequence[Kept]) -> Kept:
-    """Return what all ranks keep. Unfit if they differ where they hold the same."""
+    """Return the plain state of all ranks. Raise Unfit if ranks differ in a common entry."""
     require_same_parts([part.parts for part in parts])
     whole, seen = Kept(parts=parts[0].parts), dict[str, SavedGroup]()
     for part in parts:
@@ -153,9 +153,9 @@ def merged(parts: Sequence[Kept]) -> Kept:
 
 
 def give_back(kept: Kept, held: Held, *, late: Mapping[str, Tensor]) -> None:
-    """Restore on this rank what it kept, and the tensors of parts that are not loaded in place.
+    """Restore this rank's plain state, and the tensors of parts that are not loaded in place.
 
-    ValueError if parameters that share a group had different values.
+    Raise ValueError if parameters that share a group had different values.
     """
     module, optimizer = held.module, held.optimizer
     by_name = {name: group.values for group in kept.groups for name in group.names}
@@ -176,6 +176,6 @@ def give_back(kept: Kept, held: Held, *, late: Mapping[str, Tensor]) -> None:
 
 
 def set_extra_state(module: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Give the modules their extra state back, as `extra_state` returns it."""
+    """Restore the modules' extra state, in the form that `extra_state` returns."""
     for name, value in extra.items():
         module.get_submodule(name.removesuffix(_EXTRA).rstrip(".")).set_extra_state(decoded(value))

@@ -26,13 +26,13 @@ class _Entry(Plain):
 
 
 class _Manifest(Plain):
-    """Only the names that we give are allowed: no other kind of file, and no path that leads out of the checkpoint."""
+    """A manifest. It allows only the framework's file names: no other kind of file, and no path out of the checkpoint."""
 
     format: Literal[2]
     step: Natural
     files: dict[Annotated[str, Field(pattern=r"^shard-\d+\.safetensors$")], _Entry]
     state: dict[str, Any]
-    xxh3_128: str  # of all the others
+    xxh3_128: str  # of all other fields
 
 
 class _OldEntry(Plain):
@@ -41,7 +41,7 @@ class _OldEntry(Plain):
 
 
 class _OldManifest(Plain):
-    """Format 1, which is still read: the state was in a file of its own."""
+    """A manifest of format 1, which can still be read. Its state was in a separate file."""
 
     format: Literal[1]
     step: Natural
@@ -53,7 +53,7 @@ def directory_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in a checkpoint's directory name, or None for any other name."""
+    """Return the step in a checkpoint's directory name. Return None for any other name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -61,7 +61,7 @@ def step_of(path: Path) -> int | None:
 def commit(directory: Path, *, target: Path, files: dict[str, Any], state: dict[str, Any]) -> None:
     """Turn a directory of flushed files into the checkpoint `target`: manifest, flush, one rename, flush. Rank 0 only.
 
-    A damaged checkpoint at `target`, which has been passed over already, is deleted first.
+    A damaged checkpoint at `target`, which has already been skipped, is deleted first.
     """
     content = {"format": 2, "step": step_of(target), "files": files, "state": state}
     write_atomically(directory / MANIFEST, manifest_text(content))
@@ -73,7 +73,7 @@ def commit(directory: Path, *, target: Path, files: dict[str, Any], state: dict[
 
 
 def manifest_text(content: dict[str, Any]) -> str:
-    """Return a manifest's text, to which format 2 adds a checksum of itself."""
+    """Return a manifest's text. In format 2, the text contains its own checksum."""
     if content["format"] == 1:
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
     content = {name: value for name, value in content.items() if name != "xxh3_128"}
@@ -82,10 +82,10 @@ def manifest_text(content: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return {file name: size and checksum}, after checking all but the files' contents and the state. Raises Invalid.
+    """Return {file name: size and checksum}. Check everything except the files' contents and the state. Raise Invalid.
 
-    A manifest proves that nothing has changed since it was written; it does not prove who wrote it. The checks here and
-    in `state` and `tensors` hold also for a directory that was made to do harm.
+    A manifest proves that nothing has changed since it was written. It does not prove who wrote it. The checks here, in
+    `state` and in `tensors` also work for a directory that was made to do harm.
     """
     require_directory(path)
     content = _content(path)
@@ -112,20 +112,20 @@ def _content(path: Path) -> dict[str, Any]:
         text, content = read_json(path / MANIFEST)
     except OSError as error:
         raise Invalid(f"no readable {MANIFEST} ({type(error).__name__})") from None
-    # our own manifest is exactly what we would write again: any flipped bit is found
+    # the framework's own manifest is exactly the text that it would write again, so any flipped bit is found
     if not isinstance(content, dict) or "format" not in content or text != manifest_text(content):
         raise Invalid(f"{MANIFEST} is damaged")
     return content
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's plain state. Raises Invalid if it is not what a run writes."""
+    """Return a checkpoint's plain state. Raise Invalid if it does not have the form that a run writes."""
     content = _content(path)
     return checked_state(content["state"] if "state" in content else read_json(path / STATE)[1])
 
 
 def verify_file(path: Path, entry: dict[str, Any]) -> None:
-    """Check one file against its manifest entry. Raises Invalid."""
+    """Check one file against its manifest entry. Raise Invalid if they differ."""
     try:
         actual = digest(path) if "blake2b" not in entry else dict(zip(("size", "blake2b"), checksum(path)))
     except OSError as error:
@@ -135,13 +135,13 @@ def verify_file(path: Path, entry: dict[str, Any]) -> None:
 
 
 def candidates(directory: Path) -> list[Path]:
-    """Return the paths that look like checkpoints, the newest first. Nothing is verified."""
+    """Return the paths that look like checkpoints, newest first. This verifies nothing."""
     found = [path for path in directory.glob("step_*") if step_of(path) is not None and os.path.isdir(path)]
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a crash does not leave half of it."""
+    """Delete a checkpoint. Rename it first, so that a crash does not leave a half-deleted checkpoint."""
     trash = path.with_name(f".trash_{path.name}")
     remove(trash)
     os.rename(path, trash)
@@ -149,13 +149,13 @@ def discard(path: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what crashed saves and deletions left. Only for the process that holds the run's lock."""
+    """Remove the remains of crashed saves and deletions. Only the process that holds the run's lock may call this."""
     for leftover in [*directory.glob(".tmp_*"), *directory.glob(".trash_*")]:
         remove(leftover)
 
 
 def remove(path: Path) -> None:
-    """Delete a directory, or a file; a link itself, not its target."""
+    """Delete a directory or a file. For a link, delete the link, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -163,5 +163,5 @@ def remove(path: Path) -> None:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Return the folder of checkpoints of `path`, a run or one of its checkpoints."""
+    """Return the folder of checkpoints for `path`, which is a run or one of its checkpoints."""
     return path.parent if step_of(path) is not None else path / "checkpoints"

@@ -1,4 +1,4 @@
-"""How a run saves: in the background or between its steps, and what follows when the disk refuses."""
+"""How a run saves checkpoints: in the background or between steps, and the reaction to disk errors."""
 
 import copy
 import time
@@ -19,33 +19,34 @@ from framework.runtime.exits import DiskFailed
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 
-WORTH_A_THREAD = 1 << 20  # bytes of a rank's state; benchmarks/checkpoints.py shows the stall of either way
+WORTH_A_THREAD = 1 << 20  # bytes of a rank's state; benchmarks/checkpoints.py measures the stall of both ways
 
 
 class Committed(NamedTuple):
-    """A checkpoint that is on the disk."""
+    """A checkpoint that is committed to the disk."""
 
     step: int
-    seconds: float  # from its first file to its commit
+    seconds: float  # from the first file to the commit
 
 
 class Saver:
-    """Saves a run's checkpoints. Every method is collective unless it says otherwise.
+    """The saver of a run's checkpoints. Every method is collective, unless its docstring says otherwise.
 
-    With `is_async`, a save blocks only while the state is copied: a thread writes and commits it by the same protocol, over
-    a process group of its own. None: for a large state. At most `max_failures` saves in a row may fail, with a warning.
+    With `is_async`, a save blocks training only while it copies the state. A thread then writes and commits the copy, with the
+    same protocol and its own process group. With None, this is done for a large state only. At most `max_failures` consecutive
+    saves may fail; each failure gives a warning.
     """
 
     def __init__(
         self, store: CheckpointStore, *, world: World, is_async: bool | None, max_failures: int, facts: dict[str, Any]
     ) -> None:
         self.store = store
-        self.facts = facts  # what a checkpoint must have in common with the run that loads it
-        self._writer = store  # for asynchronous saves, the same store over a process group of its own
+        self.facts = facts  # facts that a checkpoint must have in common with the run that loads it
+        self._writer = store  # for asynchronous saves: the same store with its own process group
         self._world = world
         self._is_async = is_async
         self._max_failures = max_failures
-        self._failures: list[DiskFailed] = []  # in a row
+        self._failures: list[DiskFailed] = []  # consecutive failures
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[Committed] | None = None
         self._plan = WritePlan(world)
@@ -54,9 +55,9 @@ class Saver:
         self.last: Committed | None = None
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], *, flush: Callable[[], None]) -> None:
-        """Save the state after `step`; `flush` first writes to the disk what the checkpoint relies on.
+        """Save the state after `step`. Before the save, `flush` writes the data to disk that the checkpoint depends on.
 
-        Waits for a save that still runs. DiskFailed after more than `max_failures` failures in a row.
+        Wait for a save that still runs. Raise DiskFailed after more than `max_failures` consecutive failures.
         """
         if self._running is not None and not self._running.done():
             self.counts["waited_for"] += 1
@@ -70,24 +71,24 @@ class Saver:
                     self._writer = replace(self.store, world=self._world.with_own_agreement())
                 self._running = self._thread.submit(self._write, step, copies, copy.deepcopy(state))
             else:
-                if any(tensor.is_cuda for tensor in tensors.values()):  # all at once, not one after the other
+                if any(tensor.is_cuda for tensor in tensors.values()):  # copies all at once, not one after the other
                     tensors = self._copies.update(self._plan.mine(tensors))
                 self._note(self._write(step, tensors, state))
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the save in the background has failed: `settle` raises its error. Not collective."""
+        """Return whether the save in the background has failed. (`settle` raises its error.) Not collective."""
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
     def is_among_best(self, value: float | None) -> bool:
-        """Return whether a checkpoint with this monitored value would be kept for it."""
+        """Return whether a checkpoint with this monitored value would be kept as one of the best."""
         if self.store.keep_best == 0 or value is None:
             return False
         self.settle()
         return self.store.is_among_best(value)
 
     def is_short_of_time(self, step: int, *, grace_s: float | None) -> bool:
-        """Return whether, on any rank, a checkpoint would take longer than the time before the signal that kills."""
+        """Return whether, on any rank, a checkpoint would take longer than the time until the kill signal."""
         self.settle()
         if grace_s is None or self.last is None:
             return False
@@ -100,14 +101,14 @@ class Saver:
         return left < needed
 
     def settle(self) -> None:
-        """Wait for a save that runs. DiskFailed after more than `max_failures` failures in a row."""
+        """Wait for a running save. Raise DiskFailed after more than `max_failures` consecutive failures."""
         running, self._running = self._running, None
         if running is not None:
             with self._tolerating():
                 self._note(running.result())
 
     def finish(self) -> None:
-        """Wait for the last save. DiskFailed if it is not on the disk."""
+        """Wait for the last save. Raise DiskFailed if it is not on the disk."""
         self.settle()
         if self._failures:
             raise self._failures[-1]

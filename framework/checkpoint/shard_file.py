@@ -1,7 +1,8 @@
-"""A rank's file in a checkpoint: plain safetensors, in whose metadata it says where each tensor is a part of a larger one.
+"""A rank's file in a checkpoint: plain safetensors. Its metadata contains the place of each tensor in the larger tensor.
 
-The layout is that of torch.distributed.checkpoint's HuggingFaceStorageWriter, which wrote them until format 2, and whose
-reader reads both. Its writer makes two copies of all tensors with the interpreter held; this one makes none.
+The layout is that of torch.distributed.checkpoint's HuggingFaceStorageWriter, which wrote these files until format 2. Its
+reader can read both formats. Its writer copies all tensors twice and holds the interpreter's lock; the writer here makes no
+copy.
 """
 
 import json
@@ -24,7 +25,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
-    """Return how safetensors names a type; None if it has it not: complex128, for example."""
+    """Return the safetensors name of a type. Return None if safetensors does not have the type, as for complex128."""
     return _NAMES.get(str(dtype).removeprefix("torch."))
 
 
@@ -32,11 +33,11 @@ def dtype_name(dtype: torch.dtype) -> str | None:
 
 
 def write_shard(path: Path, chunks: Mapping[Chunk, Tensor]) -> dict[str, Any]:
-    """Write a new file of chunks, and flush it. Returns its size and checksum, as a manifest has them.
+    """Write a new file of chunks, and flush it. Return its size and checksum, in a manifest's form.
 
-    From the tensors' memory, in blocks: of what is not on the CPU, or not contiguous, one tensor at a time is copied.
+    The blocks come from the tensors' memory. A tensor that is not on the CPU, or not contiguous, is copied: one at a time.
     """
-    # the largest numbers first, so that each begins where its type may
+    # the largest element sizes first, so that each tensor is aligned for its type
     order = sorted(chunks, key=lambda chunk: (-chunks[chunk].element_size(), chunk))
     places = {chunk.name: {"saved_offsets": chunk.offsets} for chunk in order}
     kinds = {chunk.name: (chunks[chunk].dtype, chunk.sizes) for chunk in order}
@@ -44,13 +45,13 @@ def write_shard(path: Path, chunks: Mapping[Chunk, Tensor]) -> dict[str, Any]:
     return write_safetensors(path, kinds, (chunks[chunk] for chunk in order), metadata=metadata)
 
 
-Kinds = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # of tensors: type and shape
+Kinds = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # type and shape of tensors
 
 
 def write_safetensors(path: Path, kinds: Kinds, tensors: Iterable[Tensor], *, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Write a new file of tensors, which may come one by one, in the order of their kinds, and flush it.
+    """Write a new file of tensors, which may come one by one in the order of `kinds`, and flush it.
 
-    Returns its size and checksum, as a manifest has them. Larger numbers have to come before smaller ones.
+    Return its size and checksum, in a manifest's form. Tensors with larger element sizes must come first.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -70,7 +71,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, and where its parts are."""
+    """A tensor of a checkpoint, and the places of its parts."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -81,7 +82,7 @@ Inventory = Mapping[str, StoredTensor]
 
 
 def inventory_of(stored: Mapping[str, list[StoredChunk]]) -> Inventory:
-    """Return the tensors whose parts are these."""
+    """Return the tensors that consist of these parts."""
 
     def joined(parts: list[StoredChunk]) -> StoredTensor:
         shape = torch.Size(map(max, zip(*(part.ends for part in parts))))
@@ -92,9 +93,9 @@ def inventory_of(stored: Mapping[str, list[StoredChunk]]) -> Inventory:
 
 @torch.no_grad()
 def read_tensors(directory: Path, inventory: Inventory, targets: Mapping[str, Tensor]) -> None:
-    """Overwrite this rank's parts of the targets (plain or DTensor), casting where a type differs.
+    """Overwrite this rank's parts of the targets (plain or DTensor). Cast if the types differ.
 
-    Of the files, only what these parts need is read.
+    Read only the regions of the files that these parts need.
     """
     reads: dict[str, list[tuple[str, tuple[slice, ...], Tensor]]] = {}
     for name, target in targets.items():

@@ -1,4 +1,4 @@
-"""The plain part of a checkpoint, everything but tensors, validated before it is used."""
+"""The plain part of a checkpoint: everything except tensors. It is validated before it is used."""
 
 import re
 import time
@@ -8,30 +8,30 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_v
 
 from framework.runtime.plain import Invalid, Plain, first_fault
 
-STATE = "state.json"  # of a checkpoint of format 1; since then it is in the manifest
-RECORD_ID = re.compile(r"[0-9a-z]{1,40}-[0-9a-f]{8}")  # becomes part of file names
+STATE = "state.json"  # in a checkpoint of format 1; format 2 has the state in the manifest
+RECORD_ID = re.compile(r"[0-9a-z]{1,40}-[0-9a-f]{8}")  # it becomes part of file names
 
 
 def _printable(text: str) -> str:
-    if not text.isprintable():  # it is printed to logs and terminals
+    if not text.isprintable():  # the text is printed to logs and terminals
         raise ValueError("holds characters that cannot be printed")
     return text
 
 
 Word = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
-Measured = Annotated[float, Field(allow_inf_nan=True)]  # a perplexity can overflow, and the run continues
+Measured = Annotated[float, Field(allow_inf_nan=True)]  # infinity is allowed: a perplexity can overflow, and the run continues
 
 
 class Progress(Plain):
-    """How far a run is. All counters are global; none belongs to a rank."""
+    """The progress of a run. All counters are global; no counter belongs to a single rank."""
 
     step: Natural
     samples_seen: Natural
     wall_s: float = Field(ge=0)
-    train_s: float = Field(ge=0, default=0.0)  # in steps: not in starts, evaluations and checkpoints
-    began: float = Field(ge=0, default_factory=time.time)  # seconds since the epoch, of the first start
-    num_divergences: Natural = 0  # that the run has recovered from
+    train_s: float = Field(ge=0, default=0.0)  # in steps: without starts, evaluations and checkpoints
+    began: float = Field(ge=0, default_factory=time.time)  # time of the first start, in seconds since the epoch
+    num_divergences: Natural = 0  # divergences from which the run has recovered
 
     @property
     def goodput(self) -> float:
@@ -47,7 +47,7 @@ class SavedRow(Plain):
 
     step: Natural
     split: Word
-    loss: Measured | None  # none if no target of the step counts
+    loss: Measured | None  # None if no target of the step counts
 
     @model_validator(mode="after")
     def _metrics_have_names(self) -> "SavedRow":
@@ -73,21 +73,21 @@ class SavedLossScale(Plain):
 
 
 class SavedGroup(Plain):
-    names: list[str]  # of the parameters
-    values: dict[str, Any]  # that the optimizer has changed
+    names: list[str]  # names of the parameters
+    values: dict[str, Any]  # values that the optimizer has changed
 
 
 class Kept(Plain):
-    """What a run keeps besides tensors, by the names of parameters and modules: it fits any strategy."""
+    """A run's state besides tensors, by the names of parameters and modules: so it fits any strategy."""
 
-    numbers: dict[str, dict[str, Any]] = {}  # of the optimizer's state, by parameter
+    numbers: dict[str, dict[str, Any]] = {}  # from the optimizer's state, by parameter
     groups: list[SavedGroup] = []
-    extra: dict[str, Any] = {}  # state of modules
-    parts: dict[str, Any] = {}  # state of the run's parts, as NAME/PATH
+    extra: dict[str, Any] = {}  # extra state of modules
+    parts: dict[str, Any] = {}  # state of the run's parts, by NAME/PATH
 
 
 class SavedRows(Plain):
-    """What metrics.jsonl held."""
+    """The content of metrics.jsonl."""
 
     num_rows: Natural
     num_bytes: Natural
@@ -95,7 +95,7 @@ class SavedRows(Plain):
 
 
 class SavedState(Plain):
-    """What `Trainer.state_dict` returns."""
+    """The result of `Trainer.state_dict`."""
 
     progress: Progress
     metrics: dict[Literal["train", "val", "test"], SavedSplit]
@@ -104,20 +104,20 @@ class SavedState(Plain):
     loss_scale: SavedLossScale
     facts: dict[Word, Word | int | float | bool | None]
     kept: Kept = Kept()
-    record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name for loggers
+    record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name in loggers
     rows: SavedRows | None = None
-    num_rows: Natural | None = None  # which an earlier version wrote in place of `rows`
-    measured: dict[Word, Annotated[int, Field(ge=1, lt=2**31)]] = {}  # at the run's start: by it the run goes on
-    stopped: Word = ""  # why a part has ended the run
+    num_rows: Natural | None = None  # an earlier version wrote this instead of `rows`
+    measured: dict[Word, Annotated[int, Field(ge=1, lt=2**31)]] = {}  # measured at the run's start; the run continues with it
+    stopped: Word = ""  # the reason why a part has ended the run
 
 
 def kept_of(state: dict[str, Any]) -> Kept:
-    """Return what a checkpoint's state has kept; nothing, if an earlier version wrote it."""
+    """Return the plain values in a checkpoint's state. They are empty if an earlier version wrote the checkpoint."""
     return Kept.model_validate(state.get("kept", {}))
 
 
 def checked_state(state: Any) -> dict[str, Any]:
-    """Return a checkpoint's plain state. Raises Invalid if it is not what a run writes."""
+    """Return a checkpoint's plain state. Raise Invalid if it does not have the form that a run writes."""
     try:
         SavedState.model_validate(state)
     except ValidationError as error:

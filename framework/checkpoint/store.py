@@ -1,4 +1,4 @@
-"""A run's checkpoints: saved by all ranks, committed by one, verified on load, deleted only after their successor."""
+"""A run's checkpoints. All ranks save, one rank commits, a load verifies, and a deletion comes after a new checkpoint."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The folder `checkpoints/` of a run. Every method is collective unless it says otherwise."""
+    """The folder `checkpoints/` of a run. Every method is collective, unless its docstring says otherwise."""
 
     directory: Path
     _: KW_ONLY
@@ -33,17 +33,17 @@ class CheckpointStore:
     keep_last: int
     keep_best: int
     mode: str
-    claim: Claim = Claim(Path())  # to the run's directory
+    claim: Claim = Claim(Path())  # the claim to the run's directory
     _plan: WritePlan = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_plan", WritePlan(self.world))
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write and commit the checkpoint of `step`. DiskFailed on every rank if any of them could not write.
+        """Write and commit the checkpoint of `step`. Raise DiskFailed on every rank if any rank could not write.
 
-        Of what several ranks have, one writes it. `state` is plain JSON data, rank 0's; `state["monitor"]` is the value that
-        "best" compares, or None.
+        If several ranks have the same data, one rank writes it. `state` is plain JSON data from rank 0. `state["monitor"]` is
+        the value that decides which checkpoint is best, or None.
         """
         target = self.directory / manifest.directory_name(step)
         staging = self.directory / f".tmp_{self.claim.token}_{target.name}"
@@ -54,14 +54,14 @@ class CheckpointStore:
             files = agreement.to_rank_0(written)
             agreement.on_rank_0(lambda: self._commit(staging, target, files, state), what=what)
         except DiskFailed:
-            if self.world.rank == 0:  # of many ranks, each would list the folder, and ask for each file to go
+            if self.world.rank == 0:  # one rank only: otherwise each rank would list the folder and delete each file
                 with suppress(OSError):
-                    manifest.remove(staging)  # room for the summary, which reports it
+                    manifest.remove(staging)  # frees space for the summary, which reports the error
             raise
 
     def _clear(self, staging: Path) -> None:
         self.claim.require()
-        if not manifest.candidates(self.directory):  # whose save has made the folder's name durable
+        if not manifest.candidates(self.directory):  # an earlier checkpoint's save has flushed the folder's name
             make_directory(self.directory)
         manifest.remove_unfinished(self.directory)
         staging.mkdir()
@@ -77,22 +77,23 @@ class CheckpointStore:
         self._prune(target)
 
     def _prune(self, committed: Path) -> None:
-        """Delete what is neither among the last nor among the best. After a commit: a valid checkpoint always remains.
+        """Delete the checkpoints that are neither among the last nor among the best. Call this after a commit.
 
-        A checkpoint of a later step is invalid, and must not push out the one that has just been committed.
+        Thus a valid checkpoint always remains. A checkpoint of a later step is invalid, and must not displace the new
+        checkpoint.
         """
         found = manifest.candidates(self.directory)
         kept = {committed} | set(found[: self.keep_last]) | set(self._best(found)[: self.keep_best])
         for path in found:
             if path not in kept:
-                manifest.discard(path)  # not flushed: after a power cut it may be there again, and goes with the next one
+                manifest.discard(path)  # not flushed: after a power cut it may exist again; the next deletion removes it
 
     def _best(self, found: list[Path]) -> list[Path]:
         values = {path: value for path in found if (value := _monitor(path)) is not None}
         return sorted(values, key=lambda path: values[path], reverse=self.mode == "max")
 
     def is_among_best(self, value: float) -> bool:
-        """Return whether a checkpoint with this monitored value would be kept for it."""
+        """Return whether a checkpoint with this monitored value would be kept as one of the best."""
         sign = -1 if self.mode == "max" else 1
 
         def is_among() -> bool:
@@ -102,7 +103,7 @@ class CheckpointStore:
         return self._listed(is_among)
 
     def drop_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps. DiskFailed on every rank if that cannot be done."""
+        """Delete the checkpoints of later steps. Raise DiskFailed on every rank if this fails."""
         what = f"checkpoints after step {step} not deleted"
 
         def drop() -> None:
@@ -115,16 +116,17 @@ class CheckpointStore:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is nothing that looks like a checkpoint."""
+        """Return whether nothing looks like a checkpoint."""
         return self._listed(lambda: not manifest.candidates(self.directory))
 
     def newest_valid(
         self, *, back: int = 0, unfit: Callable[[Path, dict[str, Any]], str | None] = lambda path, state: None
     ) -> tuple[Path, dict[str, Any]] | None:
-        """Return the `back`-th newest valid checkpoint (0 = the newest), or the oldest, and its state; None if there is none.
+        """Return the `back`-th newest valid checkpoint (0 = the newest), or else the oldest, and its state.
 
-        Passes over what is damaged, or why it is `unfit`, with a warning; NoValidCheckpoint, with a line for each, if that
-        is all. `unfit`, collective, gets a path and a state.
+        Return None without checkpoints. Skip checkpoints that are damaged, or for which `unfit` returns a reason, with a
+        warning. If none remains, raise NoValidCheckpoint with a line for each. `unfit` is collective, and gets a path and a
+        state.
         """
         found = self._listed(lambda: manifest.candidates(self.directory))
         reasons, is_damaged = list[str](), False
@@ -144,25 +146,25 @@ class CheckpointStore:
         return None
 
     def named(self, path: Path) -> tuple[Path, dict[str, Any]]:
-        """Return the checkpoint `path` and its state. NoValidCheckpoint if it is damaged."""
+        """Return the checkpoint `path` and its state. Raise NoValidCheckpoint if it is damaged."""
         reason, state = self._verified(path)
         if reason is not None:
             raise NoValidCheckpoint(f"{path}: {reason}")
         return path, state
 
     def best(self) -> Path | None:
-        """Return the best checkpoint, not verified; None if none is of an evaluated step."""
+        """Return the best checkpoint, without verifying it. Return None if no checkpoint is of an evaluated step."""
         return self._listed(lambda: next(iter(self._best(manifest.candidates(self.directory))), None))
 
     def _listed(self, look: Callable[[], _Result]) -> _Result:
-        """Return what rank 0, which alone lists the folder and reads what it needs of it, finds there. Collective."""
+        """Return the result of `look` on rank 0, which alone lists the folder and reads its files. Collective."""
         return self.world.agreement.on_rank_0(look, what=f"{self.directory} cannot be listed")  # type: ignore[no-any-return]
 
     def _verified(self, path: Path) -> tuple[str | None, dict[str, Any]]:
-        """Return why a checkpoint is not valid, or None, and its state.
+        """Return why a checkpoint is not valid, or None, and the checkpoint's state.
 
-        Rank 0 reads what lists and describes the files, since each rank that did would ask for every file; the ranks share
-        the files' contents.
+        Only rank 0 reads the manifest and the headers, because otherwise every rank would read every file. The ranks divide
+        the verification of the files' contents.
         """
         files, state = dict[str, Any](), dict[str, Any]()
 
@@ -186,7 +188,7 @@ class CheckpointStore:
 
 
 def _fault(look: Callable[[], None]) -> str | None:
-    """Return why what is looked at is not valid, or None."""
+    """Return why the check `look` fails, or None if it does not."""
     try:
         look()
     except Invalid as error:

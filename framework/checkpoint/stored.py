@@ -1,4 +1,4 @@
-"""The tensors of safetensors files by the names of a model: in which file, under which name. torch is not imported."""
+"""The tensors of safetensors files by the model's names: the file and the name of each. This does not import torch."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from framework.config.init_from import InitFile, files_of, index_of
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import shown
 
-NUM_LISTED = 8  # names in a message
+NUM_LISTED = 8  # how many names a message lists
 
 
 class Stored(NamedTuple):
     """A tensor in a file."""
 
     path: Path
-    name: str  # in the file
-    entry: Entry  # as the model gets it
+    name: str  # the name in the file
+    entry: Entry  # the dtype and shape that the model gets
     is_transposed: bool = False
-    is_strict: bool = False  # it must fit
+    is_strict: bool = False  # the tensor must fit the model
 
 
 def stored_tensors(entries: Sequence[InitFile]) -> dict[str, Stored]:
-    """Return the tensors of the entries by the model's names; only headers are read.
+    """Return the tensors of the entries by the model's names. This reads only headers.
 
-    Raises Invalid if a file is not plain safetensors, a pattern matches nothing, or two tensors would get one name.
+    Raise Invalid if a file is not plain safetensors, a pattern matches nothing, or two tensors would get the same name.
     """
     tensors: dict[str, Stored] = {}
     for entry in entries:
@@ -41,7 +41,7 @@ def stored_tensors(entries: Sequence[InitFile]) -> dict[str, Stored]:
 
 
 def tensors_of(entry: InitFile) -> dict[str, Stored]:
-    """Return the tensors of one entry; the message of Invalid does not name it."""
+    """Return the tensors of one entry. The message of Invalid does not name the entry."""
     held = _held(Path(entry.file))
     tensors: dict[str, Stored] = {}
     for old, name in entry.named(held).items():
@@ -76,6 +76,6 @@ def _held(path: Path) -> dict[str, Stored]:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of the other names."""
     more = f" and {len(names) - NUM_LISTED} more" if len(names) > NUM_LISTED else ""
     return ", ".join(names[:NUM_LISTED]) + more

@@ -1,7 +1,7 @@
-"""The headers of safetensors files that a stranger may have written, checked before anything else is read.
+"""The headers of safetensors files that a stranger may have written. They are checked before anything else is read.
 
-safetensors itself refuses a header that is too long, and tensors that overlap, leave gaps or do not have the size of their
-bytes. torch is not imported.
+safetensors itself refuses a header that is too long, and tensors that overlap, leave gaps, or have another size than their
+bytes. This does not import torch.
 """
 
 import math
@@ -30,14 +30,14 @@ _KINDS = ("model/", "optimizer/", "average/", "task/", "part/")
 class Entry(NamedTuple):
     """A tensor in a file's header."""
 
-    dtype: str  # as safetensors names it: F32, BF16, I64, ...
+    dtype: str  # in safetensors' names: F32, BF16, I64, ...
     shape: list[int]
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return a file's tensors by name. Raises Invalid unless it is a plain safetensors file that belongs to us or to root.
+    """Return a file's tensors by name. Raise Invalid unless it is a plain safetensors file of the current user or of root.
 
-    A link is followed: the user has named the file.
+    A link is followed, because the user has named the file.
     """
     try:
         require_file(path.resolve())
@@ -55,7 +55,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _is_pickled(path: Path) -> bool:
-    """Return whether a plain file is what torch.save writes: an archive; or the pickle that it wrote before torch 1.6."""
+    """Return whether a plain file has the format of torch.save: an archive, or (before torch 1.6) a pickle."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -72,12 +72,12 @@ def _read(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 class _Place(Plain):
-    """A shard's place in its tensor, as DCP's writer stores it."""
+    """A shard's place in its tensor, in the format of DCP's writer."""
 
     saved_offsets: list[Natural] = Field(max_length=64)
 
 
-PLACES = "DCP_SHARDING_INFO"  # in a file's metadata
+PLACES = "DCP_SHARDING_INFO"  # the key in a file's metadata
 _PLACES = TypeAdapter(dict[str, _Place])
 
 
@@ -96,9 +96,9 @@ class StoredChunk:
 
 
 def check_tensors(directory: Path, files: Sequence[str]) -> None:
-    """Check that every file is safetensors and that the chunks of each tensor are the whole tensor, once.
+    """Check that every file is safetensors, and that each tensor's chunks cover the whole tensor exactly once.
 
-    Reads headers only; the files' sizes bound what loading can take. Raises Invalid.
+    This reads only headers. The files' sizes limit the memory that loading can use. Raise Invalid if a check fails.
     """
     for name, parts in stored_chunks(directory, files).items():
         if fault := _fault(name, parts):
@@ -106,7 +106,7 @@ def check_tensors(directory: Path, files: Sequence[str]) -> None:
 
 
 def stored_chunks(directory: Path, files: Sequence[str]) -> dict[str, list[StoredChunk]]:
-    """Return the parts of each tensor. Raises Invalid if a file is not safetensors, or does not say where they belong."""
+    """Return the parts of each tensor. Raise Invalid if a file is not safetensors, or does not contain the parts' places."""
     chunks: dict[str, list[StoredChunk]] = defaultdict(list)
     for file in files:
         for name, chunk in _chunks_of(directory / file).items():
@@ -147,7 +147,7 @@ def _overlap(parts: Sequence[StoredChunk]) -> bool:
     for number, part in enumerate(parts):
         for other in parts[number + 1 :]:
             if part.sizes and other.offsets[0] >= part.ends[0]:
-                break  # and so are all after it
+                break  # all later parts begin even later
             if all(a < d and c < b for a, b, c, d in zip(part.offsets, part.ends, other.offsets, other.ends)):
                 return True
     return False

@@ -1,4 +1,4 @@
-"""Safetensors files of weights: the final weights of a run, or the first weights of another; and how they fit a model."""
+"""Safetensors files of weights: the final weights of a run, or the initial weights of another run, and how they fit a model."""
 
 import re
 from collections import Counter
@@ -23,21 +23,21 @@ from framework.runtime.files import checksum
 from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid, parse_json
 
-EXTRA_STATE = "extra_state"  # in a file's metadata: what modules keep besides tensors, as JSON
+EXTRA_STATE = "extra_state"  # key in a file's metadata: the modules' state besides tensors, as JSON
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Which tensors of files fit a model. A tied weight has several names in a model; one of them in a file is enough."""
+    """The tensors of files that fit a model. A tied weight has several names in a model; a file needs only one of them."""
 
     fitting: list[str]
-    faults: list[str]  # what does not fit, a line each
-    misplaced: list[str]  # the names that have to fit, and do not
-    remedy: str  # of names that differ by what they begin with
+    faults: list[str]  # what does not fit, one line each
+    misplaced: list[str]  # the names that must fit and do not fit
+    remedy: str  # the remedy, for names that differ in their beginnings
 
     @classmethod
     def of(cls, tensors: Mapping[str, Stored], module: nn.Module) -> "Fit":
-        """Compare names, shapes and kinds of number. The model's tensors may be without storage."""
+        """Compare names, shapes and kinds of number. The model's tensors need no storage."""
         state = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         both = [name for name in state if name in tensors]
         held = {id(state[name]) for name in both}
@@ -52,7 +52,7 @@ class Fit:
                 found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
                 differing[name] = f"{name} ({entry.dtype} {entry.shape} in the file, {found} in the model)"
         unexpected = {name: name for name in sorted(tensors.keys() - state.keys())}
-        for name in list(unexpected)[:NUM_LISTED]:  # to compare all would take long
+        for name in list(unexpected)[:NUM_LISTED]:  # comparing all names would take long
             unexpected[name] = _with_nearest(name, tensors[name].entry.shape, state, missing)
         lists = {"missing in the file": missing, "unexpected in the file": list(unexpected.values()),
                  "of another shape or kind": list(differing.values())}  # fmt: skip
@@ -65,7 +65,7 @@ class Fit:
 
 
 def _with_nearest(name: str, shape: list[int], state: Mapping[str, Tensor], missing: list[str]) -> str:
-    """Return the name, and the nearest name of the same shape in the model that no tensor has, if there is one."""
+    """Return the name, with the nearest name in the model, if there is one. That name has the same shape and is missing."""
     free = [other for other in missing if list(state[other].shape) == shape]
     inner = [other for other in free if other.endswith(f".{name}") or name.endswith(f".{other}")]
     nearest = inner or get_close_matches(name, free, n=1, cutoff=0.8)
@@ -73,7 +73,7 @@ def _with_nearest(name: str, shape: list[int], state: Mapping[str, Tensor], miss
 
 
 def _remedy(unexpected: list[str], missing: list[str]) -> str:
-    """Return which option makes most of the names the model's, if they differ by what they begin with."""
+    """Return the option that gives most names a name of the model, if the names differ only in their beginnings."""
     wanted, found = set(missing), Counter[tuple[str, str]]()
     for name in unexpected:
         found.update(("prefix", other.removesuffix(name)) for other in missing if other.endswith(f".{name}"))
@@ -89,21 +89,21 @@ def _remedy(unexpected: list[str], missing: list[str]) -> str:
 
 
 def load_file(path: Path, module: nn.Module) -> Fit:
-    """Load a file, an index or a folder whose names are the model's. As `load_tensors`."""
+    """Load a file, an index or a folder that uses the model's names. See `load_tensors`."""
     return load_tensors(tensors_of(InitFile(file=str(path))), module)
 
 
 @torch.no_grad()
 def load_tensors(tensors: Mapping[str, Stored], module: nn.Module) -> Fit:
-    """Copy the fitting tensors of files into the model, in the model's dtypes; return the fit.
+    """Copy the fitting tensors of files into the model, in the model's dtypes. Return the fit.
 
-    The model is on the CPU: no strategy has changed it yet. Of a file, only what fits is read. A parameter without numbers
-    (framework/modules/first_weights.py) reads, when it is cut, the part that this rank has.
+    The model must be on the CPU, before any strategy changes it. Only the fitting tensors of a file are read. A parameter
+    without numbers (framework/modules/first_weights.py) reads this rank's part later, when the parameter is cut.
     """
     fit, state, waiting = Fit.of(tensors, module), module.state_dict(), first_weights(module)
     for path in dict.fromkeys(stored.path for stored in tensors.values()):
         here = {name: stored for name, stored in tensors.items() if stored.path == path}
-        file = safe_open(path, framework="pt")  # closed when nothing reads from it any more
+        file = safe_open(path, framework="pt")  # it closes when nothing reads from it any more
         for name in filter(here.__contains__, fit.fitting):
             read = partial(_read, file, here[name])
             if state[name].is_meta:
@@ -118,7 +118,7 @@ def load_tensors(tensors: Mapping[str, Stored], module: nn.Module) -> Fit:
 
 
 def _read(file: Any, stored: Stored, place: Place) -> Tensor:
-    """Return a part of a tensor as the model gets it; an empty place is all of it."""
+    """Return a part of a tensor as the model gets it. An empty place means the whole tensor."""
     if not place:
         whole: Tensor = file.get_tensor(stored.name)
         return whole.t() if stored.is_transposed else whole
@@ -129,14 +129,14 @@ def _read(file: Any, stored: Stored, place: Place) -> Tensor:
 def warm_start(module: nn.Module, entries: Sequence[InitFile], *, digests: Mapping[str, str], world: World) -> None:
     """Copy the fitting tensors of the entries into the whole model, before any strategy changes it. Collective.
 
-    NoValidCheckpoint if a file is not the one whose digest is part of the run's identity. Rank 0 logs what does not fit.
+    Raise NoValidCheckpoint if a file does not have the digest in the run's identity. Rank 0 logs what does not fit.
     """
     own_fault = next(filter(None, map(_file_fault, digests.items())), "") if world.local_rank == 0 else ""
     for fault in filter(None, world.agreement.distinct(own_fault).values()):
         raise NoValidCheckpoint(f"model.init_from: {fault}")
     try:
         fit = load_tensors(stored_tensors(entries), module)
-    except Invalid as error:  # on this rank only, a moment after it was read: nothing to agree on
+    except Invalid as error:  # it happens on this rank only, just after a successful read: no agreement
         raise RuntimeError(f"model.init_from: {error}") from None
     if world.rank == 0:
         LOGGER.info("model.init_from: %d of the model's %d tensors are those of %s", len(fit.fitting),

@@ -1,1 +1,1 @@
-"""One command line: which mode, which launcher."""
+"""The command line: the choice of a mode and a launcher."""

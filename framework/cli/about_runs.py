@@ -1,4 +1,4 @@
-"""`steadfast show RUN`, `diff RUN RUN` and `why RUN`: what a run is, how two differ, and where a number comes from."""
+"""`steadfast show RUN`, `diff RUN RUN`, `why RUN`: the facts of a run, the differences of two, and the origin of a number."""
 
 import math
 import shlex
@@ -27,7 +27,7 @@ _RUN = "a run's directory, or the beginning of its id"
 
 
 def about_runs(command: str, arguments: list[str]) -> int:
-    """Run `show`, `diff` or `why` with what the command line gives after it. Returns the exit code."""
+    """Run `show`, `diff` or `why` with the arguments after it. Return the exit code."""
     work, count = _COMMANDS[command]
     keys = ("run.root", "patch") if command == "why" else ("run.root",)
     values = {key: Path(value) for key, equals, value in (text.partition("=") for text in arguments) if equals and key in keys}
@@ -54,7 +54,7 @@ def _write_patch(run: Path, target: Path) -> int:
 
 
 def _find(text: str, root: Path | None) -> Path | str:
-    """Return the run that a text names, by its directory or the beginning of its id; what is wrong, if there is not one."""
+    """Return the run with this directory or this beginning of its id. Return a message if there is not exactly one."""
     if (path := Path(text)).is_dir() and find_runs(path)[:1] == [path]:
         return path
     defaults = validate(compose_line([])).config
@@ -88,7 +88,7 @@ def _show(path: Path) -> list[str]:
 def _progress(directory: RunDirectory) -> list[tuple[str, str]]:
     summary = directory.read_summary()
     step, total, samples = (number(summary.get(name)) for name in ("step", "total_steps", "samples_seen"))
-    latest = max((row["step"] for row in last_rows(directory.metrics)), default=0)  # the summary is that of a checkpoint
+    latest = max((row["step"] for row in last_rows(directory.metrics)), default=0)  # the summary is from the last checkpoint
     step = latest if latest > step or math.isnan(step) else step
     seconds, trained = number(summary.get("wall_s")), number(summary.get("train_s"))
     memory = [number(value) for value in items_of(summary.get("memory_gib"))]
@@ -103,7 +103,7 @@ def _progress(directory: RunDirectory) -> list[tuple[str, str]]:
 
 
 def _settings(path: Path, *, is_execution: bool) -> list[tuple[str, str]]:
-    """Return the keys of a run's configuration whose values are not the defaults."""
+    """Return the keys of a run's configuration with values that are not the defaults."""
     try:
         own, checked = flat(recall(path)), checked_line([]).config
         defaults = flat(compose_line([]).config if checked is None else checked.plain())
@@ -178,5 +178,5 @@ def _two(title: str, pairs: compare.TwoValues) -> list[str]:
 
 _COMMANDS: dict[str, tuple[Callable[..., list[str]], int]] = {"show": (_show, 1), "diff": (_diff, 2), "why": (why, 1)}
 
-# what the command line calls, by name
+# the commands of the command line, by name
 show, diff, trace = (partial(about_runs, name) for name in _COMMANDS)

@@ -1,4 +1,4 @@
-"""`steadfast adopt MODULE:MODEL`: the file that makes a class a model of the project, and which strategies can take it."""
+"""`steadfast adopt MODULE:MODEL`: write the file that makes a class a model of the project, and test each strategy with it."""
 
 import inspect
 import math
@@ -29,9 +29,9 @@ _NOT_TRIED = ("auto", "single")
 
 
 def adopt(arguments: list[str]) -> int:
-    """Write the option of a model, and print for each strategy whether it can take it, or what keeps it. Returns the exit code.
+    """Write the option of a model, and print for each strategy whether it supports the model, or why not.
 
-    A file that is there already stays as it is. The other arguments are those of the runs that are tried (`dataset=...`).
+    Return the exit code. An existing file is not changed. The other arguments are for the runs that are tried (`dataset=...`).
     """
     if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
         return print_problems([Problem("adopt", _USAGE)])
@@ -74,19 +74,19 @@ def _dotted(text: str) -> str:
 
 
 def _facts(overrides: list[str]) -> set[str]:
-    """Return the arguments that come from the dataset of the runs that are tried, under every name; none of a faulty one."""
+    """Return the arguments that the dataset of the tried runs provides, under every name. Return none if the dataset fails."""
     from framework.build.components import ALIASES, dataset
 
     config = validate(compose_line(overrides)).config
     try:
         info = {} if config is None else dataset(config.dataset).info
-    except Exception:  # what is wrong with it, trying a run says
+    except Exception:  # a tried run reports the error
         return set()
     return {name for fact in info for name in (fact, *ALIASES.get(fact, ()))}
 
 
 def _option(target: str, *, facts: set[str]) -> str:
-    """Return the text of the option's file: every argument that plain data can give, and what it is without. ValueError."""
+    """Return the text of the option's file: every argument that plain data can give, with its default. Raise ValueError."""
     found, signature = locate(target), signature_of(target, group="model")
     summary = (found.__doc__ or "").strip().partition("\n")[0]
     lines = [*([f"# {summary}"] if summary else []), f"_target_: {target}"]
@@ -111,21 +111,21 @@ def _is_plain(value: Any) -> bool:
 
 
 def _fitting(strategy: str) -> list[str]:
-    """Return other defaults, where the strategy's processes agree only now and then."""
+    """Return other defaults for a strategy with processes that agree only from time to time."""
     every = option_node("parallel", strategy).get("sync_every")
     steps = every * math.ceil(100 / every) if isinstance(every, int) else 100
     return [] if steps == 100 else [f"trainer.eval_every={steps}", f"checkpoint.every={steps}"]
 
 
 def _num_processes(strategy: str) -> int:
-    """Return the fewest processes, at least two, for the sizes that the strategy's option gives; one if it has no mesh."""
+    """Return the fewest processes, at least two, for the mesh sizes in the strategy's option. Return one without a mesh."""
     node = option_node("parallel", strategy)
     sizes = [node[name] or 1 for name in MESH_AXES if name in node]
     return max(2, math.prod(sizes)) if sizes else 1
 
 
 def _problems(line: list[str]) -> list[Problem]:
-    """Return what keeps a command from being a run that keeps its promise, by a rehearsal."""
+    """Return the problems of a command, found by a rehearsal."""
     from framework.build.training import Builder
     from framework.distributed.world import World
     from framework.preflight.child import problems_in_child

@@ -1,4 +1,4 @@
-"""mode=check: what a run will be, tried out in seconds; nothing is written."""
+"""mode=check: a test of a run in seconds. It writes nothing."""
 
 import sys
 import time
@@ -16,11 +16,11 @@ from framework.runtime.log import LOGGER
 if TYPE_CHECKING:
     from framework.build.training import Builder
 
-_MOST_ROWS = 8  # of the table at a run's start, which is a part of the first screen
+_MOST_ROWS = 8  # in the table at a run's start, so that it fits into the first screen
 
 
 def check_run(command: Command) -> int:
-    """Print the model's summary; take the rehearsal, whatever `rehearse` says; print what it took. Returns the exit code."""
+    """Print the model's summary, do the rehearsal (whatever `rehearse` says), and print its time. Return the exit code."""
     from framework.build.training import Builder
     from framework.distributed.world import World
     from framework.preflight.child import in_child, problems_in_child
@@ -54,13 +54,13 @@ def _rows(build: "Builder") -> list[dict[str, Any]]:
         return build.summary()
     try:
         (batch, *_) = validation_step(build.altered(global_batch_size=2, micro_batch_size=2)).micro_batches
-    except Refused:  # the rehearsal will tell
+    except Refused:  # the rehearsal reports it
         return build.summary()
     return build.summary(example=map_tensors(lambda tensor: tensor.to("meta"), batch.inputs))
 
 
 def show_model(build: "Builder") -> None:
-    """Print the outermost modules of a run's model, and what they return, on a terminal; elsewhere nothing."""
+    """Print the outermost modules of a run's model, with their output shapes, on a terminal. Elsewhere print nothing."""
     if not sys.stderr.isatty() or is_brief():
         return
     from framework.preflight.child import in_child
@@ -71,7 +71,7 @@ def show_model(build: "Builder") -> None:
 
 
 def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = False) -> None:
-    """Print a table of a model's modules, in the terminal's width; `is_short`: of the outermost, the first few."""
+    """Print a table of a model's modules, as wide as the terminal. With `is_short`, print the first outermost modules only."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""The modes about runs in progress: cancel stops them with a checkpoint, follow prints a run's log as it grows."""
+"""The modes for active runs: cancel stops them with a checkpoint, follow prints a run's log while it grows."""
 
 import os
 import signal
@@ -25,9 +25,9 @@ def cancel_run(command: Command) -> Exit:
 
 
 def cancel(directories: Iterable[RunDirectory]) -> Exit:
-    """Stop what waits or runs, as a Slurm job or as a process of this machine; what runs saves a checkpoint.
+    """Stop waiting and running runs, which are Slurm jobs or processes of this machine. A running run saves a checkpoint.
 
-    The same command, without mode=cancel, continues it.
+    The same command without mode=cancel continues the run.
     """
     found = {part.path: part for directory in directories for part in (directory, *directory.beside())}
     try:
@@ -57,13 +57,13 @@ def cancel(directories: Iterable[RunDirectory]) -> Exit:
 # --- follow
 
 _POLL_S = 0.5
-_ASK_EVERY_S = 5.0  # Slurm, whose controller all users share
-_FIRST_BYTES = 2000  # of what was logged before
+_ASK_EVERY_S = 5.0  # how often to ask Slurm: all users share its controller
+_FIRST_BYTES = 2000  # of the earlier log
 _ENDS = {"finished": Exit.FINISHED, "failed": Exit.FAILED}
 
 
 def follow_run(command: Command) -> Exit:
-    """Print a run's log until it has ended, or Ctrl-C. Returns how it ended: 0 if it finished, 1 if it failed, else 75."""
+    """Print a run's log until the run has ended, or until Ctrl-C. Return 0 if it has finished, 1 if it has failed, else 75."""
     directory = RunDirectory(Path(command.config.run.dir))
     PREEMPTION.speaks = False
     printed, asked_at, found = _Printed(directory.log), 0.0, Standing("running")
@@ -82,7 +82,7 @@ def follow_run(command: Command) -> Exit:
 
 
 class _Printed:
-    """What has been printed of a file that grows, or is replaced: all but what was there before, of which its end is."""
+    """The printed part of a file that grows, or that is replaced. Of its earlier content, only the end is printed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -93,7 +93,7 @@ class _Printed:
             self._offset = max(0, size - _FIRST_BYTES)
 
     def more(self) -> None:
-        """Print what is new."""
+        """Print the new content."""
         if not self._path.is_file():
             return
         with open(self._path, "rb") as file:

@@ -1,6 +1,7 @@
-"""`steadfast convert FILE [OUT]`: the weights in a file of torch.save, as safetensors.
+"""`steadfast convert FILE [OUT]`: convert the weights in a file of torch.save to safetensors.
 
-The one place that reads a pickle: weights alone, in a process of its own, whose memory and time the file's size limits.
+This is the only place that reads a pickle. It reads only weights, in a separate process; the file's size limits the process's
+memory and time.
 """
 
 import json
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _USAGE = "needs a file of torch.save, and where to write (steadfast convert FILE [OUT.safetensors])"
-_MEMORY = 1 << 30, 4  # bytes besides what the process has, and for each byte of the file: it is mapped, copied and written
-_TIME_S = 60.0, 1 / (10 << 20)  # and for each byte of the file
+_MEMORY = 1 << 30, 4  # bytes in addition to the process's memory, and per byte of the file: it is mapped, copied and written
+_TIME_S = 60.0, 1 / (10 << 20)  # seconds, and seconds per byte of the file
 
 
 def convert(arguments: list[str]) -> int:
-    """Write the weights of a file that torch.save has written, and print what is left out. Returns the exit code."""
+    """Write the weights of a file of torch.save, and print what is left out. Return the exit code."""
     if not 1 <= len(arguments) <= 2 or any(argument.startswith("-") for argument in arguments):
         return _refuse(_USAGE)
     path = Path(arguments[0])
@@ -72,7 +73,7 @@ def _in_child(path: Path, out: Path, *, size: int) -> dict[str, Any]:
             return answer
     child.kill()
     child.join()
-    out.with_name(f".{out.name}.{child.pid}").unlink(missing_ok=True)  # what `replacing` has begun
+    out.with_name(f".{out.name}.{child.pid}").unlink(missing_ok=True)  # the file that `replacing` has started
     return {"lines": [], "fault": fault, "code": Exit.FAILED}
 
 
@@ -95,11 +96,11 @@ def _child(path: Path, out: Path, answer: Connection, *, size: int) -> None:
     os._exit(0)
 
 
-# --- in the process of its own
+# --- in the separate process
 
 
 def _converted(path: Path, out: Path, *, size: int) -> list[str]:
-    """Write the weights and return what to print. Raises Invalid, or what torch raises."""
+    """Write the weights, and return the lines to print. Raise Invalid, or the errors of torch."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -110,7 +111,7 @@ def _converted(path: Path, out: Path, *, size: int) -> list[str]:
     found = _mappings(data)
     if not found:
         raise Invalid("holds no tensors by name")
-    place = max(found, key=lambda place: len(_tensors(found[place])))  # of several, the first
+    place = max(found, key=lambda place: len(_tensors(found[place])))  # of several equal ones, the first
     tensors = _tensors(found[place])
     weights, remarks = _renamed({name: _plain(name, value) for name, value in tensors.items()})
     rest = {key: value for key, value in found[place].items() if key not in tensors}
@@ -119,7 +120,7 @@ def _converted(path: Path, out: Path, *, size: int) -> list[str]:
     with replacing(out) as beside:
         try:
             save_file(_apart(weights), beside, metadata={"format": "pt"})
-        except SafetensorError as error:  # safetensors raises it when the disk is full
+        except SafetensorError as error:  # safetensors raises this error if the disk is full
             raise OSError(str(error)) from error
     flush_directory(out.parent)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -129,7 +130,7 @@ def _converted(path: Path, out: Path, *, size: int) -> list[str]:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process have so many bytes more than it has."""
+    """Allow this process to use `more` bytes in addition to its present memory."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = used + more if most == resource.RLIM_INFINITY else min(used + more, most)
@@ -143,7 +144,7 @@ def _loaded(path: Path) -> Any:
     if is_archive:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
-        if unpacked > 2 * path.stat().st_size + (1 << 20):  # torch.save compresses nothing, torch.jit.save its sources
+        if unpacked > 2 * path.stat().st_size + (1 << 20):  # torch.save compresses nothing, torch.jit.save only its sources
             raise Invalid(f"is an archive that would unpack to {unpacked:,} bytes, which torch.save does not write")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
@@ -164,11 +165,11 @@ def _is_short_of_memory(error: Exception) -> bool:
 
 
 def _mappings(data: Any) -> dict[tuple[str, ...], Mapping[str, Any]]:
-    """Return every mapping of names to tensors (and other values) in what was loaded, by the keys that lead to it."""
+    """Return every mapping from names to tensors (and other values) in the loaded data, by the keys that lead to it."""
     found: dict[tuple[str, ...], Mapping[str, Any]] = {}
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any]] = [((), data)]
-    for place, value in waiting:  # which grows meanwhile
+    for place, value in waiting:  # the list grows during the loop
         if isinstance(value, Mapping) and id(value) not in seen:
             seen.add(id(value))
             if _tensors(value) and all(isinstance(key, str) for key in value):
@@ -193,9 +194,9 @@ def _plain(name: str, value: "Tensor") -> "Tensor":
 
 
 def _renamed(weights: "dict[str, Tensor]") -> "tuple[dict[str, Tensor], list[str]]":
-    """Return the weights without what torch's own wrappers put into names, and a line for each that did.
+    """Return the weights without the prefixes of torch's wrappers in their names, and a line for each wrapper.
 
-    DistributedDataParallel is around the whole model; torch.compile may be around some of its blocks only.
+    DistributedDataParallel wraps the whole model. torch.compile may wrap only some of its blocks.
     """
     remarks = []
     while True:
@@ -210,7 +211,7 @@ def _renamed(weights: "dict[str, Tensor]") -> "tuple[dict[str, Tensor], list[str
 
 
 def _apart(weights: "dict[str, Tensor]") -> "dict[str, Tensor]":
-    """Return a separate tensor for every name, also of tied weights: so a model needs no names but its own."""
+    """Return a separate tensor for every name, also for tied weights: so a model needs only its own names."""
     seen: set[int] = set()
     apart = {}
     for name, tensor in weights.items():
@@ -221,7 +222,7 @@ def _apart(weights: "dict[str, Tensor]") -> "dict[str, Tensor]":
 
 
 def _kind(value: Any) -> str:
-    """Return what was left out, in words."""
+    """Return a description of a value that was left out."""
     if isinstance(value, Mapping) and (tensors := _tensors(value)):
         return f"{len(tensors)} tensors"
     return type(value).__name__

@@ -1,4 +1,4 @@
-"""`steadfast draw schedule|mesh|pipeline|memory`: pictures of what a command line would do; no run is started."""
+"""`steadfast draw schedule|mesh|pipeline|memory`: pictures of what a command line would do, without starting a run."""
 
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,13 @@ from framework.runtime.problem import Problem
 if TYPE_CHECKING:
     pass
 
-Drawn = tuple[list[str], Any]  # what is printed, and the figure
+Drawn = tuple[list[str], Any]  # the printed lines, and the figure
 
 _USAGE = "steadfast draw {} [group=option ...] [key=value ...] [out=FILE.png]"
 
 
 def draw_plan(arguments: list[str]) -> int:
-    """Draw one picture of what a command line would do, and print its main numbers. Returns the exit code."""
+    """Draw one picture of what a command line would do, and print its main numbers. Return the exit code."""
     what, given = (arguments or [""])[0], arguments[1:]
     line = [argument for argument in given if not argument.startswith("out=")]
     if what not in _PLANS or any(argument.startswith("-") for argument in line):
@@ -51,7 +51,7 @@ def draw_plan(arguments: list[str]) -> int:
 
 
 def _drawn(what: str, line: list[str]) -> Drawn | list[Problem]:
-    """Return the picture of a command line that could start, else its problems."""
+    """Return the picture for a valid command line, or the problems of an invalid one."""
     draft = checked_line(line)
     config = draft.config
     if draft.problems or config is None:
@@ -72,7 +72,7 @@ def _drawn(what: str, line: list[str]) -> Drawn | list[Problem]:
         return [Problem.of_line(str(error))]
 
 
-_PLANS = {  # imported when they are asked for
+_PLANS = {  # imported when they are needed
     "schedule": "framework.cli.plan_schedule.planned_steps",
     "mesh": "framework.cli.plan_mesh.planned_mesh",
     "pipeline": "framework.cli.plan_pipeline.planned_pipeline",

@@ -23,7 +23,7 @@ _POLL_S = 0.2
 
 
 def over_root(line: list[str], composed: Composed, mode: Mode) -> int:
-    """Run a mode that is about all runs below run.root. Returns the exit code."""
+    """Run a mode for all runs below run.root. Return the exit code."""
     draft = validate(composed)
     used = _USED[mode.name]
     if not draft.problems:
@@ -43,7 +43,7 @@ def print_plan(command: Command) -> Exit:
 
 
 def make_report(command: Command) -> Exit:
-    """Write `report.html`; with report.every_s again and again until Ctrl-C, and then once more, as a page that rests."""
+    """Write `report.html`. With report.every_s, write it repeatedly until Ctrl-C, then once more without reloading."""
     root, every_s = Path(command.config.run.root), command.config.report.every_s
     reader = RunReader(root)
     PREEMPTION.speaks = False
@@ -64,7 +64,7 @@ def _write_report(reader: RunReader, root: Path, *, every_s: float | None, is_qu
         LOGGER.warning("left out: %s", line)
     if not runs:
         return _no_run(root)
-    from framework.runs.report_page import write_page  # numpy takes a tenth of a second
+    from framework.runs.report_page import write_page  # it imports numpy, which takes a tenth of a second
 
     target = root / "report.html"
     try:
@@ -79,7 +79,7 @@ def _write_report(reader: RunReader, root: Path, *, every_s: float | None, is_qu
 
 
 def print_status(command: Command) -> Exit:
-    """Print a table, a line for each run."""
+    """Print a table with one line per run."""
     root = Path(command.config.run.root)
     try:
         of_sweep = _of_sweep(root / "sweep.csv")
@@ -94,7 +94,7 @@ def print_status(command: Command) -> Exit:
 
 
 def _of_sweep(table: Path) -> dict[Path, str]:
-    """Return the runs of a sweep, each with its values of the swept keys. ValueError if the table is damaged."""
+    """Return the runs of a sweep, each with its values of the swept keys. Raise ValueError if the table is damaged."""
     if not table.exists():
         return {}
     if not table.is_file():

@@ -1,4 +1,4 @@
-"""The plan of a run's memory: what each rank keeps between steps, by a strategy that is really built on each."""
+"""The plan of a run's memory: the bytes that each rank keeps between steps. The strategy is really built for each rank."""
 
 import math
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from framework.preflight.child import Found, in_child
 
 KINDS_OF_BYTES = ("parameters", "buffers", "gradients", "optimizer", "average")
 _COLORS = dict(zip(KINDS_OF_BYTES, ("#4c9be8", "#b0b8c0", "#63b97a", "#f0a04b", "#b58be0")))
-_MOST_RANKS = 8  # that are built
+_MOST_RANKS = 8  # the most ranks that are built
 _COPIES = 5  # of the parameters, while a rank is built: two, the gradients, and two of the optimizer
 _LEFT_OUT = ("not in it: activations, layers gathered for a moment, messages under way, and what a strategy keeps besides "
              "(DiLoCo's outer weights, PipeDream's older ones, ...)")  # fmt: skip
@@ -30,13 +30,13 @@ _LEFT_OUT = ("not in it: activations, layers gathered for a moment, messages und
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """The bytes by kind of the ranks that were built, of `num_ranks`."""
+    """The bytes by kind, for each rank that was built. `num_ranks` is the number of all ranks."""
 
     ranks: dict[int, dict[str, int]]
     num_ranks: int
 
     def lines(self) -> list[str]:
-        """Return a table, a line for each rank, or for several that have the same; and what is not in it."""
+        """Return a table, with one line per rank or per group of equal ranks, and what the table does not include."""
         kinds = [kind for kind in KINDS_OF_BYTES if any(found[kind] for found in self.ranks.values())]
         same: dict[str, list[int]] = {}
         for rank, found in self.ranks.items():
@@ -49,7 +49,7 @@ class PlannedMemory:
         return [*lines, _LEFT_OUT]
 
     def drawn(self) -> Any:
-        """Return the figure: a bar for each rank."""
+        """Return the figure: one bar per rank."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7.0, 1.3 + 0.32 * len(self.ranks)), layout="constrained")
@@ -81,9 +81,9 @@ def _shown(count: int) -> str:
 
 
 def planned_memory(build: Builder) -> PlannedMemory:
-    """Return the bytes that ranks keep. Each is really built, one after the other, with storage, on the CPU.
+    """Return the bytes that ranks keep. Each rank is really built, one after the other, with storage, on the CPU.
 
-    ValueError if that takes more memory than there is, and for a strategy that cannot be built without the other processes.
+    Raise ValueError if this needs more memory than is free, or if the strategy cannot be built without the other processes.
     """
     model = components.shapes_of(build.config.model, seed=build.config.seed)
     needed, free = _COPIES * sum(parameter.nbytes for parameter in model.parameters()), psutil.virtual_memory().available
@@ -102,7 +102,7 @@ def planned_memory(build: Builder) -> PlannedMemory:
 
 
 def _kept(build: Builder, rank: int) -> Found:
-    """Build a rank, take a step of zeros, and return its bytes by kind. Nothing is compiled: that writes into its folder."""
+    """Build a rank, take a step of zeros, and return its bytes by kind. Do not compile, because that writes into a folder."""
     trainer = build.config.trainer.model_copy(update={"compile": False})
     build = build.altered(world=planned_world(build, rank=rank), trainer=trainer)
     module = build.model(is_filled=False)
@@ -121,7 +121,7 @@ def _kept(build: Builder, rank: int) -> Found:
 
 
 def bytes_by_kind(module: torch.nn.Module, optimizer: torch.optim.Optimizer, average: Any) -> dict[str, int]:
-    """Return how many bytes of this rank's memory parameters, buffers, gradients, optimizer state and averages take."""
+    """Return this rank's bytes of parameters, buffers, gradients, optimizer state and averages."""
     parameters = [*module.parameters()]
     averages = average.tensors.values() if isinstance(average, AveragedWeights) else []
     found = (parameters, module.buffers(), (p.grad for p in parameters), optimizer.state.values(), averages)

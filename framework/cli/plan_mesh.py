@@ -1,4 +1,4 @@
-"""The plan of a run's mesh: which ranks form a group along each axis, and on which node they are."""
+"""The plan of a run's mesh: the groups of ranks along each axis, and the nodes of the ranks."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,20 +16,20 @@ from framework.preflight.child import Found, in_child
 from framework.preflight.processes import axes_of
 
 _COLORS = ("#7db4e6", "#f0a04b", "#7cc48f", "#c3a5e3", "#e88f8f", "#d9c75c", "#8fd0d0", "#e3a5c8", "#b0b8c0", "#c49a6c")
-_MOST_ACROSS, _MOST_NODES = 16, 16  # that are drawn
-_MOST_GROUPS, _MOST_LISTED = 8, 8  # groups of an axis, and ranks of a group, that are printed
+_MOST_ACROSS, _MOST_NODES = 16, 16  # the most that are drawn
+_MOST_GROUPS, _MOST_LISTED = 8, 8  # the most that are printed: groups of an axis, and ranks of a group
 
 
 @dataclass(frozen=True)
 class PlannedMesh:
-    """The sizes of the axes, outermost first, and the ranks, in an array of these sizes."""
+    """The sizes of the axes, outermost first, and an array of the ranks with these sizes."""
 
     axes: dict[str, int]
     ranks: np.ndarray
     num_nodes: int
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks along an axis, by their first rank."""
+        """Return the groups of ranks along an axis, sorted by their first rank."""
         place = [*self.axes].index(axis)
         found: list[list[int]] = np.moveaxis(self.ranks, place, -1).reshape(-1, self.axes[axis]).tolist()
         return sorted(found)
@@ -51,9 +51,9 @@ class PlannedMesh:
         return rank // (self.ranks.size // self.num_nodes)
 
     def drawn(self) -> Any:
-        """Return the figure: for each axis the ranks, a row or more for each node; those of one group have one colour.
+        """Return the figure: for each axis, the ranks, with one or more rows per node. A group's ranks have the same colour.
 
-        Where there are more groups than colours, a small number says which it is.
+        If there are more groups than colours, a small number shows the group.
         """
         from matplotlib.figure import Figure
 
@@ -97,7 +97,7 @@ def _box(x: float, y: float, color: str) -> Any:
 
 
 class _MeshKnown(Exception):
-    """Not an error: a strategy has asked for its mesh, which is all that is wanted of it."""
+    """Not an error: a strategy has requested its mesh, and nothing else is needed."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -105,14 +105,14 @@ class _MeshKnown(Exception):
 
 
 class _AskedForMesh(World):
-    """A world that ends the building of a strategy where it asks for its mesh."""
+    """A world that stops the construction of a strategy when the strategy requests its mesh."""
 
     def mesh(self, **axes: int | None) -> DeviceMesh:
         raise _MeshKnown(super().mesh(**axes))
 
 
 def planned_mesh(build: Builder) -> PlannedMesh:
-    """Return the mesh that the strategy asks for. ValueError for a strategy without one."""
+    """Return the mesh that the strategy requests. Raise ValueError for a strategy without a mesh."""
     if not axes_of(build.config.parallel):
         raise ValueError("parallel: has no mesh to draw (ddp, fsdp, tensor, pipeline, ... have one)")
     found, fate = in_child(partial(_mesh, build), is_silent=True)
@@ -126,7 +126,7 @@ def _mesh(build: Builder) -> Found:
     build = build.altered(world=planned_world(build, rank=0, kind=_AskedForMesh))
     without_storage = partial(components.shapes_of, build.config.model, seed=build.config.seed)
     error: Exception | None = None
-    for make in (without_storage, build.model):  # a strategy may move the model before it asks
+    for make in (without_storage, build.model):  # a strategy may move the model before it requests the mesh
         try:
             component(build.config.parallel)(make(), world=build.world, forward=build.forward())
         except _MeshKnown as known:

@@ -1,4 +1,4 @@
-"""The plan of a pipeline: which process works on which micro-batch when, and how long it waits."""
+"""The plan of a pipeline: the micro-batch on which each process works at each time, and how long each process waits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,22 +15,22 @@ _COLORS = {"FORWARD": "#7db4e6", "FULL_BACKWARD": "#f0a04b", "BACKWARD_INPUT": "
 _LIGHTER = {"FORWARD": "#cfe3f6", "FULL_BACKWARD": "#fadcb8", "BACKWARD_INPUT": "#fadcb8", "BACKWARD_WEIGHT": "#cdeacf"}
 _NAMES = {"FORWARD": "forward (1)", "FULL_BACKWARD": "backward (2)", "BACKWARD_INPUT": "backward: inputs (1)",
           "BACKWARD_WEIGHT": "backward: weights (1)"}  # fmt: skip
-_MOST_UNITS = 80  # of time that are drawn; a number fits into each
-_MOST_STEPS = 200  # of PipeDream that are played
+_MOST_UNITS = 80  # the most units of time that are drawn; a number fits into each unit
+_MOST_STEPS = 200  # the most steps of PipeDream that are simulated
 
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """The timetable of a pass (of PipeDream: of the steps until it is empty), and what is said of it."""
+    """The timetable of a pass (for PipeDream: of the steps until it is empty), and the text about it."""
 
-    placed: dict[int, list[Placed]]  # by the process's place along the pipeline axis
-    num_micro_batches: int  # of a step
+    placed: dict[int, list[Placed]]  # by the process's position along the pipeline axis
+    num_micro_batches: int  # per step
     num_stages: int
     said: list[str]
 
     @property
     def waiting(self) -> float:
-        """The share of the time in which a process waits."""
+        """The fraction of the time in which a process waits."""
         return waiting_in(self.placed)
 
     def lines(self) -> list[str]:
@@ -39,7 +39,7 @@ class PlannedPipeline:
         return [*self.said, f"{share}, if all stages take the same time and sending takes none"]
 
     def drawn(self) -> Any:
-        """Return the figure: a row for each process, time to the right."""
+        """Return the figure: one row per process, with time to the right."""
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
@@ -70,7 +70,7 @@ class PlannedPipeline:
 
 
 def planned_pipeline(build: Builder) -> PlannedPipeline:
-    """Return the timetable of a step of the run that `build` would build. ValueError for a strategy without a pipeline."""
+    """Return the timetable of a step of the run that `build` would build. Raise ValueError without a pipeline."""
     config, parallel = build.config, build.config.parallel
     name = parallel.get("schedule")
     sizes = resolve_axes(axes_of(parallel), world_size=config.launch.most_processes)
@@ -82,7 +82,7 @@ def planned_pipeline(build: Builder) -> PlannedPipeline:
         part.stop - part.start for part in parts(config.global_batch_size, micro_batch_size=size, dp_rank=0, dp_size=dp_size)
     ]
     is_cut = len({*lengths}) > 1 and name != "pipedream"
-    count = len(lengths) - is_cut  # a short one is in a pass of its own
+    count = len(lengths) - is_cut  # a shorter micro-batch has its own pass
     what = f"micro-batch{'es' * (count != 1)} in a {'step' if name == 'pipedream' else 'pass'}"
     if name == "pipedream":
         drain_every = parallel.get("drain_every") or DRAIN_EVERY

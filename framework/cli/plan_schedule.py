@@ -1,4 +1,4 @@
-"""The plan of a run's steps: the learning rates of all of them, the evaluations and the epochs."""
+"""The plan of a run's steps: all learning rates, evaluations and epochs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,23 +13,23 @@ from framework.optim.turns import InTurns
 from framework.optim.update import Update
 from framework.training.plan import Plan
 
-_MOST_POINTS = 5000  # of a curve, which has fewer pixels
-_MOST_MARKS = 60  # lines at epochs, or ticks of evaluations, that an eye tells apart
+_MOST_POINTS = 5000  # per curve; a curve has fewer pixels
+_MOST_MARKS = 60  # lines at epochs, or ticks of evaluations, that a person can still distinguish
 
 
 @dataclass(frozen=True)
 class PlannedSteps:
-    """The learning rates by name, each for the same `steps`, counted from 1; after which steps an epoch or evaluation is."""
+    """The learning rates by name, all for the same `steps` (counted from 1), and the last steps of epochs and evaluations."""
 
     total_steps: int
     steps: list[int]
-    rates: dict[str, list[float]]  # `lr`, as the rows of metrics.jsonl have it, and what differs from it
-    epochs: list[int]  # the first of them
+    rates: dict[str, list[float]]  # `lr`, as in the rows of metrics.jsonl, and the rates that differ from it
+    epochs: list[int]  # only the first epochs
     eval_every: int | None
 
     @property
     def evaluations(self) -> list[int]:
-        """The steps after which the validation set is measured."""
+        """The steps after which the validation set is evaluated."""
         before = range(self.eval_every, self.total_steps, self.eval_every) if self.eval_every else []
         return [*before, self.total_steps]
 
@@ -63,9 +63,9 @@ class PlannedSteps:
 
 
 def planned_steps(build: Builder) -> PlannedSteps:
-    """Return the plan of the run that `build` would build. Its training data are loaded: they decide how many steps it has.
+    """Return the plan of the run that `build` would build. Load its training data, which decide the number of steps.
 
-    ValueError or OSError for data that cannot be loaded.
+    Raise ValueError or OSError for data that cannot be loaded.
     """
     config = build.config
     order = build.loader(load_shared(build.dataset, "train", world=build.world), "train", dp_rank=0, dp_size=1).order
@@ -80,7 +80,7 @@ def planned_steps(build: Builder) -> PlannedSteps:
 
 
 def _update(build: Builder, *, total_steps: int) -> Update:
-    """Return the run's own update, of a model without storage."""
+    """Return the run's own update, for a model without storage."""
     model = components.shapes_of(build.config.model, seed=build.config.seed)
     freeze_parameters(model, build.config.trainer.freeze)
     hidden = hidden_matrices(model)

@@ -1,4 +1,4 @@
-"""A rank of a world that is not there, in which a run's own strategy can be built."""
+"""A rank of a world without other processes, in which a run's strategy can be built."""
 
 from dataclasses import fields
 from typing import Any
@@ -12,9 +12,9 @@ from framework.runtime.torch_internals import register_fake_backend
 
 
 def planned_world(build: Builder, *, rank: int, kind: type[World] = World) -> World:
-    """Become a rank of the run's world, on the CPU; its collectives return at once and move nothing.
+    """Become a rank of the run's world, on the CPU. Its collectives return immediately and move nothing.
 
-    For a process of its own, which ends then: it is a member of torch's default group.
+    Use it only in a separate process that ends afterwards, because the process joins torch's default group.
     """
     alone, launch = World.alone(), build.config.launch
     register_fake_backend()
@@ -27,7 +27,7 @@ def planned_world(build: Builder, *, rank: int, kind: type[World] = World) -> Wo
 
 
 class _WithoutOthers(Groups):
-    """Groups of a rank that nobody answers: what waits for an answer, not for a collective, cannot be built."""
+    """The groups of a rank without other ranks. A strategy that waits for an answer outside a collective cannot be built."""
 
     def store(self, name: str) -> dist.Store:
         raise ValueError(f"its processes meet through a store ({name}), and not in collectives")

@@ -1,4 +1,4 @@
-"""From a command line to a run: compose, check, claim the directory, freeze, and hand over to the workers."""
+"""From a command line to a run: compose, check, claim the directory, freeze, and start the workers."""
 
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from framework.runtime.slurm import SlurmFailed
 
 
 def start(overrides: list[str]) -> int:
-    """Run one command line to its end. Returns the exit code."""
+    """Run one command line to its end. Return the exit code."""
     try:
         return _start(overrides)
     except Interrupted as end:
@@ -62,9 +62,9 @@ def _start(overrides: list[str]) -> int:
 
 
 def _enter_step(overrides: list[str]) -> bool:
-    """Take the tasks of an `srun` as the processes of one run, as torchrun's; with `launch.nnodes` each of them is a node.
+    """Use the tasks of an `srun` as the processes of one run, like torchrun's. With `launch.nnodes`, each task is a node.
 
-    Returns whether this process is one of several tasks, and no node.
+    Return whether this process is one of several tasks, and not a node.
     """
     task = SrunTask.read()
     if task is None or any(text.startswith("launch.nnodes=") for text in overrides):
@@ -74,7 +74,7 @@ def _enter_step(overrides: list[str]) -> bool:
 
 
 def launch(command: Command) -> int:
-    """Start the workers of a run: as a job, as one node of several, or here. Returns the exit code."""
+    """Start the workers of a run: as a job, as one of several nodes, or on this machine. Return the exit code."""
     config = command.config
     if config.launch.kind == "slurm":
         return submit([config], folder=folder_of(config.run, config.mode) / "slurm")[0]
@@ -95,9 +95,9 @@ def launch(command: Command) -> int:
 
 
 def begin(overrides: list[str], *, world_size: int) -> ClaimedRun | int:
-    """Compose and check; claim the run's directory and freeze. Of the processes that a launcher started, one calls this.
+    """Compose and check, claim the run's directory, and freeze. Of the processes of a launcher, one calls this.
 
-    An exit code instead, if the configuration is wrong, the directory in use, or the run finished already.
+    Return an exit code if the configuration is wrong, the directory is in use, or the run has finished already.
     """
     config = admit(overrides, world_size=world_size)
     if isinstance(config, int):
@@ -110,7 +110,7 @@ def begin(overrides: list[str], *, world_size: int) -> ClaimedRun | int:
 
 
 def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
-    """Compose and check, without writing anything. An exit code instead, if there is nothing to start."""
+    """Compose and check, without writing anything. Return an exit code if nothing can be started."""
     composed = compose_line(overrides)
     if composed.mode is not None and composed.mode.about == "root":
         return over_root(overrides, composed, composed.mode)
@@ -132,7 +132,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
         from framework.preflight.child import problems_in_child
         from framework.preflight.dry_build import dry_build
 
-        may_fork = not Environment.read().uses_mpi  # an MPI need not bear it
+        may_fork = not Environment.read().uses_mpi  # an MPI library may not support a fork
         if mode.about != "machines":
             draft.add(problems_in_child(partial(dry_build, config)) if may_fork else dry_build(config))
         if mode.about == "run" and not draft.problems and may_fork:
@@ -149,7 +149,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
 
 
 def _with_own_draws(run: RunSection) -> tuple[RunSection, list[Problem]]:
-    """Let a run that exists, or begins with another's state, go on as that draws its first weights."""
+    """Keep the `draws` of an existing run, or of the run with the state from which this run starts."""
     found = frozen_draws(Path(run.dir)) if run.resume != "never" else None
     if found is None and run.resume not in ("auto", "never", "must"):
         found = frozen_draws(checkpoints_of(Path(run.resume)).parent)
@@ -157,7 +157,7 @@ def _with_own_draws(run: RunSection) -> tuple[RunSection, list[Problem]]:
 
 
 def checked_line(overrides: list[str], *, world_size: int | None = None) -> Draft:
-    """Compose a command line; return its complete configuration, or every problem that it has."""
+    """Compose a command line. Return its complete configuration, or all its problems."""
     return _checked(compose_line(overrides), world_size=world_size)
 
 
@@ -169,13 +169,13 @@ def _checked(composed: Composed, *, world_size: int | None) -> Draft:
     return check(composed, world_size=world_size)
 
 
-# --- mode=eval, predict and export: a run's frozen configuration, with a few keys of the command line
+# --- mode=eval, predict and export: a run's frozen configuration, with a few keys from the command line
 
 
 def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
-    """Return the configuration by which an existing run is used, or its problems.
+    """Return the configuration for the use of an existing run, or its problems.
 
-    `composed` is the configuration of the command line alone; its `run.dir` names the run.
+    `composed` is the configuration of the command line only. Its `run.dir` names the run.
     """
     draft = validate(composed)
     asked = draft.config

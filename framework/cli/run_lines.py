@@ -1,4 +1,4 @@
-"""Lines about a run, which `show`, `diff` and `why` share."""
+"""Lines about a run, used by `show`, `diff` and `why`."""
 
 import os
 import shlex
@@ -11,7 +11,7 @@ from framework.runs.metrics_file import is_curve
 from framework.runs.report import number
 from framework.runtime.problem import shown
 
-_MOST_LINES = 40  # of a list
+_MOST_LINES = 40  # per list
 
 
 def state_line(directory: RunDirectory) -> str:

@@ -1,4 +1,4 @@
-"""`steadfast why RUN`: where a number comes from, how to do it again, and how to cite it."""
+"""`steadfast why RUN`: the origin of a number, how to reproduce it, and how to cite it."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from framework.runtime.files import checksum
 
 
 def patch_of(run: Path) -> str:
-    """Return what differed from the commit at the first start of a run; empty if nothing did, or it is not recorded."""
+    """Return the differences from the commit at a run's first start. Return an empty text without differences or records."""
     starts = Provenance(run).read()["starts"]
     git = starts[0].get("git") if starts else None
     return str(git.get("diff", "")) if isinstance(git, dict) else ""
@@ -114,7 +114,7 @@ def _citation(path: Path, run: Ancestor) -> list[str]:
 
 
 def _own_command(start: dict[str, Any]) -> str:
-    """Return the command of one run: of a sweep, the job's."""
+    """Return the command of one run. For a sweep, return the command of the job."""
     command, line = command_of(start), start.get("line")
     words = command.split()
     if not isinstance(line, str) or not {"-m", "--multirun"} & set(words):

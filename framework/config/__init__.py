@@ -1,1 +1,1 @@
-"""From a command line to checked, typed, frozen data."""
+"""The configuration: from a command line to checked, typed, frozen data."""

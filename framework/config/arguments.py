@@ -1,4 +1,4 @@
-"""Flags of the command line, and messages for arguments that are neither a flag nor `key=value`."""
+"""The flags of the command line, and the messages for arguments that are neither a flag nor `key=value`."""
 
 import difflib
 import re
@@ -10,8 +10,8 @@ from framework.config.spelling import did_you_mean, nearest
 from framework.runtime.problem import Problem
 
 _KEY = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
-FOLDER_FLAGS = ("--config-dir", "--config-path", "--config-name")  # they combine with any other flag
-_ALONE = ("--help", "--resolve", "--multirun", "--hydra-help", "--version")  # they have no value
+FOLDER_FLAGS = ("--config-dir", "--config-path", "--config-name")  # they can be combined with any other flag
+_ALONE = ("--help", "--resolve", "--multirun", "--hydra-help", "--version")  # flags without a value
 _SHORT = {"-h": "--help", "-c": "--cfg", "-m": "--multirun", "-sc": "--shell-completion",
           "-cd": "--config-dir", "-cp": "--config-path", "-cn": "--config-name"}  # fmt: skip
 _CHOICES = {
@@ -22,19 +22,19 @@ _CHOICES = {
     ),
 }
 _FLAGS = (*FOLDER_FLAGS, *_ALONE, *_CHOICES)
-# Flags of Hydra that would change what a run is, and the replacement for each.
+# Flags of Hydra that would change the meaning of a run, and the replacement for each flag.
 _REFUSED = {
     **dict.fromkeys(("--package", "-p"), "--cfg job prints the whole"),
     **dict.fromkeys(("--run", "-r"), "a run is what there is without it"),
     **dict.fromkeys(("--experimental-rerun", "-er"), "the same command continues a run"),
 }
-_PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # keys of every optimizer, suggested beside STATIC_KEYS
+_PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # keys that every optimizer has; suggestions use them and STATIC_KEYS
 
 
 def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple[dict[str, str], list[str], list[Problem]]:
     """Split a command line into flags with their values, overrides, and the problems of unknown or misused flags.
 
-    `is_launched`: a launcher such as torchrun or mpirun has started this process as one of several.
+    `is_launched`: a launcher such as torchrun or mpirun has started this process as one of several processes.
     """
     flags: dict[str, str] = {}
     overrides: list[str] = []

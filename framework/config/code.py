@@ -1,6 +1,6 @@
-"""The user's code that a run's components reach: found in its sources, without an import, and told apart by functions.
+"""The user's code that a run's components reach. It is found in the source files, without an import, and hashed by function.
 
-Comments, docstrings, formatting and the order of imports do not count.
+Comments, docstrings, formatting and the order of imports do not change the hash.
 """
 
 import ast
@@ -26,18 +26,18 @@ from framework.config.schema import DOTTED
 TOP_LEVEL = "the top level"
 _FRAMEWORK = Path(__file__).resolve().parents[1]
 
-Functions = dict[str, str]  # the hash of each function's code, by its name within its module
-_loaded_before: set[str] = set()  # modules of the program that calls this one
-_reached: set[str] = set()  # modules to which the imports of some component have led, of this run's or another's
+Functions = dict[str, str]  # the hash of each function's code, by the function's name in its module
+_loaded_before: set[str] = set()  # modules of the program that calls this framework
+_reached: set[str] = set()  # modules that the imports of a component have reached, in this run or in another run
 
 
 @dataclass(frozen=True)
 class Code:
-    """The user's modules that a run's components reach, by name, and the other packages that these import."""
+    """The user's modules that a run's components reach, by name, and the other packages that these modules import."""
 
     modules: Mapping[str, Functions]
     packages: frozenset[str]
-    folders: tuple[str, ...] = ()  # in which these modules were found
+    folders: tuple[str, ...] = ()  # the folders of these modules
 
     @property
     def digest(self) -> str:
@@ -45,11 +45,11 @@ class Code:
 
 
 def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapping[str, str] = MappingProxyType({})) -> Code:
-    """Return the code that components of these dotted paths reach, followed through the imports in their modules.
+    """Return the code that components with these dotted paths reach through the imports in their modules.
 
-    A text that is the dotted path of a module counts as its import. `folders` are searched too: the user's code may add some
-    to the path when it is imported. `loaded` are modules, each with its file, to which no import leads (see `loaded_unseen`):
-    what these import is not followed, since it is loaded too.
+    A text that is the dotted path of a module counts as an import of the module. `folders` are searched too: the user's code
+    may add folders to the path when it is imported. `loaded` are modules that no import reaches, each with its file (see
+    `loaded_unseen`). Their imports are not followed, because the imported modules are loaded too.
     """
     enter_project()
     searched, found_in = tuple(folders), set[str]()
@@ -83,21 +83,23 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
 
 
 def begin_program() -> None:
-    """Note, once, which modules are loaded before the first run: they are not a run's, unless its components reach them."""
+    """Record, once, which modules are loaded before the first run. They belong to a run only if its components reach them."""
     if not _loaded_before:
         _loaded_before.update(sys.modules)
 
 
 def own_modules(targets: Iterable[str]) -> dict[str, ModuleType]:
-    """Return the user's modules that are loaded: those that components of these dotted paths reach, and any others."""
+    """Return the user's loaded modules: those that components with these dotted paths reach, and any others."""
     names = code_of(targets).modules.keys() | loaded_unseen().keys()
     return {name: sys.modules[name] for name in sorted(names) if name in sys.modules}
 
 
 def loaded_unseen() -> dict[str, str]:
-    """Return the user's modules, each with its file, that are loaded and to which no import leads that `code_of` can follow:
-    those whose names are computed, plug-ins that are looked for in a folder, a file that is executed as a module."""
-    if not _loaded_before:  # no run has begun: all that is loaded is the calling program's
+    """Return the user's loaded modules that `code_of` does not find, because no import leads to them, each with its file.
+
+    Examples: modules with computed names, plug-ins that a program finds in a folder, a file that is executed as a module.
+    """
+    if not _loaded_before:  # no run has started: all loaded modules belong to the calling program
         return {}
     names = sorted(sys.modules.keys() - _loaded_before - _reached - {"__main__", "__mp_main__"})
     origins = {name: getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) for name in names}
@@ -105,7 +107,7 @@ def loaded_unseen() -> dict[str, str]:
 
 
 def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> list[str]:
-    """Return what differs between two runs' modules, a line for each file: `mypkg/net.py: Net.forward, helper`."""
+    """Return the differences between the modules of two runs, one line per file: `mypkg/net.py: Net.forward, helper`."""
     lines = []
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
@@ -117,7 +119,7 @@ def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> 
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of installed packages, by the names under which they are imported."""
+    """Return the versions of installed packages, by their import names."""
     found = {}
     for package in sorted(packages):
         try:
@@ -137,23 +139,23 @@ def _distributions() -> Mapping[str, list[str]]:
 
 
 def _prefixes(path: str) -> list[str]:
-    """Return the names of the packages on the way to a dotted path, and the path itself."""
+    """Return the dotted path and all its prefixes, which are the names of the enclosing packages."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 @functools.cache
 def _find(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
-    """Return where a module is; None if there is none. Nothing is imported."""
+    """Return where a module is, or None if it does not exist. Import nothing."""
     parent, _, last = name.rpartition(".")
     if not parent:
         spec = PathFinder.find_spec(name)
-        if name == "models":  # the user's and ours are joined
+        if name == "models":  # the user's package and the framework's package are joined
             ours = PathFinder.find_spec(name, [str(ROOT)])
             return ours if spec is None else spec
         if spec is None and name not in sys.stdlib_module_names:
             try:
-                spec = importlib.util.find_spec(name)  # another finder's: an installation that can be edited
+                spec = importlib.util.find_spec(name)  # found by another finder: an editable installation
             except (ImportError, ValueError):
                 return None
         return PathFinder.find_spec(name, list(folders)) if spec is None else spec
@@ -172,9 +174,9 @@ def _installed() -> list[Path]:
 
 @functools.cache
 def _is_users(path: Path) -> bool:
-    """Return whether a module is somebody's own: neither Python's, nor an installed package, nor the framework.
+    """Return whether a module is the user's: not Python's, not an installed package's, and not the framework's.
 
-    Our models count as the user's even where they are installed, so that a run can move between a checkout and an installation.
+    Our models always count as the user's, so that a run can move between a checkout and an installation.
     """
     path = path.resolve()
     if path.is_relative_to(ROOT / "models"):
@@ -186,9 +188,9 @@ def _is_users(path: Path) -> bool:
 # --- sources
 
 
-@functools.cache  # a start asks several times, and each job of a sweep
+@functools.cache  # a start calls this several times, and each job of a sweep does too
 def _read(source: bytes, *, package: str) -> tuple[Functions, list[str]]:
-    """Return a source's functions, and what it imports."""
+    """Return a source's functions and the names that it imports."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -220,7 +222,7 @@ def _is_import(function: ast.expr) -> bool:
 
 
 def functions_of(tree: ast.Module) -> Functions:
-    """Return the hash of each function and class body of a module, and of what is left at its top level."""
+    """Return the hash of each function and each class body of a module, and the hash of the remaining top-level code."""
     parts: dict[str, list[str]] = {}
     _collect(tree.body, "", parts)
     return {name: _hash("\n".join(lines).encode()) for name, lines in parts.items()}
@@ -252,7 +254,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 class _WithoutTexts(ast.NodeTransformer):
-    """Takes out docstrings, and other texts that stand alone."""
+    """A transformer that removes docstrings and other texts that are statements."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         return None if _is_text(node) else self.generic_visit(node)

@@ -1,4 +1,4 @@
-"""Composing the configuration: from a command line to plain, resolved data."""
+"""The composition of the configuration: from a command line to plain, resolved data."""
 
 import copy
 import io
@@ -30,11 +30,11 @@ from framework.runtime.problem import Problem
 
 
 class Composed(NamedTuple):
-    """The result of composing a command line. If there are problems, `config` serves only to find more; it may be empty."""
+    """The composed configuration. If there are problems, `config` may be empty; it only serves to find more problems."""
 
     config: dict[str, Any]
     problems: list[Problem]
-    known: list[str]  # the keys of the files that were chosen
+    known: list[str]  # the keys of the chosen files
     given: list[str]  # the keys and groups that the command line names
 
     @property
@@ -43,7 +43,7 @@ class Composed(NamedTuple):
 
 
 class _OwnFolder(SearchPathPlugin):
-    """Makes Hydra search the user's folder before ours."""
+    """A plugin that makes Hydra search the user's folder before the framework's folder."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if (own := own_folder()) is not None:
@@ -51,14 +51,14 @@ class _OwnFolder(SearchPathPlugin):
 
 
 def prepare_hydra() -> None:
-    """Teach Hydra the user's folder, and OmegaConf `${run_id:}` and `${data:FACT}`."""
+    """Register the user's folder with Hydra, and the resolvers `${run_id:}` and `${data:FACT}` with OmegaConf."""
     Plugins.instance().register(_OwnFolder)
     OmegaConf.register_new_resolver("run_id", _run_id, replace=True)
-    OmegaConf.register_new_resolver("data", lambda fact: f"${{data:{fact}}}", replace=True)  # resolved later, by the dataset
+    OmegaConf.register_new_resolver("data", lambda fact: f"${{data:{fact}}}", replace=True)  # the dataset resolves it later
 
 
 def _run_id(_root_: DictConfig) -> str:
-    # the identity leaves out the sections that refer to the id
+    # the identity excludes the sections that refer to the id
     plain: dict[str, Any] = {
         str(key): OmegaConf.to_container(_root_[key], resolve=True) if OmegaConf.is_config(_root_[key]) else _root_[key]
         for key in _root_
@@ -68,10 +68,10 @@ def _run_id(_root_: DictConfig) -> str:
 
 
 def compose_line(overrides: list[str]) -> Composed:
-    """Compose the configuration from the folders and the command line's overrides, resolved to plain data.
+    """Compose the configuration from the folders and the command line's overrides, and resolve it to plain data.
 
-    An override that cannot be applied becomes a `Problem` and is left out, so that one report names all of them; Hydra
-    would stop at the first.
+    An override that cannot be applied becomes a `Problem` and is left out. So one report names all problems; Hydra would stop
+    at the first.
     """
     config, known, problems = _applied(overrides)
     plain, unresolved = _resolve(config)
@@ -90,13 +90,13 @@ def compose_line(overrides: list[str]) -> Composed:
 
 
 def as_yaml(overrides: list[str], *, resolve: bool) -> str:
-    """Return the configuration of a command line, as `--cfg job` prints it."""
+    """Return the configuration of a command line in the format of `--cfg job`."""
     config, _, _ = _applied(overrides)
     return OmegaConf.to_yaml(config, resolve=resolve)
 
 
 def launcher_and_sweeper(overrides: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return Hydra's launcher and sweeper as the chosen files and the line have them: the option's name, and its keys."""
+    """Return Hydra's launcher and sweeper from the chosen files and the command line: the option's name and its keys."""
     choices, _, _ = sort_overrides(overrides)
     hydras = _compose([*choices, *(text for text in overrides if text.startswith("hydra/"))], with_hydra=True).hydra
     plain: Any = OmegaConf.to_container(hydras)
@@ -104,13 +104,13 @@ def launcher_and_sweeper(overrides: list[str]) -> dict[str, tuple[str, dict[str,
 
 
 def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]]:
-    """Return the configuration with the overrides applied, the keys of its files, and the overrides that failed."""
+    """Return the configuration with the overrides applied, the keys of its files, and the problems of failed overrides."""
     choices, values, problems = sort_overrides(overrides)
     try:
         config = _compose(choices)
         if options("resources") and "resources" in chosen_by_default() and config.launch.kind != "slurm":
             config = _compose([*choices, "~resources"])
-    except Exception as error:  # Hydra, OmegaConf and PyYAML raise almost anything for a faulty file
+    except Exception as error:  # Hydra, OmegaConf and PyYAML may raise almost any error for a faulty file
         return OmegaConf.create(), [], [*problems, Problem(" ".join(choices) or "conf", one_line(error))]
     OmegaConf.set_struct(config, False)
     written: Any = OmegaConf.to_container(config)
@@ -133,7 +133,7 @@ def _compose(choices: list[str], *, with_hydra: bool = False) -> DictConfig:
     return copy.deepcopy(_composed(tuple(folders()), config_name(), tuple(choices), with_hydra))
 
 
-@cache  # takes 0.1 s, and most jobs of a sweep share the choices
+@cache  # it takes 0.1 s, and most jobs of a sweep have the same choices
 def _composed(_: tuple[Path, ...], name: str, choices: tuple[str, ...], with_hydra: bool) -> DictConfig:
     prepare_hydra()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
@@ -153,7 +153,7 @@ def _without_own_groups(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
-    """Return `config` as plain data, with null for each value that does not resolve."""
+    """Return `config` as plain data, with null for each value that cannot be resolved."""
     problems: list[Problem] = []
     written: Any = OmegaConf.to_container(config)
     for key in [key for key, value in flat(written).items() if value == "???"]:
@@ -172,18 +172,18 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def resolve_text(text: str) -> str:
-    """Return a text with its interpolations resolved, as in `${oc.env:NAME}`. ValueError if one does not resolve."""
+    """Return a text with its interpolations resolved, as in `${oc.env:NAME}`. Raise ValueError if this fails."""
     try:
         return str(OmegaConf.create({"text": text})["text"])
     except OmegaConfBaseException as error:
         raise ValueError(one_line(error)) from None
 
 
-# --- what Hydra prints
+# --- the output of Hydra
 
 
 def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
-    """Print the output of Hydra's flags: its own configuration, its help, a shell's completion."""
+    """Print the output of Hydra's flags: Hydra's own configuration, its help, or a shell's completion."""
 
     @hydra.main(config_path=str(CONF), config_name=config_name(), version_base="1.3")
     def run_job(config: object) -> None:
@@ -191,8 +191,8 @@ def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
 
     prepare_hydra()
     choices, values, _ = sort_overrides(overrides)
-    # flags first, because argparse accepts none between overrides; and every value forced (`++key=value`), because
-    # the preflight judges the keys, not Hydra
+    # flags first, because argparse accepts no flags between overrides; every value is forced (`++key=value`), because the
+    # preflight checks the keys, not Hydra
     forced = [f"++{override.input_line.lstrip('+')}" for override in values if override.input_line]
     sys.argv[1:] = [*(word for flag in flags.items() for word in flag if word), *choices, *forced]
     with redirect_stdout(io.StringIO()) as printed:  # Hydra prints a traceback if the reader closes the pipe

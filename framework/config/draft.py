@@ -1,4 +1,4 @@
-"""A configuration on its way to a `RunConfig`: what is valid of it so far, and every problem."""
+"""A configuration that is not yet a `RunConfig`: its valid fields so far, and every problem."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -9,10 +9,10 @@ from framework.runtime.problem import Problem
 
 
 class Draft:
-    """The valid fields of the root, and the problems of the others.
+    """The valid fields of the root, and the problems of the other fields.
 
-    Functions name the fields that they need by their parameters without a default, and get them as the schema's types; a
-    function that names a field with a problem is not called.
+    A function names the fields that it needs by its parameters without a default, and gets them with the schema's types. A
+    function is not called if one of its fields has a problem.
     """
 
     def __init__(self, fields: dict[str, Any], problems: Iterable[Problem]) -> None:
@@ -22,13 +22,13 @@ class Draft:
         self.add(problems)
 
     def add(self, problems: Iterable[Problem]) -> None:
-        """Take in problems."""
+        """Add problems."""
         for problem in problems:
             self.problems.append(problem)
             self._faulty.add(problem.key.partition(".")[0])
 
     def call(self, function: Callable[..., Any], *, otherwise: Any = None) -> Any:
-        """Call a function with the fields that it needs; return `otherwise` if one of them is not valid."""
+        """Call a function with the fields that it needs. Return `otherwise` if one of the fields is not valid."""
         parameters = inspect.signature(function).parameters.values()
         names = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
         if not names <= self.fields.keys() - self._faulty:
@@ -36,11 +36,11 @@ class Draft:
         return function(**{name: self.fields[name] for name in names})
 
     def check(self, *rules: Callable[..., Iterable[Problem]]) -> None:
-        """Take in the problems that rules find."""
+        """Add the problems that rules find."""
         self.add([problem for rule in rules for problem in self.call(rule, otherwise=())])
 
     def change(self, field: str, function: Callable[..., tuple[Any, list[Problem]]]) -> list[Problem]:
-        """Replace a field by the value that a function returns, and return the problems that the function found."""
+        """Replace a field by the value that a function returns. Return the problems that the function found."""
         changed = self.call(function)
         if changed is None:
             return []
@@ -49,7 +49,7 @@ class Draft:
 
     @property
     def config(self) -> RunConfig | None:
-        """The complete configuration; None if there is a problem."""
+        """The complete configuration, or None if there is a problem."""
         plain = {name: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
                  for name, value in self.fields.items()}  # fmt: skip
         return None if self.problems else RunConfig.model_validate(plain)

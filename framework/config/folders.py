@@ -1,4 +1,4 @@
-"""The folders that are searched for groups and options: the user's, then the framework's; and the user's modules."""
+"""The folders with groups and options: first the user's, then the framework's. Also: the folders of the user's modules."""
 
 import os
 import sys
@@ -11,63 +11,63 @@ import yaml
 from framework.runtime.environment import variables
 from framework.runtime.torchvision_fix import watch_for_torchvision
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than SafeLoader
 
-ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or of the installation
-PACKAGED = Path(__file__).resolve().parents[1] / "conf"  # in an installation
+ROOT = Path(__file__).resolve().parents[2]  # the folder of the checkout or of the installation
+PACKAGED = Path(__file__).resolve().parents[1] / "conf"  # the folder in an installation
 CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
 
 
 def own_folder() -> Path | None:
-    """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `conf` here, unless it is the framework's."""
+    """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `./conf`, unless this is the framework's folder."""
     named = variables().get("STEADFAST_CONF")
     folder = Path(named or "conf").resolve()
     return folder if folder.is_dir() and folder != CONF.resolve() else None
 
 
 def config_name() -> str:
-    """Return the name of the primary configuration: `--config-name`, else `config`."""
+    """Return the name of the primary configuration: the value of `--config-name`, or `config`."""
     return variables().get("STEADFAST_CONFIG") or "config"
 
 
 def folders() -> list[Path]:
-    """Return the folders of configuration in the order of the search."""
+    """Return the configuration folders in search order."""
     own = own_folder()
     return [CONF] if own is None else [own, CONF]
 
 
 def groups(folder: Path | None = None) -> list[str]:
-    """Return the names of the groups in one folder, or in all."""
+    """Return the names of the groups in one folder, or in all folders."""
     found = folders() if folder is None else [folder]
     names = {path.name for conf in found for path in conf.iterdir() if path.is_dir()}
     return sorted(name for name in names if name[0] not in "._" and name != "hydra")
 
 
 def own_groups() -> list[str]:
-    """Return the groups that only the user's folder has."""
+    """Return the groups that exist only in the user's folder."""
     own = own_folder()
     return [] if own is None else sorted(set(groups(own)) - set(groups(CONF)))
 
 
 def options(group: str) -> list[str]:
-    """Return the names of a group's options; an option in a subfolder is `vision/tiny`."""
+    """Return the names of a group's options. An option in a subfolder has a name such as `vision/tiny`."""
     found = [path.relative_to(conf / group) for conf in folders() for path in (conf / group).rglob("*.yaml")]
     return sorted({path.with_suffix("").as_posix() for path in found})
 
 
 def option_file(group: str, option: str) -> Path:
-    """Return the file of an option. FileNotFoundError if there is none."""
+    """Return the file of an option. If no file exists, return the framework's path for it."""
     paths = [conf / group / f"{option}.yaml" for conf in folders()]
     return next((path for path in paths if path.is_file()), paths[-1])
 
 
 def option_node(group: str, option: str) -> dict[str, Any]:
-    """Return the content of an option's file, interpolations unresolved; nothing of a faulty file, which composing reports."""
+    """Return the content of an option's file, interpolations unresolved. Return {} for a faulty file: composing reports it."""
     return _content(option_file(group, option))
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return what a text in YAML holds: plain values. yaml.YAMLError or ValueError if it is none."""
+    """Return the plain values in a YAML text. Raise yaml.YAMLError or ValueError if the text is not valid."""
     return _LOADER(text).get_single_data()
 
 
@@ -79,9 +79,9 @@ def _content(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-@cache  # every override of every job of a sweep asks
+@cache  # called for every override of every job of a sweep
 def defaults_in(path: Path) -> dict[str, str]:
-    """Return the defaults of a primary configuration: the options by group. A whole configuration has the option ""."""
+    """Return the defaults of a primary configuration: options by group. An entry without a group has the option ""."""
     entries = _content(path).get("defaults")
     listed = entries if isinstance(entries, list) else []
     chosen = [pair for entry in listed for pair in (entry.items() if isinstance(entry, dict) else [(entry, "")])]
@@ -89,9 +89,9 @@ def defaults_in(path: Path) -> dict[str, str]:
 
 
 def project_folders() -> list[Path]:
-    """Return the folders of the user's own modules: the working directory, and the one beside the user's configuration.
+    """Return the folders of the user's modules: the working directory, and the parent of the user's configuration folder.
 
-    In a Slurm job with a snapshot of the code it is the snapshot.
+    In a Slurm job with a snapshot of the code, return the snapshot.
     """
     if (snapshot := variables().get("STEADFAST_SNAPSHOT")) is not None:
         return [Path(snapshot)]
@@ -100,8 +100,8 @@ def project_folders() -> list[Path]:
 
 
 def enter_project() -> None:
-    """Make the user's own modules importable."""
+    """Make the user's modules importable."""
     watch_for_torchvision()
-    for folder in reversed(project_folders()):  # each goes to the front of the path
+    for folder in reversed(project_folders()):  # each folder goes to the front of the path
         if str(folder) not in sys.path and os.path.isdir(folder):
             sys.path.insert(0, str(folder))

@@ -1,4 +1,4 @@
-"""The frozen configuration: the one file that all processes of a run share, and its hash."""
+"""The frozen configuration: one file that all processes of a run share, and the hash of the file's content."""
 
 import hashlib
 import json
@@ -15,13 +15,13 @@ from framework.runtime.files import write_atomically
 
 
 def digest_of(plain: Any) -> str:
-    """Return the SHA-256 of plain data; the order of its keys does not matter."""
+    """Return the SHA-256 of plain data. The order of the keys does not matter."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class FrozenConfig:
-    """What the processes of a run share: its configuration, and by which claim (framework/runtime/lock.py) they write."""
+    """What the processes of a run share: its configuration, and the claim (framework/runtime/lock.py) with which they write."""
 
     path: Path
     digest: str
@@ -29,14 +29,14 @@ class FrozenConfig:
 
 
 def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml") -> FrozenConfig:
-    """Write `config` with its hash to the file `name` of `directory`, atomically."""
+    """Write `config` and its hash to the file `name` in `directory`, atomically."""
     frozen = FrozenConfig(directory / name, digest_of(config))
     write_atomically(frozen.path, yaml.safe_dump(config, sort_keys=False) + f"hash: {frozen.digest}\n")
     return frozen
 
 
 def thaw(frozen: FrozenConfig) -> RunConfig:
-    """Read a frozen configuration. ValueError if the file has changed since."""
+    """Read a frozen configuration. Raise ValueError if the file has changed."""
     config = _read(frozen.path)
     if digest_of(config) != frozen.digest:
         raise ValueError(f"{frozen.path} has changed since this run was started; start the command again")
@@ -44,7 +44,7 @@ def thaw(frozen: FrozenConfig) -> RunConfig:
 
 
 def recall(directory: Path) -> dict[str, Any]:
-    """Read the configuration that is frozen in a run's directory. ValueError if there is none, or it has been changed."""
+    """Read the frozen configuration in a run's directory. Raise ValueError if it does not exist or has been changed."""
     path = directory / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{directory} is not a run: there is no config.yaml")
@@ -54,7 +54,7 @@ def recall(directory: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the configuration in a file; None if its hash is wrong or it cannot be read."""
+    """Return the configuration in a file, or None if its hash is wrong or the file cannot be read."""
     try:
         config = parse_yaml(path.read_text())
         return config if config.pop("hash") == digest_of(config) else None
@@ -63,13 +63,13 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def frozen_draws(directory: Path) -> int | None:
-    """Return how the run in this directory draws its first weights (`run.draws`), or None if nothing has been frozen there."""
+    """Return how the run in this directory draws its first weights (`run.draws`), or None if no configuration is frozen."""
     run = _frozen_run(directory)
     return run.get("draws", 1) if run else None
 
 
 def frozen_run_id(directory: Path) -> str | None:
-    """Return the id of the run in this directory, or None if no configuration has been frozen there."""
+    """Return the id of the run in this directory, or None if no configuration is frozen."""
     return _frozen_run(directory).get("id")
 
 

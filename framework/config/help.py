@@ -1,4 +1,4 @@
-"""What `python train.py --help` prints: made from the comments in `conf/`, so that new options appear by themselves."""
+"""The output of `python train.py --help`. It is made from the comments in `conf/`, so it shows new options automatically."""
 
 import os
 import platform
@@ -13,14 +13,14 @@ from pathlib import Path
 from framework.config.folders import CONF, defaults_in, groups, option_file, option_node, options
 from framework.config.schema import SEVERAL
 
-_WIDEST, _OF_TEXT = 120, 30  # columns: of a line; the fewest that a comment is wrapped in beside its key
-_WORDS = re.compile(r"""(?:"[^"]*"|\S)+""")  # of a command: what quotes hold is not parted
+_WIDEST, _OF_TEXT = 120, 30  # in columns: the widest line; the minimum for a comment beside its key
+_WORDS = re.compile(r"""(?:"[^"]*"|\S)+""")  # the words of a command; a quoted text is not split
 
 
 def help_text(overrides: list[str], *, width: int | None = None) -> str:
-    """Return the help of the options that the line chooses; if it chooses none, the usage and all groups and keys.
+    """Return the help of the options that the line chooses. If it chooses none, return the usage and all groups and keys.
 
-    `width`: in columns; None: the terminal's.
+    `width` is in columns; None means the terminal's width.
     """
     width = _terminal_width() if width is None else width
     chosen = [(group, option) for group, _, option in (text.partition("=") for text in overrides)
@@ -32,7 +32,7 @@ def help_text(overrides: list[str], *, width: int | None = None) -> str:
 
 def _whole_help(width: int) -> Iterator[str]:
     usage = Path(__file__).with_name("usage.txt").read_text()
-    if Path(sys.argv[0]).name == "steadfast":  # where there is no train.py
+    if Path(sys.argv[0]).name == "steadfast":  # an installation has no train.py
         usage = usage.replace("python train.py", "steadfast")
     for line in usage.splitlines():
         command, gap, text = re.fullmatch(r" *(.*?)(?:( {3,})(.*))?", line).groups(default="")  # type: ignore[union-attr]
@@ -62,7 +62,7 @@ def _option_help(group: str, option: str, width: int) -> Iterator[str]:
 
 
 def _terminal_width() -> int:
-    """Return the columns of the terminal that reads this, also through a pager; of a file, as many as read well."""
+    """Return the width of the reader's terminal in columns, also through a pager. For a file, return a readable width."""
     for descriptor in (1, 2):
         with suppress(OSError):
             return max(20, min(os.get_terminal_size(descriptor).columns or _WIDEST, _WIDEST))
@@ -70,13 +70,13 @@ def _terminal_width() -> int:
 
 
 def version_text(version: str) -> str:
-    """Return the version, and those of what it runs with, without importing torch."""
+    """Return the version of the framework, and the versions of its main packages, without importing torch."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "hydra-core"))
     return f"Steadfast {version}, with {packages}, Python {platform.python_version()}"
 
 
 def _line(left: str, right: str, width: int, *, column: int) -> list[str]:
-    """Return a key or option and its comment, which is wrapped beside it, or below it where there is little room."""
+    """Return a key or option with its comment. The comment is wrapped beside it, or below it if there is little space."""
     beside = f"  {left:<{column}} "
     if width - column - 3 >= max(_OF_TEXT, *map(len, right.split()), 0):
         return _wrapped(right, width, first=beside, other=" " * (column + 3)) if right else [beside.rstrip()]
@@ -84,12 +84,12 @@ def _line(left: str, right: str, width: int, *, column: int) -> list[str]:
 
 
 def _command(command: str, text: str, width: int, *, column: int) -> list[str]:
-    """Return a line of the usage: a command can be pasted also where it takes several lines."""
+    """Return a line of the usage. The user can paste a command even if it takes several lines."""
     if text and column + len(text) < width:
         return [f"  {command:<{column - 2}} {text}"]
     lines, line = list[str](), ""
     for word in _WORDS.findall(command):
-        if line and len(line) + len(word) + 5 > width:  # with the margin, and the sign at its end
+        if line and len(line) + len(word) + 5 > width:  # 5: the margin, and the backslash at the end
             lines.append(f"{line} \\")
             line = f"  {word}"
         else:

@@ -1,4 +1,4 @@
-"""`model.init_from`: the files that a run begins with, and what makes their names the model's."""
+"""`model.init_from`: the files with the initial weights of a run, and the conversion of their names to the model's names."""
 
 import os
 import re
@@ -19,11 +19,11 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class InitFile(Section):
-    """An entry of `model.init_from`: a safetensors file, an index of several, or a folder with either.
+    """An entry of `model.init_from`: a safetensors file, an index of several files, or a folder with one of these.
 
-    A name in the file is changed by each of `rename`, regular expressions and what `re.sub` puts in their place, one after the
-    other; then `prefix` is put before it. `transpose` are patterns (as in trainer.freeze) of the resulting names of matrices.
-    `strict`: every tensor must fit the model.
+    Each tensor name in the file is changed by `rename`: regular expressions with their `re.sub` replacements, in order. Then
+    `prefix` is added in front. `transpose` are patterns (as in trainer.freeze) for the new names of matrices. `strict`: every
+    tensor must fit the model.
     """
 
     file: str
@@ -35,14 +35,14 @@ class InitFile(Section):
     def rules(self) -> Iterator[Problem]:
         for pattern, replacement in self.rename.items():
             try:
-                re.sub(pattern, replacement, "")  # a replacement is parsed even where nothing matches
+                re.sub(pattern, replacement, "")  # re.sub parses the replacement even if the pattern does not match
             except (re.error, IndexError, RecursionError, OverflowError) as error:
                 yield Problem(
                     "rename", f"{shown({pattern: replacement})}: {error}", "a regular expression, as of Python's re.sub"
                 )
 
     def named(self, names: Iterable[str]) -> dict[str, str]:
-        """Return by each name in the file what it is in the model. Invalid for a pattern that matches none."""
+        """Return the model's name for each name in the file. Raise Invalid for a pattern that matches no name."""
         changed = {name: name for name in names}
         for pattern, replacement in self.rename.items():
             if not any(re.search(pattern, name) for name in changed.values()):
@@ -59,10 +59,10 @@ def entries_of(init_from: Any) -> list[InitFile]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files that a path names: itself; of a folder, its weights; before those of an index, the index.
+    """Return the files that a path names: the file itself, or a folder's weights. For an index, return it before its files.
 
-    Whether they are there, and what they hold, shows when they are read. Invalid for a folder without safetensors, or an
-    index that does not list the files beside it.
+    This does not check that the files exist or what they contain. Raise Invalid for a folder without safetensors, or for an
+    index that does not list files beside it.
     """
     if path.is_dir():
         path = _weights_in(path)
@@ -72,7 +72,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def index_of(path: Path) -> dict[str, str]:
-    """Return which file has which tensor, as an index of Hugging Face's layout says. Raises Invalid."""
+    """Return the file of each tensor, from an index in Hugging Face's format. Raise Invalid if the index is wrong."""
     _, index = read_json(path.resolve())
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not places:
@@ -95,11 +95,11 @@ def _weights_in(folder: Path) -> Path:
     raise Invalid(f"is a directory instead of a file, without a model.safetensors and a *{_INDEX}{cure}")
 
 
-# --- what counts in a run's identity: the content of the files, and how their names are changed
+# --- the parts that count in a run's identity: the content of the files, and the changes of their names
 
 
 def content_of(path: str) -> str | None:
-    """Return the checksum of a file's content; None if the file cannot be read (the preflight reports that)."""
+    """Return the checksum of a file's content. Return None if the file cannot be read (the preflight reports this)."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -109,7 +109,7 @@ def content_of(path: str) -> str | None:
         return None
 
 
-@cache  # a sweep asks once a job, and hashing gigabytes takes seconds
+@cache  # a sweep needs it once per job, and hashing gigabytes takes seconds
 def _content(path: str, *_: int) -> str:
     return checksum(Path(path))[1]
 
@@ -120,9 +120,10 @@ def init_contents(init_from: Any) -> dict[str, str | None]:
 
 
 def init_identity(init_from: Any) -> Any:
-    """Return what a `model.init_from` is in a run's identity; the value itself if it cannot be read (the preflight says why).
+    """Return the value of `model.init_from` for a run's identity. Return the value itself if the files cannot be read.
 
-    One file whose names stay as they are is its checksum, however it is written: the runs of earlier versions keep their ids.
+    (Then the preflight reports why.) For one file without changed names, return its checksum, in whatever form the key names
+    the file: so the runs of earlier versions keep their ids.
     """
     try:
         entries = [_identity(entry) for entry in entries_of(init_from)]
@@ -140,5 +141,5 @@ def _identity(entry: InitFile) -> dict[str, Any]:
     content = [content_of(str(path)) for path in files_of(Path(entry.file))]
     options = entry.model_dump(exclude={"file"}, exclude_defaults=True)
     if "rename" in options:
-        options["rename"] = [[pattern, replacement] for pattern, replacement in entry.rename.items()]  # their order counts
+        options["rename"] = [[pattern, replacement] for pattern, replacement in entry.rename.items()]  # their order matters
     return {"content": content, **options}

@@ -1,4 +1,4 @@
-"""What `launch` says: processes, nodes, and what a Slurm job asks for."""
+"""The section `launch`: processes, nodes, and the resources of a Slurm job."""
 
 import re
 from collections.abc import Iterator
@@ -37,23 +37,23 @@ class SlurmSection(Section):
 
     @property
     def num_gpus(self) -> int | None:
-        """GPUs of a node as asked for, without their type; None if it is not said."""
+        """The requested GPUs per node, without their type. None if the number is not given."""
         return None if self.gpus_per_node is None else int(str(self.gpus_per_node).rpartition(":")[2])
 
     @property
     def sbatch_options(self) -> dict[str, str | int | bool | None]:
-        """`options` by sbatch's long names."""
+        """`options`, by the long names of sbatch."""
         return {name.replace("_", "-"): value for name, value in self.options.items()}
 
 
-_OWN_OPTIONS = {  # of sbatch: what says the same, or why it would break a job
+_OWN_OPTIONS = {  # options of sbatch: the key with the same meaning, or why the option would break a job
     **{name: f"launch.slurm.{name}" for name in ("partition", "account", "qos", "constraint", "exclude", "requeue")},
     "gpus-per-node": "launch.slurm.gpus_per_node", "cpus-per-task": "launch.slurm.cpus_per_task",
     "mem": "launch.slurm.mem_gb", "time": "launch.slurm.time_min", "signal": "launch.slurm.signal_s",
     "no-requeue": "launch.slurm.requeue=false", "nodes": "launch.nnodes", "array": "-m submits an array",
     **dict.fromkeys(("ntasks", "ntasks-per-node", "gpus-per-task", "ntasks-per-gpu", "ntasks-per-core", "ntasks-per-socket"),
                     "one task of each node starts launch.nproc_per_node processes"),
-    "export": "launch.slurm.setup, as in [export A=b]",  # without submitit's own variables a job cannot begin
+    "export": "launch.slurm.setup, as in [export A=b]",  # without submitit's own variables a job cannot start
     **dict.fromkeys(("output", "error", "open-mode", "chdir", "wrap", "parsable", "test-only", "wait", "job-name", "input"),
                     "a job's name and output are its run's"),
 }  # fmt: skip
@@ -68,10 +68,10 @@ class LaunchSection(Section):
     timeout_s: AboveZero
     grace_s: AboveZero | None
     keep_freed_memory: bool | None = None
-    slurm: SlurmSection | None = None  # with launch=slurm
+    slurm: SlurmSection | None = None  # only with launch=slurm
 
     def keeps_memory_on(self, device_type: str) -> bool:
-        """Return whether the C library is to keep what is freed: by default where the steps are a CPU's."""
+        """Return whether the C library keeps freed memory. By default it does if the steps run on a CPU."""
         return device_type == "cpu" if self.keep_freed_memory is None else self.keep_freed_memory
 
     def rules(self) -> Iterator[Problem]:
@@ -83,14 +83,14 @@ class LaunchSection(Section):
 
     @property
     def port_range(self) -> range:
-        """The ports of `ports`; empty if there are none, or if it is invalid."""
+        """The ports of `ports`. Empty if there are none, or if `ports` is invalid."""
         match = re.fullmatch(r"(\d{4,5})-(\d{4,5})", self.ports or "")
         low, high = (int(match[1]), int(match[2])) if match is not None else (0, -1)
         return range(low, high + 1) if 1024 <= low <= high <= 65535 else range(0)
 
     @property
     def node_counts(self) -> range:
-        """The allowed numbers of nodes: `nnodes` is a number or MIN:MAX. Empty if it is invalid."""
+        """The allowed numbers of nodes (`nnodes` is a number or MIN:MAX). Empty if `nnodes` is invalid."""
         match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", str(self.nnodes))
         return range(int(match[1]), int(match[2] or match[1]) + 1) if match is not None else range(0)
 

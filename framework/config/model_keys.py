@@ -1,4 +1,4 @@
-"""The framework's own keys in the model's node: what the configuration answers for the model, and what it begins with."""
+"""The framework's own keys in the model's node: answers that the model itself does not give, and its initial weights."""
 
 from typing import Any, Literal
 
@@ -10,18 +10,18 @@ from framework.runtime.problem import Problem, shown
 
 
 class ModelParts(BaseModel):
-    """`model.parts`: what the configuration answers for a model that does not answer itself (framework/modules/parts.py)."""
+    """`model.parts`: answers for a model that does not answer itself (framework/modules/parts.py)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    blocks: str | int | list[str] | None = None  # paths of (lists of) modules, a class, or the size of one; [] = none
+    blocks: str | int | list[str] | None = None  # paths of modules or module lists, a class, or a block's size; [] = none
     experts: str | list[str] | None = None
     chain: list[str] | None = None
     tensor_plan: dict[str, Literal["colwise", "rowwise", "gather", "vocabulary"]] | None = None
 
 
 def parts_problems(parts: Any) -> list[Problem]:
-    """Check the types of `model.parts`; that its names are modules, the dry build checks."""
+    """Check the types of `model.parts`. (The dry build checks that its names are modules.)"""
     if parts is None:
         return []
     if not isinstance(parts, dict):
@@ -37,7 +37,7 @@ _INIT_KEYS = "{" + ", ".join(InitFile.model_fields) + "}"
 
 
 def init_problems(init_from: Any) -> list[Problem]:
-    """Check the types of `model.init_from`; the files themselves are not looked at."""
+    """Check the types of `model.init_from`. The files are not read."""
     if isinstance(init_from, str):
         return []
     if not isinstance(init_from, list) or not init_from:

@@ -1,4 +1,4 @@
-"""The table of modes: for each mode its subject, the work of the command's own process, and the work of each worker."""
+"""The table of modes. Each mode has a subject, work for the command's own process, and work for each worker."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ class Command:
 
 @dataclass(frozen=True)
 class Mode:
-    """One value of `mode`. `parent`, `worker` and `sweep` are dotted paths, imported when they are needed.
+    """One value of `mode`. `parent`, `worker` and `sweep` are dotted paths, which are imported when they are needed.
 
-    `parent` gets the Command, and returns the exit code.
-    `worker` gets a Builder, on every rank. `sweep` gets a Sweep, and returns the exit code.
+    `parent` gets the Command, and returns the exit code. `worker` gets a Builder, on every rank. `sweep` gets a Sweep, and
+    returns the exit code.
     """
 
     name: str
@@ -53,7 +53,11 @@ MODES = {mode.name: mode for mode in _MODES}
 
 
 def folder_of(run: RunSection, mode: str) -> Path:
-    """Return where a command keeps what is its own: the run's directory, or beside the run, which may be in progress."""
+    """Return the folder for a command's own files: for a new run, the run's directory.
+
+    For an existing run, which may be active, return a folder inside the run's directory. For machines, return one in
+    `run.root`.
+    """
     if MODES[mode].about == "machines":
         return Path(run.root, f".{mode}")
     return Path(run.dir, f".{mode}") if MODES[mode].about == "existing run" else Path(run.dir)

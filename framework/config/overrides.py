@@ -1,4 +1,4 @@
-"""The overrides of a command line: choices of options, values, and errors."""
+"""The overrides of a command line: chosen options, values, and errors."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from framework.runtime.problem import Problem, shown
 
 
 def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], list[Problem]]:
-    """Split overrides into choices of options (for Hydra), values, and problems."""
+    """Split overrides into chosen options (for Hydra), values, and problems."""
     choices: list[str] = []
     values: list[Override] = []
     problems: list[Problem] = []
@@ -32,7 +32,7 @@ def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], lis
             found = _choice_problems(override.key_or_group, override.value())
             problems += found
             if override.value() is not None and not found:
-                has_choice = override.key_or_group in chosen_by_default()  # otherwise the choice is added with +
+                has_choice = override.key_or_group in chosen_by_default()  # without a default, the choice is added with +
                 choices.append(("" if has_choice else "+") + text.lstrip("+"))
         elif override.key_or_group.partition(".")[0] != "hydra":
             values.append(override)
@@ -40,15 +40,15 @@ def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], lis
 
 
 def parse(text: str) -> Override | None:
-    """Parse one override as Hydra does; None if the text is not an override."""
+    """Parse one override as Hydra does. Return None if the text is not an override."""
     try:
         return OverridesParser.create().parse_override(text)
-    except (HydraException, ValueError):  # ValueError: an integer of more digits than Python converts
+    except (HydraException, ValueError):  # ValueError: an integer with more digits than Python converts
         return None
 
 
 def key_of(override: Override) -> str:
-    """Return the key that an override sets: a new one, `+key`, is `extra.key`; `extra.GROUP` is the user's own group."""
+    """Return the key that an override sets. A new key, `+key`, is `extra.key`; `extra.GROUP` is a group of the user."""
     key = override.key_or_group
     root, _, rest = key.partition(".")
     if root == "extra" and rest.split(".")[0] in own_groups():
@@ -58,19 +58,19 @@ def key_of(override: Override) -> str:
 
 
 def is_hydras(key: str) -> bool:
-    """Return whether a key or group is Hydra's own: `hydra.x` or `hydra/x`."""
+    """Return whether a key or group belongs to Hydra: `hydra.x` or `hydra/x`."""
     return key.split("/")[0].split(".")[0] == "hydra"
 
 
 def chosen_by_default() -> set[str]:
-    """Return the groups with a default in the primary configuration, or in the framework's, if the primary one includes it."""
+    """Return the groups with a default in the primary configuration, and in the framework's if the primary one includes it."""
     paths = [folder / f"{config_name()}.yaml" for folder in folders()]
     chosen = defaults_in(next((path for path in paths if path.is_file()), CONF / "config.yaml"))
     return {*chosen, *(defaults_in(CONF / "config.yaml") if "config" in chosen else ())}
 
 
 _WHERE = "run.root and run.dir say where a run goes"
-# Hydra's own keys, and what to use instead; the first prefix that fits counts.
+# Hydra's own keys, and what to use instead. The first matching prefix counts.
 _INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
     ("hydra.run", "is Hydra's own and does nothing in a single run", _WHERE),
     ("hydra.sweep.", "is Hydra's own and does nothing here", _WHERE),
@@ -97,7 +97,7 @@ def _refusal(override: Override, text: str) -> Problem | None:
     key = override.key_or_group
     if is_hydras(key):
         if key == "hydra.verbose" or (key == "hydra.job.chdir" and override.value() is False):
-            return None  # main() reads the first; the second is the behaviour anyway
+            return None  # main() reads the first; the second is the behaviour in any case
         _, what, expected = next(entry for entry in _INSTEAD if key.startswith(entry[0]))
         return Problem(key, what, expected)
     if override.type == OverrideType.DEL:
@@ -112,7 +112,7 @@ def _refusal(override: Override, text: str) -> Problem | None:
 
 
 def _deletion_refusal(key: str, text: str) -> Problem | None:
-    """Refuse to delete a key that must have a value: any but the keys of components and the user's own keys."""
+    """Refuse to delete a key that must have a value. Only keys of components and the user's own keys can be deleted."""
     if key in groups():
         return Problem(text, "a group cannot be deleted", _SWITCHED_OFF.get(key, f"{key}=OPTION chooses another"))
     section, _, rest = key.partition(".")
@@ -136,7 +136,7 @@ def _choice_problems(group: str, chosen: Any) -> list[Problem]:
 
 
 def _class_meant(group: str, name: str) -> str:
-    """Return the suggestion for a dotted path or an architecture of torchvision; empty for any other name."""
+    """Return a suggestion for a dotted path or a torchvision architecture. Return an empty string for any other name."""
     if "." in name and all(part.isidentifier() for part in name.split(".")):
         return f"did you mean {group}._target_={name}?"
     try:
@@ -147,14 +147,14 @@ def _class_meant(group: str, name: str) -> str:
 
 
 def apply(config: DictConfig, override: Override) -> list[Problem]:
-    """Apply an override to the configuration. Returns why that is not possible."""
+    """Apply an override to the configuration. Return the problems if this is not possible."""
     key, value = key_of(override), override.value()
     sections = key.split(".")
     if override.type == OverrideType.DEL:
         return _delete(config, sections)
     for depth in range(1, len(sections)):
         above = ".".join(sections[:depth])
-        if sections[depth:] == ["_target_"] and _is_empty(config, above):  # null, where a component may be
+        if sections[depth:] == ["_target_"] and _is_empty(config, above):  # null, where a component is allowed
             OmegaConf.update(config, above, {}, force_add=True)
         if _holds_value(config, above):
             return [Problem(key, "unknown key", f"{above} holds a value, not keys")]
@@ -170,7 +170,7 @@ def apply(config: DictConfig, override: Override) -> list[Problem]:
 
 
 def _replace_component(config: DictConfig, key: str, value: Any) -> None:
-    """Empty a component's node if another `_target_` is set: the option's other keys belong to the old target."""
+    """Empty a component's node if another `_target_` is set, because the option's other keys belong to the old target."""
     node_key = key.removesuffix("._target_")
     target = value if key != node_key else value.get("_target_") if isinstance(value, dict) else None
     node = OmegaConf.select(config, node_key, throw_on_resolution_failure=False) if target is not None else None
@@ -199,7 +199,7 @@ def _holds_value(config: DictConfig, key: str) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error of Hydra or OmegaConf in one line."""
-    if "ecursi" in str(error):  # OmegaConf detects one kind itself; the other ends in Python's RecursionError
+    """Return an error of Hydra or OmegaConf as one line."""
+    if "ecursi" in str(error):  # OmegaConf detects one kind itself; the other kind ends in Python's RecursionError
         return "it refers to itself"
     return " ".join(str(error).split("\n    full_key:")[0].split()).split(" Config search path:")[0]

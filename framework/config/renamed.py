@@ -1,13 +1,13 @@
-"""Renamed components: configurations of earlier versions keep working, and their runs keep their ids."""
+"""Renamed components: configurations of earlier versions still work, and their runs keep their ids."""
 
 from typing import Any
 
-# (now, before): prefixes of dotted paths
+# (current, old): prefixes of dotted paths
 _MOVED = (("framework.optim.optimizers.", "framework.optim."), ("framework.optim.schedules.", "framework.schedules."))
 
 
 def current_target(target: str) -> str:
-    """Return a component's dotted path of today."""
+    """Return a component's current dotted path."""
     for now, before in _MOVED:
         if target.startswith(before) and not target.startswith(now) and target.count(".") == before.count("."):
             return now + target.removeprefix(before)
@@ -23,7 +23,7 @@ def first_target(target: str) -> str:
 
 
 def renamed(value: Any) -> Any:
-    """Return plain data with every old `_target_` replaced by its path of today."""
+    """Return plain data with every old `_target_` replaced by its current path."""
     if isinstance(value, dict):
         return {key: current_target(item) if key == "_target_" and isinstance(item, str) else renamed(item)
                 for key, item in value.items()}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The typed configuration: sections, the types of their keys, and the rules within a section."""
+"""The typed configuration: sections, the types of their keys, and the rules in a section."""
 
 import re
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from framework.runtime.problem import Problem
 
 Monitor = Annotated[str, Field(description="SPLIT/METRIC")]
 
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a component
-Node = dict[str, Any]  # a component's own node: data for its `_target_`
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # a component's dotted path
+Node = dict[str, Any]  # a component's node: data for its `_target_`
 
 
-INIT = ("init_from", "init_digest")  # not arguments of the model: where its weights are from, and the files' checksums
-OF_DATA = ("batch_transform",)  # not an argument of the dataset: what is done to its micro-batches
+INIT = ("init_from", "init_digest")  # not arguments of the model: the source of its weights, and the files' checksums
+OF_DATA = ("batch_transform",)  # not an argument of the dataset: a change of its micro-batches
 OWN = {
     "model": ("init_from", "parts"),
     "dataset": OF_DATA,
@@ -28,14 +28,15 @@ OWN = {
 class EarlyStopping(Section):
     patience: Positive | None
     monitor: Monitor
-    mode: Literal["min", "max"] | None  # null is replaced by the preflight, as the metric says
+    mode: Literal["min", "max"] | None  # the preflight replaces null by the metric's direction
     min_delta: Annotated[float, Field(ge=0)]
 
 
 class Divergence(Section):
-    """`raise` ends the run. `skip` leaves the step out; `rollback` continues from the `back`-th newest checkpoint, with the
-    batches after the non-finite one: both at most `limit` times in a run.
+    """What a non-finite loss or gradient causes.
 
+    `raise` ends the run. `skip` leaves out the step. `rollback` continues from the `back`-th newest checkpoint, with the
+    batches after the non-finite batch. `skip` and `rollback` happen at most `limit` times in a run.
     Source of the rollback: Chowdhery et al. 2022, "PaLM: scaling language modeling with Pathways", section 5.1.
     """
 
@@ -98,7 +99,7 @@ class CheckpointSection(Section):
 
     @property
     def direction(self) -> Literal["min", "max"]:
-        """The mode, which the preflight has found out."""
+        """The mode, which the preflight has set."""
         return self.mode or "min"
 
 
@@ -143,10 +144,10 @@ class ExportSection(Section):
 
 class BackendSection(Section):
     name: str | None
-    module: str | None = None  # of another package's back end
+    module: str | None = None  # the module of another package's backend
 
     def device(self, asked: str) -> str:
-        """Return what to compute on, of auto, cuda and cpu: only some backends are for CUDA."""
+        """Return the device for auto, cuda or cpu. Only some backends support CUDA."""
         if asked != "auto" or self.module is not None:
             return asked
         return {"auto": "auto", "nccl": "cuda"}.get(self.name or "", "cpu")
@@ -185,29 +186,29 @@ class RunConfig(Section):
     parallel: Node
     optimizer: Node
     scheduler: Node
-    sampler: Node = {}  # empty: a permutation
-    logger: dict[str, Any]  # a component by name for each logger
-    metric: dict[str, Any] = {}  # and for each metric besides the task's own
-    part: dict[str, Any] = {}  # and for each part of the loop besides its own
-    extra: Node = {}  # the user's own keys: part of the identity, not read by the framework
+    sampler: Node = {}  # empty: a random permutation
+    logger: dict[str, Any]  # one component per logger, by name
+    metric: dict[str, Any] = {}  # one component per additional metric, by name
+    part: dict[str, Any] = {}  # one component per additional part of the loop, by name
+    extra: Node = {}  # the user's own keys: part of the identity; the framework does not read them
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the same command is to give the same bits on CUDA."""
+        """Whether the same command must give the same bits on CUDA."""
         return self.invariance == "bitwise" if self.trainer.deterministic is None else self.trainer.deterministic
 
     def in_group(self, group: str) -> "RunConfig":
-        """Return the configuration with this `run.group`, unless it has one already."""
+        """Return the configuration with this `run.group`. An existing group stays."""
         return self if self.run.group is not None else self.with_run(group=group)
 
     def begun(self) -> "RunConfig":
-        """Return the configuration for a restart: `run.resume=never` must not start over a second time."""
+        """Return the configuration for a restart: `run.resume=never` must not start from the beginning a second time."""
         return self.with_run(resume="auto") if self.run.resume == "never" else self
 
     def evaluated(self, asked: "RunConfig", *, given: list[str]) -> "RunConfig":
-        """Return a run's configuration as mode=eval, export and predict take it: without what only training needs.
+        """Return a run's configuration for mode=eval, export and predict: without the parts that only training needs.
 
-        `asked` is their command line's own configuration, `given` the keys that the line names.
+        `asked` is the configuration of the new command line, `given` are the keys that this line names.
         """
         how = {"mode", "eval", "export", "predict", "parallel", "launch", "device", "backend"}
         how |= {"precision", "micro_batch_size", "metric"} & {key.partition(".")[0] for key in given}
@@ -231,37 +232,37 @@ class RunConfig(Section):
         return self.model_copy(update={"run": self.run.model_copy(update=values)})
 
     def targets(self) -> list[str]:
-        """Return the `_target_` of each component, and all other texts in it that are dotted paths."""
+        """Return the `_target_` of each component, and all other texts in the components that are dotted paths."""
         texts = (text for group in (*COMPONENTS, "metric", "part") for text in texts_in(getattr(self, group)))
         return [text for text in texts if DOTTED.fullmatch(text)]
 
     def plain(self) -> dict[str, Any]:
-        """Return the configuration as plain data, to be frozen."""
+        """Return the configuration as plain data, which can be frozen."""
         return self.model_dump(exclude_unset=True)
 
 
 COMPONENTS = ("model", "dataset", "sampler", "task", "parallel", "optimizer", "scheduler")
-SEVERAL = ("logger", "metric", "part")  # groups of which a run may have several options, each a component with a name
+SEVERAL = ("logger", "metric", "part")  # groups with any number of options per run; each option is a named component
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section type of a field, which may be optional; None if the field holds a value."""
+    """Return the section type of a field, which may be optional. Return None if the field holds a value."""
     members = [annotation, *getattr(annotation, "__args__", ())]
     found = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Section)]
     return found[0] if found else None
 
 
 def completed(values: dict[str, Any], defaults: dict[str, Any], *, section: type[Section] = RunConfig) -> dict[str, Any]:
-    """Return a section's values with the default for each key that is missing: an earlier version did not know it."""
+    """Return a section's values, with defaults for missing keys: an earlier version did not have these keys."""
     kinds = {name: section_of(field.annotation) for name, field in section.model_fields.items() if name in values}
     inner = {name: completed(values[name], defaults[name], section=kind) for name, kind in kinds.items()
              if kind is not None and isinstance(values[name], dict) and isinstance(defaults.get(name), dict)}  # fmt: skip
-    earlier = {"draws": 1} if section is RunSection else {}  # what a run did before there was the key
+    earlier = {"draws": 1} if section is RunSection else {}  # the behaviour of a run from before the key existed
     return defaults | earlier | values | inner
 
 
 def keys_of(section: type[Section], prefix: str = "") -> list[str]:
-    """Return the dotted keys of a section and of its subsections."""
+    """Return the dotted keys of a section and its subsections."""
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
@@ -270,4 +271,4 @@ def keys_of(section: type[Section], prefix: str = "") -> list[str]:
     return keys
 
 
-STATIC_KEYS = keys_of(RunConfig)  # keys that do not depend on the chosen options
+STATIC_KEYS = keys_of(RunConfig)  # keys that are independent of the chosen options

@@ -1,4 +1,4 @@
-"""A part of the configuration: what its keys may hold, and its rules."""
+"""A section of the configuration: the types of its keys, and its rules."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ AboveZero = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """A part of the configuration. `rules` yields problems that types cannot express, under the section's keys."""
+    """A section of the configuration. `rules` yields problems that types cannot express, under the section's keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 

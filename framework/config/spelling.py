@@ -1,4 +1,4 @@
-"""The key or option that a misspelt word probably means."""
+"""The key or option that the user probably meant by a misspelt word."""
 
 import difflib
 import functools
@@ -11,49 +11,49 @@ import yaml
 
 @functools.cache
 def _words(kind: str) -> dict[str, Any]:
-    """Return what other programs call our `keys` or `options`, or how the purpose of their other keys is reached."""
+    """Return the names of our `keys` or `options` in other programs, or how to do here what their other keys do."""
     return yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())[kind]
 
 
 def done_here(key: str) -> str:
-    """Return how the purpose that a key has in other programs is reached here; empty if that is not known."""
+    """Return how to do here what a key does in other programs. Return an empty string if this is unknown."""
     words = key.lower().split(".")
     return next((text for names, text in _words("done_here").items() if set(names.split()) & {words[0], words[-1]}), "")
 
 
 def option_meant(word: str, group: str, choices: Sequence[str]) -> str:
-    """Return `did you mean OPTION?` for a word that is not an option of the group; empty if nothing is near."""
+    """Return `did you mean OPTION?` for a word that is not an option of the group, or an empty string without a near option."""
     for option, names in _words("options").get(group, {}).items():
         if word.lower() in names.split():
             return f"did you mean {option}?"
     return did_you_mean(word, choices)
 
 
-_VAGUE = ("root", "name", "mode", "monitor", "every", "id", "dir", "kind")  # words with other meanings in other sections
+_VAGUE = ("root", "name", "mode", "monitor", "every", "id", "dir", "kind")  # these words have other meanings in other sections
 
 
 def did_you_mean(word: str, choices: Sequence[str]) -> str:
-    """Return `did you mean X?`, X being the nearest of `choices`, or an empty string if nothing is near."""
+    """Return `did you mean X?` with the nearest X of `choices`, or an empty string without a near choice."""
     meant = nearest(word, choices)
     return f"did you mean {meant}?" if meant else ""
 
 
 def nearest(word: str, choices: Sequence[str]) -> str | None:
-    """Return the choice that `word` probably means."""
+    """Return the choice that the user probably meant by `word`, or None."""
     word = word.lower().replace("-", "_")
     section, _, last = word.rpartition(".")
     lasts = [choice.rpartition(".")[2] for choice in choices]
     siblings = [choice for choice in choices if choice.rpartition(".")[0] == section]
     if word in choices:
         return word
-    if last in lasts and last not in _VAGUE:  # the right word in the wrong place, or without its group
+    if last in lasts and last not in _VAGUE:  # the correct word in the wrong section, or without its section
         return choices[lasts.index(last)]
     for choice, names in _words("keys").items():
         if last in names.split() and choice in choices:
             return choice
     for candidates, cutoff in ((siblings, 0.7), (choices, 0.75)):
         for close in difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff):
-            # the last words must be similar too, not only a shared section
+            # the last words must be similar too; a shared section is not enough
             if difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio() >= (0.7 if section else 0.6):
                 return close
         if last in _VAGUE:

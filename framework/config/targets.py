@@ -1,4 +1,4 @@
-"""What a component is: any importable callable that a node names by `_target_`, and what its signature takes."""
+"""Components: any importable callable that a node names by `_target_`, and the arguments in its signature."""
 
 import difflib
 import functools
@@ -16,16 +16,16 @@ from framework.config.renamed import current_target
 from framework.config.schema import Node
 from framework.runtime.problem import extra_with, install_command
 
-HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # keys of a node that are not arguments of its target
+HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # a node's keys that are not arguments of its target
 
-# Arguments that the framework passes to a component of each group: the number of positional ones, the names of the others.
+# The arguments that the framework passes to a group's component: the number of positional arguments, and the other names.
 GIVEN = {"parallel": (1, ["world", "forward", "bitwise"]), "optimizer": (1, []), "scheduler": (2, [])}
 
 
 def locate(target: str) -> Callable[..., Any]:
-    """Import what a dotted path names: a class, a function, a method of a class; re-exports count.
+    """Import the object at a dotted path: a class, a function, or a method of a class. Re-exported names also work.
 
-    ValueError if the target cannot be imported or is not callable.
+    Raise ValueError if the target cannot be imported or is not callable.
     """
     enter_project()
     parts = current_target(target).split(".")
@@ -38,7 +38,7 @@ def locate(target: str) -> Callable[..., Any]:
         found = importlib.import_module(parts[0])
         for depth, name in enumerate(parts[1:], start=2):
             found = getattr(found, name) if hasattr(found, name) else importlib.import_module(".".join(parts[:depth]))
-    except (Exception, SystemExit) as error:  # importing the user's module may raise anything
+    except (Exception, SystemExit) as error:  # the import of the user's module may raise any exception
         close = difflib.get_close_matches(parts[-1], dir(found), n=1)
         text = " ".join(str(error).split()) + (f"; did you mean {close[0]}?" if close else "")
         extra = extra_with(str(error.name)) if isinstance(error, ModuleNotFoundError) else None
@@ -50,7 +50,7 @@ def locate(target: str) -> Callable[..., Any]:
 
 
 def _join_models(name: str) -> None:
-    """Join the user's package `models` and ours. ValueError if both have a module of this name, and they differ."""
+    """Join the user's package `models` and ours. Raise ValueError if both have a module `name`, with different content."""
     models = importlib.import_module("models")
     ours = str(ROOT / "models")
     if ours not in models.__path__:
@@ -61,11 +61,11 @@ def _join_models(name: str) -> None:
 
 
 def component(node: Node, **given: Any) -> Callable[..., Any]:
-    """Return the node's target with the node's values bound, of which `given` overrides some. The caller adds what is not data.
+    """Return the node's target with the node's values bound. `given` overrides values.
 
-    Nested nodes with a `_target_` are built first; an argument of type `Callable[[], ...]` gets what builds it. ValueError
-    if a target cannot be imported. This is not
-    `hydra.utils.instantiate`, whose partials look up their target at every call: 0.1 ms in every step.
+    The caller adds arguments that are not data. Nested nodes with a `_target_` are built first; an argument of type
+    `Callable[[], ...]` gets a function that builds it. Raise ValueError if a target cannot be imported.
+    `hydra.utils.instantiate` is not used: its partials look up their target at every call, which costs 0.1 ms in every step.
     """
     build = instantiated if node.get("_recursive_", True) else lambda value: value
     makers = _makers(node["_target_"])
@@ -76,7 +76,7 @@ def component(node: Node, **given: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _makers(target: str) -> frozenset[str]:
-    """Return the arguments whose type is a function without arguments, or None."""
+    """Return the arguments with the type of a function without arguments, or of such a function or None."""
 
     def makes(kind: Any) -> bool:
         return get_origin(kind) is Callable and get_args(kind)[:1] == ([],)
@@ -86,7 +86,7 @@ def _makers(target: str) -> frozenset[str]:
 
 
 def instantiated(value: Any) -> Any:
-    """Return plain data with every node that has a `_target_` built (or bound, with `_partial_: true`)."""
+    """Return plain data in which every node with a `_target_` is built (or only bound, with `_partial_: true`)."""
     if isinstance(value, dict):
         if "_target_" in value:
             bound = component(value)
@@ -96,7 +96,7 @@ def instantiated(value: Any) -> Any:
 
 
 def nodes_in(value: Any, key: str) -> Iterator[tuple[str, Node]]:
-    """Yield the nodes with a `_target_` in plain data whose key is `key`, with theirs; not the nodes in these."""
+    """Yield the nodes with a `_target_` in plain data, each with its key. `key` is the data's key. Skip nodes inside nodes."""
     if isinstance(value, dict) and "_target_" in value:
         yield key, value
     elif isinstance(value, (dict, list)):
@@ -106,11 +106,11 @@ def nodes_in(value: Any, key: str) -> Iterator[tuple[str, Node]]:
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments that a node may set, in the target's order."""
+    """The arguments that a node may set, in the order of the target."""
 
     arguments: dict[str, inspect.Parameter]
     takes_any: bool  # the target has **kwargs
-    by_place: tuple[str, ...] = ()  # the arguments that `_args_` gives, in this order
+    by_place: tuple[str, ...] = ()  # the arguments that `_args_` sets, in this order
 
     @property
     def required(self) -> list[str]:
@@ -119,9 +119,10 @@ class Signature:
 
 @functools.cache
 def signature_of(target: str, *, group: str = "") -> Signature:
-    """Return the arguments that a component of this group takes from its node. ValueError as in `locate`.
+    """Return the arguments that a component of this group takes from its node. Raise ValueError as `locate` does.
 
-    Arguments that the framework passes are left out. A callable without a signature (some compiled ones) takes anything.
+    Arguments that the framework passes are left out. A callable without a signature (some compiled callables) takes any
+    argument.
     """
     found = locate(target)
     try:
@@ -131,7 +132,7 @@ def signature_of(target: str, *, group: str = "") -> Signature:
     num_given, named = GIVEN.get(group, (0, []))
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if group == "scheduler" and by_place and by_place[0].name == "optimizer":
-        num_given = 1  # a scheduler of torch takes the optimizer alone
+        num_given = 1  # a scheduler of torch takes only the optimizer
     hidden = {*named, *(p.name for p in by_place[:num_given])}
     settable = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in hidden]
     takes_any, names = any(p.kind == p.VAR_KEYWORD for p in parameters), tuple(p.name for p in by_place[num_given:])
@@ -139,7 +140,7 @@ def signature_of(target: str, *, group: str = "") -> Signature:
 
 
 def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return a callable's parameters; `**options: Unpack[Options]` are the keys of the TypedDict `Options`."""
+    """Return a callable's parameters. `**options: Unpack[Options]` becomes the keys of the TypedDict `Options`."""
     try:
         parameters = [*inspect.signature(found, eval_str=True).parameters.values()]
     except (NameError, AttributeError, SyntaxError):  # only a type checker can resolve an annotation
@@ -156,7 +157,7 @@ def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def arguments_of(node: Node, *, group: str) -> Signature:
-    """Return the arguments that are left for the node's keys after its positional `_args_`."""
+    """Return the arguments that remain for the node's keys after its positional `_args_`."""
     signature = signature_of(str(node.get("_target_")), group=group)
     given = node.get("_args_", [])
     taken = signature.by_place[: len(given) if isinstance(given, list) else 0]

@@ -22,7 +22,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def validate(composed: Composed) -> Draft:
-    """Validate our own sections, which needs no import; `component_problems` validates the components' nodes."""
+    """Validate the framework's own sections without imports. (`component_problems` validates the components' nodes.)"""
     config, known = composed.config, composed.known
     if not config.keys() - {"sampler", *SEVERAL}:
         return Draft({}, composed.problems)
@@ -53,9 +53,9 @@ def _types_of(section: type[Section]) -> dict[str, Any]:
 
 
 def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str, ...] = ()) -> list[Problem]:
-    """Check a component's node, and the components in it, against the signatures of their targets, which are imported.
+    """Check a component's node, and the components in it, against the signatures of their targets. This imports the targets.
 
-    `key` is the node's key, as in `model` or `logger.wandb`; `own` are the framework's keys in the node.
+    `key` is the node's key, as in `model` or `logger.wandb`. `own` are the framework's keys in the node.
     """
     try:
         signature = arguments_of(node, group=key)
@@ -71,13 +71,13 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
         problems.append(Problem(f"{key}._partial_", "true gives a function, where the run needs what it returns", "without it"))
     values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
     is_nested = node.get("_recursive_", True)
-    apart = ("turns",) if "turns" in own else ()  # whose nodes get what the run's own optimizer and schedule get
+    apart = ("turns",) if "turns" in own else ()  # their nodes get the same arguments as the run's own optimizer and schedule
     inner = {name: list(nodes_in(value, f"{key}.{name}")) for name, value in node.items() if is_nested and name not in apart}
     others = [other for other in known if not other.startswith(f"{key}.")]  # an option's keys may belong to another component
     known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own))]
     for name, value in values.items():
         argument = signature.arguments.get(name)
-        # the data give null in a model, and `${data:...}` everywhere
+        # the data replace null in a model, and `${data:...}` everywhere
         is_from_data = (value is None and key.split(".")[0] == "model") or str(value).startswith("${data:")
         if argument is None and not signature.takes_any:
             problems += unknown_key(f"{key}.{name}", value, known=known)
@@ -86,7 +86,7 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
             problems += [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
     for inner_key, inner_node in itertools.chain(*inner.values()):
         problems += component_problems(inner_key, inner_node, known=known)
-    entries = node.get("groups") if "groups" in own else None  # of optimizer.groups; a rate of 0 leaves parameters as they are
+    entries = node.get("groups") if "groups" in own else None  # of optimizer.groups; a rate of 0 keeps parameters unchanged
     for number, entry in enumerate(entries if isinstance(entries, list) else []):
         given = {name: entry[name] for name in signature.arguments if isinstance(entry, dict) and entry.get(name, 0) != 0}
         part = {"_target_": node["_target_"], "_partial_": True, **given}
@@ -113,8 +113,8 @@ def value_problems(annotation: Any, value: Any, key: str) -> list[Problem]:
     try:
         _adapter(annotation).validate_python(value)
     except ValidationError as error:
-        return [_said(error.errors()[0], annotation, value, key)]  # a union reports each of its members: the first will do
-    except PydanticSchemaGenerationError:  # a class of the user's
+        return [_said(error.errors()[0], annotation, value, key)]  # a union reports each of its members: the first is enough
+    except PydanticSchemaGenerationError:  # a class of the user
         pass
     return []
 
@@ -125,7 +125,7 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 
 def section_problems(section: type[Section], values: Any, key: str, known: list[str]) -> list[Problem]:
-    """Return every unknown key, wrong type and value out of its range in a section, whose own key is `key`."""
+    """Return the problems of a section: unknown keys, wrong types, values out of range. `key` is the section's key."""
     for name, value in values.items() if isinstance(values, dict) else ():
         annotation = _types_of(section).get(name)
         is_optional = type(None) in get_args(annotation) and section_of(annotation) is not None  # only some options have it
@@ -134,7 +134,7 @@ def section_problems(section: type[Section], values: Any, key: str, known: list[
     try:
         section.model_validate(values)
     except ValidationError as error:
-        problems: dict[str, Problem] = {}  # a union reports each of its members: the first will do
+        problems: dict[str, Problem] = {}  # a union reports each of its members: the first is enough
         for item in error.errors():
             for problem in _section_problem(item, section, values, key, known):
                 problems.setdefault(problem.key, problem)
@@ -180,7 +180,7 @@ def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
 
 
 def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
-    """Return a problem for each key that does not exist: `value` may hold several."""
+    """Return a problem for each key that does not exist. `value` may contain several keys."""
     if isinstance(value, dict) and value and "_target_" not in value:
         return [problem for name, item in value.items() for problem in unknown_key(f"{key}.{name}", item, known=known)]
     section, _, name = key.rpartition(".")
@@ -199,7 +199,7 @@ def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
     return [Problem(key, "unknown key", done_here(key) or did_you_mean(key, known + groups()) or listing)]
 
 
-# --- types in messages: their names, and the value of a type that was probably meant
+# --- types in messages: their names, and the value of a type that the user probably meant
 
 UNIONS = (UnionType, Union)  # typing.Union, if a member is a Literal or Annotated
 
@@ -216,7 +216,7 @@ _NAMES = {
 
 
 def bare(annotation: Any) -> Any:
-    """Return an annotation without what `Annotated` adds to it or to its members."""
+    """Return an annotation without `Annotated` around it or around its members."""
     if get_origin(annotation) is Annotated:
         return bare(get_args(annotation)[0])
     if get_origin(annotation) in UNIONS:
@@ -227,7 +227,7 @@ def bare(annotation: Any) -> Any:
 
 
 def described(annotation: Any, *, key: str) -> str:
-    """Return what a key of this type holds, in words."""
+    """Return the description of a type's values, for messages about `key`."""
     annotation = bare(annotation)
     if get_origin(annotation) in UNIONS:
         return ", or ".join(described(member, key=key) for member in get_args(annotation))
@@ -244,7 +244,7 @@ _YES, _NO = (1, "yes", "on", "True"), (0, "no", "off", "False")
 
 
 def meant(value: Any, annotation: Any, *, key: str) -> str | None:
-    """Return the value of the right type that was probably meant."""
+    """Return the value of the right type that the user probably meant, or None."""
     annotation = bare(annotation)
     types = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
     choices = [choice for kind in types if get_origin(kind) is Literal for choice in get_args(kind)]
@@ -255,7 +255,7 @@ def meant(value: Any, annotation: Any, *, key: str) -> str | None:
     if bool in types and (value in _YES or value in _NO):
         return "true" if value in _YES else "false"
     if str in types and isinstance(value, (bool, int, float)):
-        return f"\"{key}='{shown(value)}'\""  # quoted for the shell, and for Hydra
+        return f"\"{key}='{shown(value)}'\""  # quoted for the shell and for Hydra
     number = _number(value)
     if number is not None and (int in types and number == int(number) or float in types):
         return shown(int(number) if int in types else number)

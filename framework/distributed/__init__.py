@@ -1,1 +1,1 @@
-"""The ranks: World, mesh, process groups over MPI, and who hangs."""
+"""The ranks: the World, the mesh, process groups over MPI, and the search for a rank that hangs."""

@@ -1,4 +1,4 @@
-"""What the ranks agree on among themselves: stop flags, checkpoint plans, sums of metrics."""
+"""What the ranks agree on: stop flags, checkpoint plans, sums of metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,20 +18,20 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class Agreement:
-    """Collectives over a process group of their own, so that they never pair with a gradient's.
+    """Collectives over a separate process group, so that they never pair with a gradient's collectives.
 
-    The group is a gloo group; if training uses MPI, it is an MPI group, since a cluster may let nothing else through. In a
-    world of one process there is no group, and each call returns at once.
+    The group is a gloo group. If training uses MPI, it is an MPI group, because a cluster may block all other communication.
+    In a world of one process there is no group, and each call returns immediately.
     """
 
     group: dist.ProcessGroup | None
-    every: int = field(default=1, init=False)  # calls of `any_flags`; the same on all ranks
-    _calls: int = field(default=0, init=False)  # since the ranks were asked
+    every: int = field(default=1, init=False)  # how many calls of `any_flags` make one reduction; the same on all ranks
+    _calls: int = field(default=0, init=False)  # since the latest reduction
     _flags: tuple[dist.Work, Tensor] | None = field(default=None, init=False)
 
     @property
     def allows_threads(self) -> bool:
-        """Return whether a thread may run collectives while others do: an MPI need not allow that."""
+        """Return whether a thread may run collectives while other threads do. An MPI library may not allow this."""
         return self.group is None or dist.get_backend(self.group) == "gloo"
 
     def send(self, value: Tensor, *, to: int) -> None:
@@ -39,7 +39,7 @@ class Agreement:
         dist.send(value, dst=to, group=self.group)
 
     def receive(self, value: Tensor, *, source: int) -> Tensor:
-        """Overwrite a CPU tensor by what `source` sends, and return it."""
+        """Overwrite a CPU tensor with the tensor that `source` sends, and return it."""
         dist.recv(value, src=source, group=self.group)
         return value
 
@@ -58,7 +58,7 @@ class Agreement:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on every rank. Collective.
 
-        What all ranks get grows with their number: for small values. See `distinct`, `to_rank_0`, `largest`.
+        Use it for small values: the size of the result grows with the number of ranks. See `distinct`, `to_rank_0`, `largest`.
         """
         if self.group is None:
             return [value]
@@ -67,21 +67,22 @@ class Agreement:
         return values
 
     def distinct(self, value: Any) -> dict[int, Any]:
-        """Return the different values that ranks have, each by the first rank that has it, in rank order, on every rank.
+        """Return the different values of the ranks, on every rank. The key of a value is the first rank that has the value.
 
-        Collective. Values are plain data, without sets, and compared by their text (`repr`). If all are the same, 32 bytes
-        from each rank show it; if not, rank 0 gets each different value once.
+        Collective. The result is in rank order. Values are plain data without sets; their texts (`repr`) are compared. If all
+        values are equal, the ranks exchange 32 bytes each. Otherwise rank 0 receives each different value once.
         """
         found = self._distinct_on_rank_0(value)
         return found if len(found) == 1 else self.from_rank_0(found)  # type: ignore[no-any-return]
 
     def judged(self, value: Any, judge: Callable[[dict[int, Any]], _Result]) -> _Result:
-        """Return what `judge` makes of the values that `distinct` would return, on every rank. Collective.
+        """Return the result of `judge` for the values that `distinct` would return, on every rank. Collective.
 
-        Unlike these values, only the result reaches ranks that differ. What `judge` raises is raised on every rank.
+        If the ranks differ, the other ranks receive only the result, not the values. An error of `judge` is raised on every
+        rank.
         """
         found = self._distinct_on_rank_0(value)
-        if len(found) == 1:  # every rank has all that there is to judge
+        if len(found) == 1:  # every rank has all values
             return judge(found)
         result: _Result | None = None
         fault: Exception | None = None
@@ -92,10 +93,10 @@ class Agreement:
         result, fault = self.from_rank_0((result, fault))
         if fault is not None:
             raise fault
-        return result  # type: ignore[return-value]  # rank 0's
+        return result  # type: ignore[return-value]  # the result of rank 0
 
     def _distinct_on_rank_0(self, value: Any) -> dict[int, Any]:
-        """Return the different values on rank 0, by their first ranks; on other ranks nothing, unless all are the same."""
+        """Return the different values on rank 0, by their first ranks. Other ranks get {}, unless all values are equal."""
         if self.group is None:
             return {0: value}
         digest = blake2b(repr(value).encode(), digest_size=16).digest()
@@ -121,7 +122,7 @@ class Agreement:
         return {0: value} | {other: unpacked_object(part) for other, part in theirs.items()}
 
     def to_rank_0(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order, on rank 0; nothing on the other ranks. Collective."""
+        """Return every rank's `value`, in rank order, on rank 0. Return [] on the other ranks. Collective."""
         if self.group is None:
             return [value]
         packed = packed_object(value)
@@ -132,9 +133,9 @@ class Agreement:
         return [unpacked_object(part) for part in parts or []]
 
     def dealt(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
-        """Return this rank's item of what `deal` makes of every rank's `value`, in rank order, on rank 0 alone. Collective.
+        """Return this rank's item of the result of `deal`, which rank 0 calls with every rank's `value`, in rank order.
 
-        No other rank has more in memory than what it gives and gets.
+        Collective. The other ranks have only their own value and their own item in memory.
         """
         if self.group is None:
             return deal([value])[0]
@@ -144,14 +145,14 @@ class Agreement:
         return mine[0]
 
     def from_rank_0(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank. Collective; rank 0 does not wait for the others."""
+        """Return rank 0's `value` on every rank. Collective. Rank 0 does not wait for the others."""
         return self._from(0, value)
 
     def on_rank_0(self, action: Callable[[], Any], *, what: str) -> Any:
-        """Run `action`, which uses the disk, on rank 0 alone, and return its result on every rank. Collective.
+        """Run `action`, which uses the disk, on rank 0 only, and return its result on every rank. Collective.
 
-        DiskFailed on every rank, saying `what` could not be done, where an OSError hits it. Rank 0 does not wait for the
-        others.
+        If `action` raises OSError or Invalid, raise DiskFailed on every rank; its message says that `what` failed. Rank 0 does
+        not wait for the others.
         """
         is_first = self.group is None or self.group.rank() == 0
         result, fault = self.from_rank_0(_attempted(action) if is_first else None)
@@ -160,9 +161,9 @@ class Agreement:
         return result
 
     def together(self, action: Callable[[], _Result], *, what: str) -> _Result:
-        """Run `action`, which uses the disk, on every rank, and return this rank's result when all are done. Collective.
+        """Run `action`, which uses the disk, on every rank, and return this rank's result when all ranks are done. Collective.
 
-        DiskFailed on every rank, saying `what` could not be done, where an OSError hits one of them.
+        If `action` raises OSError or Invalid on any rank, raise DiskFailed on every rank; its message says that `what` failed.
         """
         result, fault = _attempted(action)
         for rank, problem in self.distinct(fault).items():
@@ -183,15 +184,15 @@ class Agreement:
         return values
 
     def barrier(self) -> None:
-        """Wait for every rank. Collective."""
+        """Wait until every rank has called this. Collective."""
         if self.group is not None:
             dist.barrier(group=self.group)
 
     def any_flags(self, *flags: bool, now: bool = True) -> list[bool]:
-        """Return for each flag whether any rank had raised it at the PREVIOUS call: the same on all ranks. Collective.
+        """Return for each flag whether any rank had set the flag at the PREVIOUS call: the same on all ranks. Collective.
 
-        Without `now`, only every so many calls (`every`) ask the others, and what the calls between are given is not told.
-        The reduction of one call runs during the step that follows it, so agreeing costs no waiting.
+        Without `now`, only one of `every` calls asks the other ranks; the flags of the calls in between are not sent. The
+        reduction of one call runs during the next step, so an agreement costs no waiting time.
         """
         if self.group is None:
             return list(flags)
@@ -204,15 +205,15 @@ class Agreement:
         return before
 
     def take_pace(self, *, call_s: float) -> None:
-        """Let `any_flags` ask ten times a second where a call comes every `call_s` seconds: the same number on all ranks.
+        """Make `any_flags` ask ten times a second, if a call comes every `call_s` seconds. `call_s` is the same on all ranks.
 
-        Zero: it is not known, and nothing changes.
+        Zero means that the time is not known; then nothing changes.
         """
         if call_s:
             self.every = max(1, min(1000, int(0.1 / call_s)))
 
     def finish(self) -> list[bool]:
-        """Wait for the flags of the latest call of `any_flags`, and return which are raised; none if it has not been called."""
+        """Wait for the flags of the latest call of `any_flags`, and return them. Return [] if there was no call."""
         if self._flags is None:
             return []
         (work, counts), self._flags = self._flags, None
@@ -221,7 +222,7 @@ class Agreement:
 
 
 def _attempted(action: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
-    """Return what an action that uses the disk returns, or the text of the error of the disk, or of what is on it."""
+    """Return the result of an action that uses the disk, or the text of the error of the disk or of its content."""
     try:
         return action(), None
     except (OSError, Invalid) as error:

@@ -1,4 +1,4 @@
-"""Many tensors in few messages: a collective for each 25 MB, not for each tensor."""
+"""Many tensors in few messages: one collective per 25 MB, not one per tensor."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,27 +12,27 @@ from torch import Tensor
 from framework.runtime.torch_internals import copy_all
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
-_BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel's
-UNDER_WAY = 2  # messages: the memory that they take beside the tensors
+_BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
+UNDER_WAY = 2  # messages at the same time: their memory is needed in addition to the tensors
 
 
 def sum_all(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Sum each tensor over the ranks of a group, in place. Collective, with the same shapes in the same order on all."""
+    """Sum each tensor over the ranks of a group, in place. Collective. All ranks give the same shapes in the same order."""
     begin = partial(dist.all_reduce, group=group, async_op=True)
     _send((bucket, begin) for bucket in buckets_of(tensors))
 
 
 def broadcast_all(of_ranks: Mapping[int, Iterable[Tensor]], *, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite every rank's tensors by those of the rank under which they are given, a number among all ranks.
+    """Overwrite every rank's tensors with the tensors of the rank that is their key (a global rank).
 
-    Collective, with the same shapes in the same order on all.
+    Collective. All ranks give the same shapes in the same order.
     """
     begin = {rank: partial(dist.broadcast, src=rank, group=group, async_op=True) for rank in of_ranks}
     _send((bucket, begin[rank]) for rank, tensors in of_ranks.items() for bucket in buckets_of(tensors))
 
 
 class Message:
-    """A bucket of tensors that is under way as one message, from its construction. Collective."""
+    """A bucket of tensors that is sent as one message. The constructor starts the message. Collective."""
 
     def __init__(self, bucket: Sequence[Tensor], begin: Callable[[Tensor], dist.Work | None]) -> None:
         is_one = len(bucket) == 1 and bucket[0].is_contiguous()
@@ -45,7 +45,7 @@ class Message:
         return self._work is None or self._work.is_completed()
 
     def finish(self) -> None:
-        """Wait, and overwrite the tensors by what has come."""
+        """Wait, and overwrite the tensors with the received values."""
         if self._work is not None:
             self._work.wait()
         if self._flat is not self._bucket[0]:
@@ -54,7 +54,7 @@ class Message:
 
 
 def begin_sum(bucket: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> Message:
-    """Begin to sum a bucket over the ranks of a group, in place. Collective, with the same shapes on all."""
+    """Start to sum a bucket over the ranks of a group, in place. Collective. All ranks give the same shapes."""
     return Message(bucket, partial(dist.all_reduce, group=group, async_op=True))
 
 
@@ -70,7 +70,7 @@ def _send(messages: Iterable[tuple[list[Tensor], Callable[[Tensor], dist.Work | 
 
 
 def buckets_of(tensors: Iterable[AnyTensor]) -> Iterator[list[AnyTensor]]:
-    """Yield the tensors in groups of one type, on one device, that are not larger than a message; or one that is."""
+    """Yield the tensors in buckets of one type on one device. A bucket is at most 25 MB, or it is one larger tensor."""
     filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
     num_bytes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Which devices a process computes on, and that all processes of a run have the same kind."""
+"""The devices of a process. All processes of a run must have the same kind of device."""
 
 import socket
 from datetime import timedelta
@@ -13,9 +13,9 @@ from framework.runtime.log import LOGGER
 
 
 def devices_of(place: Environment, *, device: str, num_devices: int | None) -> list[torch.device]:
-    """Return the devices of this process: `num_devices`, None: all that it sees; a CPU is one.
+    """Return the devices of this process: `num_devices` of them, or all visible devices if it is None. A CPU is one device.
 
-    `device` is cuda, cpu, or auto: CUDA's where there are any. Unfit if what is asked for is not there.
+    `device` is cuda, cpu, or auto (CUDA devices if there are any). Raise Unfit if the requested devices do not exist.
     """
     there = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if not there:
@@ -25,7 +25,7 @@ def devices_of(place: Environment, *, device: str, num_devices: int | None) -> l
             LOGGER.warning("training on the CPU: %s (device=cuda would refuse that)", _without_cuda())
         return [torch.device("cpu")]
     count = num_devices or there
-    first = 0 if there == count else place.local_rank * count  # some launchers show each process its own devices alone
+    first = 0 if there == count else place.local_rank * count  # some launchers show each process only its own devices
     if first + count > there:
         what = (
             f"{place.local_world_size} processes here need {place.local_world_size * count} CUDA devices, and there are {there}"
@@ -35,16 +35,16 @@ def devices_of(place: Environment, *, device: str, num_devices: int | None) -> l
 
 
 def _without_cuda() -> str:
-    """Return why PyTorch may have no CUDA device."""
+    """Return a reason why PyTorch may have no CUDA device."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
     return "nvidia-smi shows whether the driver works; CUDA_VISIBLE_DEVICES may hide them"
 
 
 def start_method() -> str:
-    """Return how this process starts workers, and tell them what it sees.
+    """Return how this process must start workers. If it sees CUDA devices, set a variable that informs the workers.
 
-    A forked child cannot use CUDA if its parent has used it; a worker on the CPU inherits the imported modules.
+    A forked child cannot use CUDA if its parent has used CUDA. A forked worker on the CPU inherits the imported modules.
     """
     if not torch.cuda.is_available():
         return "fork"
@@ -53,20 +53,20 @@ def start_method() -> str:
 
 
 def record_collectives(folder: Path) -> None:
-    """Have NCCL's flight recorder keep the latest collectives, and write them into `folder` where one of them times out.
+    """Make NCCL's flight recorder keep the latest collectives. After a time-out, NCCL writes them into `folder`.
 
-    Before the first group is made. A user's own settings stay.
+    Call this before the first group is made. The user's own settings stay.
     """
     if not torch.cuda.is_available():
         return
-    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # which has other names, and warns of these
+    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # other names; newer releases warn about these
     names = ("NCCL_TRACE_BUFFER_SIZE", "NCCL_DEBUG_INFO_TEMP_FILE") if is_old else ("FR_BUFFER_SIZE", "FR_DUMP_TEMP_FILE")
     for name, value in zip((*names, "NCCL_DUMP_ON_TIMEOUT"), ("2000", f"{folder}/nccl_collectives_rank_", "1")):
         variables().setdefault(f"TORCH_{name}", value)
 
 
 def require_one_kind(kind: str, store: dist.Store, *, world_size: int, timeout: timedelta) -> None:
-    """Raise Unfit, on every rank, if some ranks have CUDA devices and others a CPU: their groups would wait for each other.
+    """Raise Unfit, on every rank, if some ranks have CUDA devices and others a CPU: their groups would block each other.
 
     Collective.
     """

@@ -1,4 +1,4 @@
-"""The process groups of a run: the stores through which its ranks meet, the groups, and the actions at the end."""
+"""The process groups of a run: the stores through which the ranks meet, the groups, and the actions at the end."""
 
 import functools
 import socket
@@ -20,14 +20,14 @@ from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
 
 @dataclass
 class Groups:
-    """One rank's membership in the default process group, which training uses, and in the groups made from it."""
+    """One rank's membership in the default process group, which training uses, and in the groups that are made from it."""
 
     backend: str
     _: KW_ONLY
     rank: int
     world_size: int
     timeout: timedelta
-    device: torch.device | None = None  # the only one that NCCL uses in this process, if that is known
+    device: torch.device | None = None  # the only device that NCCL uses in this process, if known
     _store: dist.Store = field(default_factory=dist.HashStore, init=False)
     _at_end: list[tuple[Callable[[], None], Callable[[], None]]] = field(default_factory=list, init=False)
 
@@ -35,14 +35,14 @@ class Groups:
         """Join the default group. Collective."""
         self._store = store
         set_group_timeout(self.timeout)
-        # with its device, NCCL connects the ranks at once, and splits what it has for each axis of a mesh; without it, each
-        # axis would meet through the store
+        # with its device, NCCL connects the ranks immediately, and splits this connection for each axis of a mesh; without it,
+        # the ranks of each axis would meet through the store
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout, device_id=self.device
         )
 
     def new_group(self) -> dist.ProcessGroup:
-        """Return a group of all ranks for training, whose collectives pair with no others'. Collective."""
+        """Return a group of all ranks for training. Its collectives never pair with those of other groups. Collective."""
         return dist.new_group(backend=self.backend, timeout=self._timeout)
 
     @property
@@ -50,38 +50,38 @@ class Groups:
         return self.timeout + NCCL_LATER if "nccl" in self.backend else self.timeout
 
     def store(self, name: str) -> dist.Store:
-        """Return a part of this attempt's store, whose keys nothing else uses. Collective."""
-        # a group over MPI has a store that is not shared
+        """Return a part of this attempt's store with keys that nothing else uses. Collective."""
+        # the store of a group over MPI is not shared
         is_shared = not isinstance(self._store, dist.HashStore)
         return dist.PrefixStore(name, self._store if is_shared else mpi.store(timeout=self.timeout))
 
     def at_end(self, *, leave: Callable[[], None], abandon: Callable[[], None]) -> None:
-        """Call `leave` when every rank is done, while all still answer; `abandon` instead where this rank has failed."""
+        """Register an action for the end: `leave` when every rank is done and still answers, `abandon` if this rank fails."""
         self._at_end.append((leave, abandon))
 
     def leave(self) -> None:
-        """Carry out the `leave` actions, the last one first. Collective."""
+        """Run the `leave` actions, the last one first. Collective."""
         while self._at_end:
             self._at_end.pop()[0]()
 
     def abandon(self) -> None:
-        """Carry out the `abandon` actions: ranks that wait for this rank's answer learn that none will come."""
+        """Run the `abandon` actions. Ranks that wait for this rank's answer learn that no answer will come."""
         while self._at_end:
             self._at_end.pop()[1]()
 
 
 def attempt_store(environment: Environment, *, scratch: Path | None, timeout: timedelta) -> dist.Store:
-    """Return this attempt's store. Keys of a failed attempt must not be seen by the next: gloo would hang on them."""
+    """Return this attempt's store. The next attempt must not see the keys of a failed attempt: gloo would hang."""
     if scratch is not None and not environment.uses_agent_store:
         return dist.FileStore(str(scratch / f"store_{environment.attempt}"), environment.world_size)
     return launcher_store(environment, timeout=timeout, part="attempt")
 
 
 def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -> dist.Store:
-    """Return a part of the launcher's TCP store, which rank 0 starts where there is none. Collective."""
+    """Return a part of the launcher's TCP store. Rank 0 starts the store if it does not exist. Collective."""
     if environment.uses_mpi:
         return dist.PrefixStore(part, mpi.store(timeout=timeout))
-    if environment.uses_agent_store:  # it outlives an attempt, but each torchrun counts the restarts for itself
+    if environment.uses_agent_store:  # the store lives longer than an attempt, but each torchrun counts its own restarts
         part = f"{part}_{environment.attempt}"
     store = _tcp_store(environment)
     store.set_timeout(timeout)
@@ -89,9 +89,9 @@ def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -
 
 
 def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
-    """Serve a store on an address of this host, and the first of `ports` that is free (0: any). Returns it and its port.
+    """Serve a store on this host's address and the first free port of `ports` (0: any port). Return the store and the port.
 
-    It lives as long as the object. OSError if no port is free.
+    The server lives as long as the returned object. Raise OSError if no port is free.
     """
     fault: OSError | None = None
     for port in ports:
@@ -101,14 +101,15 @@ def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
             fault = error
             continue
         port = listener.getsockname()[1]
-        # a socket of our own: TCPStore's listens to every network (pytorch#173909)
+        # open the socket here: TCPStore's own socket listens on every network (pytorch#173909)
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
     raise fault or OSError("no port to serve a store on")
 
 
 def awaited(store: dist.Store, key: str, *, timeout: timedelta) -> bytes:
-    """Return the value of a key, when it is there. Interrupted if a signal comes meanwhile, which C++ would not hear, or if
-    the time is over.
+    """Wait until a key exists, and return its value.
+
+    Raise Interrupted if a signal arrives (C++ code would not notice the signal), or after `timeout`.
     """
     _poll(lambda: store.check([key]), timeout=timeout)
     return bytes(store.get(key))
@@ -122,17 +123,17 @@ def _poll(is_there: Callable[[], bool], *, timeout: timedelta) -> None:
             raise Interrupted("stopped before all processes had begun; the same command begins")
         if waited > timeout.total_seconds():
             raise Interrupted(f"not all processes of the run have begun in {waited:.0f} s; the same command tries again")
-        time.sleep(min(0.5, 0.01 + waited / 20))  # a thousand processes may ask
+        time.sleep(min(0.5, 0.01 + waited / 20))  # a thousand processes may poll
 
 
-@functools.cache  # rank 0 serves it, so it lives as long as the process: other ranks may still be asking
+@functools.cache  # rank 0 serves the store until its process ends: other ranks may still need it
 def _tcp_store(environment: Environment) -> dist.Store:
     host, port, timeout = environment.master_addr, environment.master_port, timedelta(minutes=10)
     serves = environment.rank == 0 and not environment.uses_agent_store
     listener = None
     if environment.local_world_size == environment.world_size and not environment.uses_agent_store:
         host = "127.0.0.1"
-        # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
+        # open the socket here: TCPStore's own socket listens on every network, even for 127.0.0.1 (pytorch#173909)
         listener = socket.create_server((host, port)).detach() if serves else None
     if not serves:
         _poll(lambda: _listens(host, port), timeout=timeout)

@@ -1,4 +1,4 @@
-"""The mesh: how the processes are laid out along the axes of a strategy."""
+"""The mesh: the layout of the processes along the axes of a strategy."""
 
 import math
 
@@ -6,7 +6,7 @@ MESH_AXES = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
 
 
 def resolve_axes(axes: dict[str, int | None], *, world_size: int) -> dict[str, int]:
-    """Fill the one axis that is None with what is left of `world_size`. ValueError if the sizes do not multiply to it."""
+    """Replace the one size that is None by the rest of `world_size`. Raise ValueError if the product is not `world_size`."""
     left = world_size // math.prod(size or 1 for size in axes.values())
     sizes = {name: size or left for name, size in axes.items()}
     if math.prod(sizes.values()) != world_size or list(axes.values()).count(None) > 1:

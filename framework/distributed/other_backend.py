@@ -1,4 +1,4 @@
-"""Back ends of other packages: each registers itself with torch.distributed when its package is imported."""
+"""Backends of other packages. Each backend registers itself with torch.distributed when its package is imported."""
 
 import importlib
 
@@ -6,13 +6,13 @@ import torch.distributed as dist
 
 
 def kinds_of_devices(name: str, *, module: str) -> list[str]:
-    """Import `module`, and return for which kinds of devices (cpu, cuda) the back end is that it registers as `name`.
+    """Import `module`, and return the kinds of devices (cpu, cuda) that its backend `name` supports.
 
-    ValueError, which says why, if there is none.
+    Raise ValueError with the reason if the module or the backend does not exist.
     """
     try:
         importlib.import_module(module)
-    except Exception as error:  # a package may raise anything while it is imported
+    except Exception as error:  # the import of a package may raise any exception
         raise ValueError(f"{module} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}") from error
     known = dist.Backend.backend_capability
     if name not in dist.Backend.backend_list or name not in known:

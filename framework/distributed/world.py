@@ -1,4 +1,4 @@
-"""The world: which process this is, on which device, and what connects it with the others."""
+"""The world: this process's rank, its devices, and its connections to the other processes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ from framework.runtime.torch_internals import num_operations
 
 @dataclass(frozen=True)
 class World:
-    """One process's view of the run. Built by `start`; every method marked collective is called by every rank.
+    """One process's view of the run. `start` makes it. Every rank must call each method that is marked as collective.
 
-    Training uses `groups`; over `agreement` the framework itself agrees on what to do next.
+    Training uses `groups`. The framework itself uses `agreement` to agree on the next action.
     """
 
     rank: int
@@ -38,15 +38,15 @@ class World:
     world_size: int
     local_world_size: int
     first_on_node: int  # the rank whose local_rank is 0 on this node
-    devices: list[torch.device]  # of this process alone
+    devices: list[torch.device]  # the devices of this process only
     timeout: timedelta
     groups: Groups
     agreement: Agreement
-    board: Board | None  # of the ranks on this node
+    board: Board | None  # the board of this node's ranks
 
     @property
     def device(self) -> torch.device:
-        """The first of this process's devices."""
+        """The first device of this process."""
         return self.devices[0]
 
     @classmethod
@@ -62,14 +62,14 @@ class World:
         num_devices: int | None = 1,
         board: Board | None = None,
     ) -> "World":
-        """Join the run's process groups. Collective. Unfit, on every rank, where the devices are not there.
+        """Join the run's process groups. Collective. Raise Unfit, on every rank, if the devices do not exist.
 
-        `backend_module` is what to import for a back end of another package; the framework itself agrees over gloo then.
-        `device` is cpu, cuda, or auto: CUDA's where there are any. `num_devices` of them are this process's, None: all that
-        it sees. `scratch` is a folder, which all ranks see, for a file store of this attempt.
+        `backend_module` is the module of a backend from another package; then the framework itself agrees over gloo. `device`
+        is cpu, cuda, or auto (CUDA devices if there are any). `num_devices` of them belong to this process (None: all that it
+        sees). `scratch` is a folder, visible to all ranks, for a file store of this attempt.
         """
         rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)
-        uses_mpi = backend == "mpi" and world_size > 1  # one process starts no MPI, which leaves files without mpirun
+        uses_mpi = backend == "mpi" and world_size > 1  # one process starts no MPI: without mpirun, MPI would leave files
         place = mpi.placed(environment) if environment.uses_mpi else environment
         devices = devices_of(place, device=device, num_devices=num_devices)
         control_backend = default_backend = mpi_backend() if uses_mpi else "gloo"
@@ -82,10 +82,10 @@ class World:
         groups, control = Groups(default_backend, rank=rank, world_size=world_size, timeout=timeout, device=only), None
         if world_size > 1:
             if world_size == place.local_world_size:
-                variables().setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else needs to reach us
-            # a rank connects to the ranks that it speaks to, not to all of them in each group, and asks the store for no others
+                variables().setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines need no connection
+            # a rank connects only to the ranks that it communicates with, and asks the store for no other ranks
             variables().setdefault("TORCH_GLOO_LAZY_INIT", "1")
-            # MPI's ranks know each other, and torch asks for a store only to have one
+            # MPI's ranks know each other; torch only requires a store object
             store = dist.HashStore() if uses_mpi else attempt_store(environment, scratch=scratch, timeout=timeout)
             if not uses_mpi:
                 require_one_kind(devices[0].type, store, world_size=world_size, timeout=timeout)
@@ -106,18 +106,18 @@ class World:
 
     @classmethod
     def alone(cls) -> "World":
-        """Return the world of this process, on the CPU."""
+        """Return the world of a single process, on the CPU."""
         return cls.start(Environment(), backend="gloo", timeout_s=30.0, scratch=None)
 
     def stop(self) -> None:
-        """Leave the process groups. The model's wrapper and the optimizer must be gone, or exit can hang (pytorch#56297)."""
+        """Leave the process groups. Delete the model's wrapper and the optimizer before, or exit can hang (pytorch#56297)."""
         self.groups.abandon()
         self.agreement.finish()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def with_own_agreement(self) -> "World":
-        """Return this world for a thread, whose collectives must not pair with those of other threads. Collective."""
+        """Return this world for a thread. Its collectives do not pair with those of other threads. Collective."""
         group = self.agreement.group
         own = group and dist.new_group(backend=dist.get_backend(group), timeout=self.timeout)
         return dataclasses.replace(self, agreement=Agreement(own))
@@ -125,31 +125,34 @@ class World:
     # --- what a strategy needs
 
     def mesh(self, **axes: int | None) -> DeviceMesh:
-        """Return the device mesh with these axes, outermost first; at most one None takes what is left. Collective."""
-        if not dist.is_initialized():  # a strategy that needs groups, in a world of one
+        """Return the device mesh with these axes, outermost first. Collective.
+
+        At most one axis may be None: it gets the remaining size.
+        """
+        if not dist.is_initialized():  # a strategy needs groups, but the world has one process
             self.groups.join(dist.HashStore())
         sizes = resolve_axes(axes, world_size=self.world_size)
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite every rank's tensors by rank 0's. Collective."""
+        """Overwrite every rank's tensors with rank 0's tensors. Collective."""
         if self.world_size > 1:
             broadcast_all({0: tensors})
 
     # --- what the other ranks on this node see, even if this rank no longer answers
 
     def at(self, phase: str, *, step: int) -> None:
-        """Note what this rank is about to do."""
+        """Record what this rank does next."""
         if self.board is not None:
             self.board.beat(phase, step=step, collectives=self._collectives())
 
     def report_error(self, error: Exception) -> None:
-        """Note that this rank's work has ended in an error: before anything that takes time, since others look for it."""
+        """Record that an error has ended this rank's work. Call this first, because other ranks wait for this record."""
         if self.board is not None:
             diagnose.report_error(self.board, error, collectives=self._collectives())
 
     def _collectives(self) -> tuple[int, int]:
-        """Return how many operations this rank has started on the default and the agreement's group; only gloo counts them."""
+        """Return how many operations this rank has started on the default group and the agreement's group. Only gloo counts."""
         if self.agreement.group is None or self.groups.backend != "gloo":
             return 0, 0
         assert dist.group.WORLD is not None
@@ -157,7 +160,7 @@ class World:
 
 
 def _other_backend(name: str, *, module: str, kind: str) -> str:
-    """Return torch's description of the back end that a package registers, for a kind of devices. Unfit if it is not there."""
+    """Return torch's description of a package's backend for a kind of device. Raise Unfit if the backend does not fit."""
     try:
         kinds = kinds_of_devices(name, module=module)
     except ValueError as error:

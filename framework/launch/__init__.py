@@ -1,1 +1,1 @@
-"""Claiming a directory and starting workers: on this machine, under torchrun, as Slurm jobs, on nodes that come and go."""
+"""The claim of a directory and the start of workers: on this machine, under torchrun, as Slurm jobs, on changing nodes."""

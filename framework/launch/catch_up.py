@@ -16,9 +16,9 @@ from framework.runtime.log import LOGGER
 
 
 def catch_up(run: RunSection, loggers: Mapping[str, Node], *, name: str, config: dict[str, Any]) -> int:
-    """Repair a finished run's metrics.jsonl, and give its loggers and its mirror what they lack. Returns the exit code.
+    """Repair a finished run's metrics.jsonl, send its loggers the rows and its mirror the files that are missing.
 
-    The loggers show `config`. Warns of what a logger does not take.
+    The loggers show `config`. Return the exit code. Warn about errors of loggers.
     """
     _mend_rows(run)
     _inform(run, loggers, name=name, config=config)
@@ -26,14 +26,14 @@ def catch_up(run: RunSection, loggers: Mapping[str, Node], *, name: str, config:
 
 
 def _mend_rows(run: RunSection) -> None:
-    """Bring a finished run's metrics.jsonl back to what the run had written: without rows that came later, or twice.
+    """Restore a finished run's metrics.jsonl to the content that the run wrote: remove later rows and duplicates.
 
-    Warns of rows that are lost.
+    Warn about lost rows.
     """
     directory = RunDirectory(Path(run.dir))
     summary = directory.read_summary()
     if "rows" not in summary:
-        return  # of an earlier version
+        return  # the run is from an earlier version
     mark = Mark(**summary["rows"])
     size = directory.metrics.stat().st_size if directory.metrics.is_file() else -1
     if size == mark.num_bytes and mark.fits(directory.metrics):
@@ -50,7 +50,7 @@ def _mend_rows(run: RunSection) -> None:
 
 
 def _inform(run: RunSection, loggers: Mapping[str, Node], *, name: str, config: dict[str, Any]) -> None:
-    """Let the loggers that did not confirm a finished run's end have its rows, from metrics.jsonl."""
+    """Send a finished run's rows, from metrics.jsonl, to the loggers that did not confirm the run's end."""
     directory = RunDirectory(Path(run.dir))
     summary = directory.read_summary()
     names = [logger for logger in loggers if logger in summary.get("unlogged", [])]
@@ -78,7 +78,7 @@ def _inform(run: RunSection, loggers: Mapping[str, Node], *, name: str, config: 
         if not isinstance(sink, Background):
             continue
         try:
-            sink.open(info)  # which takes the rows that it lacks
+            sink.open(info)  # it fetches the rows that the logger lacks
             sink.close(summary)
             sink.wait(within_s=math.inf)
             names.remove(logger)

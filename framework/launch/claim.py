@@ -1,4 +1,4 @@
-"""Claiming a run's directory for this launch, and reporting that a run is finished."""
+"""The claim of a run's directory for this launch, and the report that a run is finished."""
 
 import sys
 import time
@@ -32,7 +32,7 @@ from framework.runtime.problem import Problem
 
 @dataclass(frozen=True)
 class ClaimedRun:
-    """A run that can start: this launch has its lock, and its configuration is frozen."""
+    """A run that can start: this launch holds its lock, and its configuration is frozen."""
 
     config: RunConfig
     frozen: FrozenConfig
@@ -40,14 +40,14 @@ class ClaimedRun:
     mirror: tuple[Mirror, Holding] | None = None
 
     def mirrored(self) -> AbstractContextManager[Settle]:
-        """Keep the run's mirror up to date, if it has one. Yields what makes the command's exit code of the work's."""
+        """Keep the run's mirror up to date, if it has one. Yield a function from the work's exit code to the command's."""
         if self.mirror is None:
             return nullcontext(lambda code: code)
         return mirrored(*self.mirror, grace_s=self.config.launch.grace_s)
 
 
 def is_finished(run: RunSection) -> bool:
-    """Return whether there is nothing left to do, and print the result if so."""
+    """Return whether nothing is left to do. If so, print the result."""
     directory = RunDirectory(Path(run.dir))
     if not directory.is_finished or run.resume == "never":
         return False
@@ -63,7 +63,7 @@ def is_finished(run: RunSection) -> bool:
 
 
 def accept_code(run: RunSection, targets: list[str]) -> None:
-    """Record, with `run.code=accept`, what has changed in the code since a finished run began: it is not asked for again."""
+    """Record, with `run.code=accept`, the code's changes since a finished run started. Then nobody must accept them again."""
     if run.code == "accept":
         provenance = Provenance(Path(run.dir))
         if provenance.changes(targets):
@@ -71,22 +71,21 @@ def accept_code(run: RunSection, targets: list[str]) -> None:
 
 
 def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | None = None) -> ClaimedRun | Exit:
-    """Take the run's directory and its mirror, from which the directory is brought up to date; freeze the configuration there.
+    """Take the run's directory and its mirror, update the directory from the mirror, and freeze the configuration.
 
-    `line`: the overrides of the run's own command, for its record.
-
-    An exit code if another party has it (see Lock), or if there is nothing left to do.
+    `line`: the overrides of the run's own command, for its record. Return an exit code if another party holds the run (see
+    Lock), or if nothing is left to do.
     """
     directory = RunDirectory(Path(config.run.dir))
-    # evaluation and export of a run have a lock and a log of their own: the run itself may be in progress
+    # evaluation and export of a run have their own lock and log: the run itself may be active
     is_beside = MODES[config.mode].about != "run"
     folder = folder_of(config.run, config.mode)
     if is_beside:
-        PREEMPTION.says = "stopping"  # there are no steps
+        PREEMPTION.says = "stopping"  # these modes have no steps
     lock = Lock(folder, party=party)
     try:
         mirror = None if is_beside else mirror_of(config.run, name=config.name)
-        has_none = mirror is not None and not mirror.look().checkpoints  # a wrong place is found out before anything is written
+        has_none = mirror is not None and not mirror.look().checkpoints  # find a wrong place before anything is written
         if has_none and config.run.resume == "must" and (problems := resume_problems("must", directory)):
             return print_problems(problems)
         require_room(folder)
@@ -120,7 +119,7 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | 
 
 
 def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> tuple[Mirror, Holding] | Exit:
-    """Fetch what the mirror has ahead of the run's directory, and claim the mirror. An exit code if nothing is left to do."""
+    """Fetch what the mirror has ahead of the directory, and claim the mirror. Return an exit code if nothing is left to do."""
     contents = mirror.look()
     mirror.require_free(contents)
     if bring_back(mirror, contents):
@@ -140,16 +139,16 @@ def as_text(decision: FrozenConfig | int) -> str:
 
 
 def from_text(text: str) -> FrozenConfig | int:
-    """Return the decision that rank 0 has sent as text."""
+    """Return the decision in a text from rank 0."""
     first, *rest = text.split(" ", 2)
     return FrozenConfig(Path(rest[1]), digest=first, token=rest[0]) if rest else int(first)
 
 
 def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
-    """Print the problems, a line each. Under a launcher rank 0 prints, then `each_rank` if asked. Returns the exit code."""
+    """Print the problems, one per line, and return the exit code. Under a launcher, only rank 0 prints, unless `each_rank`."""
     code = next((problem.code for problem in problems if problem.code == Exit.CONFIGURATION), problems[0].code)
     if Environment.read().rank != 0:
-        time.sleep(5)  # a launcher ends all ranks when one ends: not before rank 0 has printed
+        time.sleep(5)  # a launcher ends all ranks when one ends: rank 0 must print before
         if not each_rank:
             return code
     for problem in problems:

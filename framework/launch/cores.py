@@ -9,7 +9,7 @@ from framework.runtime.log import LOGGER
 
 
 def share_cores(num_processes: int) -> None:
-    """Give this process its share of the cores as threads, being one of so many here; say if there are more than cores."""
+    """Give this process its share of the cores as threads. Log a message if this machine has more processes than cores."""
     num_cores = len(os.sched_getaffinity(0))
     if num_processes > 1:
         torch.set_num_threads(max(1, num_cores // num_processes))

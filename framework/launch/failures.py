@@ -1,4 +1,4 @@
-"""Why workers end: what each records, which of them is the cause, and what the run's record says."""
+"""Why workers end: the failure that each worker records, the failure that is the cause, and the run's record."""
 
 import dataclasses
 import json
@@ -22,13 +22,13 @@ from framework.runtime.log import LOGGER
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker ended."""
+    """The reason why a worker ended."""
 
     rank: int
     error: str
     where: str
-    lost_peer: bool = False  # the error only says that another rank has ended
-    time: float = 0.0  # seconds since the epoch
+    lost_peer: bool = False  # the error only reports that another rank has ended
+    time: float = 0.0  # in seconds since the epoch
 
     @classmethod
     def of(cls, error: Exception, *, rank: int) -> "Failure":
@@ -39,7 +39,7 @@ class Failure:
 
 
 def record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:
-    """Write the traceback to train.log, and the headline where the parent finds it."""
+    """Write the traceback to train.log, and the headline into a file that the parent reads."""
     log.to_files(traceback.format_exc())
     if scratch is not None:
         text = json.dumps(dataclasses.asdict(Failure.of(error, rank=environment.rank)))
@@ -47,38 +47,38 @@ def record_failure(error: Exception, *, environment: Environment, scratch: Path 
 
 
 def recorded_failures(scratch: Path, *, attempt: int) -> list[Failure]:
-    """Return the failures that the workers of an attempt have recorded, the first first; failures that lost a peer are last."""
+    """Return the recorded failures of an attempt's workers, the earliest first. Failures that only lost a peer come last."""
     found = [Failure(**json.loads(path.read_text())) for path in scratch.glob(f"failure_{attempt}_*.json")]
     return sorted(found, key=lambda failure: (failure.lost_peer, failure.time))
 
 
 def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: Iterable[int]) -> Failure:
-    """Return the failure that caused the others: the peers of a worker that was killed only lose their connection to it.
+    """Return the failure that caused the others. (If a worker is killed, its peers only lose their connection to it.)
 
-    `recorded` are the failures that the workers have written; `ended` are the processes that the agent has seen end. A lost
-    peer is the answer where all of these `ranks` have lost a peer.
+    `recorded` are the failures that the workers have written. `ended` are the processes that the agent has seen end. The
+    result is a lost peer only if all of these `ranks` have lost a peer.
     """
     if recorded and not recorded[0].lost_peer:
         return recorded[0]
     quiet = set(ranks) - {failure.rank for failure in recorded}
     aborted = {rank for rank in quiet if rank in ended and ended[rank].exitcode == -signal.SIGABRT}
-    # NCCL aborts a process whose peer has ended
+    # NCCL aborts a process if its peer has ended
     silent = sorted(quiet, key=lambda rank: (rank in aborted and torch.cuda.is_available(), rank))
     for rank in silent:
         if rank in ended and ended[rank].exitcode < 0:
             name = ended[rank].signal_name()
-            # a kill from outside may not come again, and NCCL aborts where another rank has ended; another library that
-            # aborts does it again in the same way
+            # a kill from outside may not repeat, and NCCL aborts if another rank has ended; any other library that aborts will
+            # do it again in the same way
             may_not_repeat = name == "SIGKILL" or (name == "SIGABRT" and torch.cuda.is_available())
             where = f"process {ended[rank].pid}" if may_not_repeat else "no place in Python: a library's own code"
             return Failure(rank, f"killed by {name}", where)
-    if silent:  # the agent has looked at one process only, and it was a peer
+    if silent:  # the agent has seen the end of one process only, and this process had lost a peer
         return Failure(silent[0], "killed, without a message", "no place in the code")
     return recorded[0]
 
 
 def report(how: Failure | str, directory: RunDirectory) -> Exit:
-    """Record and log that a worker failed, or the verdict on a hang. Returns the exit code."""
+    """Record and log the failure of a worker, or the verdict on a hang. Return the exit code."""
     error, more, code = str(how), "the stacks of all ranks are", Exit.HANG
     if isinstance(how, Failure):
         error, more, code = f"rank {how.rank}: {how.error}", f"at {how.where}\n  the whole story is", Exit.FAILED

@@ -1,4 +1,4 @@
-"""A process beside a run that keeps its mirror up to date: it may be slow, or the store refuse, and training goes on."""
+"""A process beside a run that keeps its mirror up to date. It may be slow, or the store may fail: training continues."""
 
 import math
 import multiprocessing
@@ -23,31 +23,31 @@ from framework.runtime.objects import Objects, StoreFailed
 from framework.runtime.preemption import PREEMPTION, die_with_parent
 from framework.runtime.problem import Problem
 
-_POLL_S = 1.0  # between looks for a new checkpoint
-_LONGEST_PAUSE_S = 60.0  # between attempts while the store refuses
-_PATIENCE_S = 30.0  # of pauses at the run's end, with a store that refuses
+_POLL_S = 1.0  # between checks for a new checkpoint
+_LONGEST_PAUSE_S = 60.0  # between attempts while the store fails
+_PATIENCE_S = 30.0  # the total of the pauses at the run's end, if the store fails
 
 
 def mirror_of(run: RunSection, *, name: str) -> Mirror | None:
-    """Return the run's mirror; None if it has none. StoreFailed if it cannot be opened."""
+    """Return the run's mirror, or None if it has none. Raise StoreFailed if the mirror cannot be opened."""
     return Mirror(f"{run.mirror.rstrip('/')}/{name}/{run.id}", RunDirectory(Path(run.dir))) if run.mirror else None
 
 
 def refused(failure: StoreFailed) -> Problem:
-    """Return a store's refusal, before the start, as a problem."""
+    """Return a store's failure, before the start, as a problem."""
     if failure.is_wrong:
         return Problem("run.mirror", str(failure), "a place that exists, and the right to list, read and write there")
     return Problem("run.mirror", str(failure), "the same command tries again", code=Exit.DISK)
 
 
-Settle = Callable[[int], int]  # from the exit code of a run's work to the command's
+Settle = Callable[[int], int]  # from the exit code of a run's work to the exit code of the command
 
 
 @contextmanager
 def mirrored(mirror: Mirror, holding: Holding, *, grace_s: float | None) -> Iterator[Settle]:
-    """Keep the mirror up to date, in another process, while a run does its work. Yields what is to be called at its end.
+    """Keep the mirror up to date, in another process, while a run does its work. Yield a function for the end of the work.
 
-    That puts what is missing. Its exit code is DISK where that fails, and nothing else has failed.
+    This function uploads the missing files. It returns DISK if the upload fails and nothing else has failed.
     """
     follower = _Follower(mirror, holding)
 
@@ -69,7 +69,7 @@ def mirrored(mirror: Mirror, holding: Holding, *, grace_s: float | None) -> Iter
 
 
 def put_missing(run: RunSection, *, name: str) -> int:
-    """Put into the mirror what it lacks of a finished run. Returns the exit code."""
+    """Upload what the mirror lacks of a finished run. Return the exit code."""
     lock = Lock(Path(run.dir))
     try:
         mirror = mirror_of(run, name=name)
@@ -96,7 +96,7 @@ _TAKEN = "taken"
 
 
 class _Follower:
-    """The process. It ends with this one, however this one ends."""
+    """The process that uploads. It ends when this process ends, however this process ends."""
 
     def __init__(self, mirror: Mirror, holding: Holding) -> None:
         self._mirror, self._holding = mirror, holding
@@ -110,10 +110,10 @@ class _Follower:
         theirs.close()
 
     def finish(self, *, within_s: float) -> tuple[bool, str]:
-        """Wait until all is there, and end. Returns whether another command has taken the mirror, and what is missing."""
+        """Wait until all is uploaded, and end. Return whether another command has taken the mirror, and what is missing."""
         missing = f"what it had not within {within_s:.0f} s"
         try:
-            for _ in range(2):  # again if it was killed
+            for _ in range(2):  # a second time if the process was killed
                 try:
                     self._connection.send(None)
                     if self._connection.poll(None if within_s == math.inf else max(0.0, within_s)):
@@ -130,11 +130,11 @@ class _Follower:
 
 
 def _follow(connection: Connection, parents: Connection, mirror: Mirror, holding: Holding) -> NoReturn:
-    """Be the process: put what is new until the parent says that the run has ended."""
+    """Be the process: upload new files until the parent reports that the run has ended."""
     try:
         die_with_parent()
         parents.close()
-        os.setpgid(0, 0)  # signals of a terminal or a scheduler to the run's processes do not reach this process
+        os.setpgid(0, 0)  # signals from a terminal or a scheduler to the run's processes do not reach this process
         PREEMPTION.ignore()
         os.nice(10)
         log.start_console(rank=0, who="mirror")
@@ -147,7 +147,7 @@ def _follow(connection: Connection, parents: Connection, mirror: Mirror, holding
 
 
 def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
-    """Put what is new until the end, and then what is missing. Returns what is missing still; nothing if all is there."""
+    """Upload new files until the end, then the missing files. Return what is still missing, or an empty text."""
     upload = Upload(Objects(mirror.url), mirror.directory, holding)
     next_at, pause_s = 0.0, 1.0
     try:
@@ -175,7 +175,7 @@ def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
 
 
 def _put_last(upload: Upload) -> None:
-    """Put what is missing at the run's end; where the store refuses, again until the pauses between have been long enough."""
+    """Upload the missing files at the run's end. If the store fails, try again until the pauses reach their limit."""
     paused_s, pause_s = 0.0, 1.0
     while True:
         try:

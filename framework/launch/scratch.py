@@ -22,10 +22,10 @@ def remove_scratch(directory: Path) -> None:
 
 @contextmanager
 def new_folder(directory: Path) -> Iterator[Path]:
-    """Yield a new folder, which the caller hands to the workers that it starts; torch leaves its files there too."""
+    """Yield a new folder. The caller passes it to the workers that it starts; torch also leaves its files there."""
     new = Path(tempfile.mkdtemp(prefix="steadfast_new_"))
     with _locked(new):
-        folder = new.rename(new.with_name(_prefix(directory) + new.name.rpartition("_")[2]))  # only when it is locked
+        folder = new.rename(new.with_name(_prefix(directory) + new.name.rpartition("_")[2]))  # only after it is locked
         tempfile.tempdir = str(folder)
         try:
             yield folder
@@ -36,7 +36,7 @@ def new_folder(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, at most while this process lives. BlockingIOError where another process holds it."""
+    """Hold the folder's lock, at most until this process ends. Raise BlockingIOError if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,7 +47,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def common_folder(directory: Path, *, attempt: int) -> Iterator[Path]:
-    """Yield one folder to all workers that another launcher has started here. The first worker to leave removes it."""
+    """Yield one folder for all workers that another launcher has started here. The first worker that leaves removes it."""
     folder = Path(tempfile.gettempdir(), f"{_prefix(directory)}{os.getppid()}_{attempt}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""Runs as Slurm jobs: submitted through submitit, then one task a node, and each task is a node of an elastic run."""
+"""Runs as Slurm jobs, submitted through submitit. Each node has one task, and each task is a node of an elastic run."""
 
 import os
 import shlex
@@ -27,20 +27,20 @@ from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.slurm import SlurmFailed, SlurmSilent
 
-# Python, with signals blocked until take_node handles them: a signal would end an interpreter that is starting
+# Python, with signals blocked until take_node handles them: a signal would end an interpreter during its start
 PATIENT = (
     f"import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {[int(signum) for signum in SIGNALS]}); "
     "os.environ['STEADFAST_PYTHON'] = sys.executable; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-# the first entry of the path would be the directory of the submission, which may hold a newer framework
+# otherwise the first entry of the path is the directory of the submission, which may contain a newer framework
 NODE = "import sys; sys.path[0] = sys.argv[1]; from framework.launch.slurm import take_node; sys.exit(take_node(*sys.argv[2:]))"
 
 
 def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -> list[int]:
-    """Submit runs that ask for the same as one job, an array if they are several, skipping runs with a job in the queue.
+    """Submit runs with equal requests as one job, or as an array if there are several. Skip runs with a job in the queue.
 
-    Returns each run's exit code at once, since a job may wait for days. `folder` must hold nothing else: the job's output, and
-    the code with launch.slurm.snapshot, go there. `name` is the job's; None = the run's.
+    Return each run's exit code immediately, because a job may wait for days. `folder` must contain nothing else: it gets the
+    job's output and, with launch.slurm.snapshot, the code. `name` is the job's name; None means the run's name.
     """
     codes: dict[str, int] = {}
     claimed: list[ClaimedRun] = []
@@ -52,7 +52,8 @@ def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -
                 claimed.append(found)
             else:
                 codes[config.run.dir] = found
-        # before we had its lock, another process may have submitted it; the job needs seconds to start, and finds the lock free
+        # another process may have submitted it before this process had its lock; the job starts seconds later, and finds the
+        # lock free
         codes |= dict.fromkeys(_queued([run.config.run for run in claimed], mode=configs[0].mode), Exit.FINISHED)
         left = [run for run in claimed if run.config.run.dir not in codes]
         with _undisturbed(), outside_of_jobs():
@@ -70,10 +71,10 @@ def submit(configs: list[RunConfig], *, folder: Path, name: str | None = None) -
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Delay Ctrl-C, and the end of the terminal: the job that Slurm has taken must be recorded."""
+    """Delay Ctrl-C, and the end of the terminal: a job that Slurm has accepted must be recorded."""
     received: list[int] = []
     before = {signum: signal.signal(signum, lambda signum, _: received.append(signum)) for signum in SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for sbatch, which inherits it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for sbatch, which inherits the mask
     try:
         yield
     finally:
@@ -92,7 +93,7 @@ def _queued(runs: list[RunSection], *, mode: str) -> list[str]:
 
 
 def _submitted(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> Iterator[ClaimedRun]:
-    """Submit an array, or in parts where it is too large for the cluster, or for a quota. Yields what Slurm has taken."""
+    """Submit an array, or several if it is too large for the cluster or for a quota. Yield the runs that Slurm has accepted."""
     first = runs[0].config
     request = JobRequest.of(first.launch, first.dataset, first.parallel, first.backend, first.device)
     options = request.options(job_name=name or f"{first.name}/{first.run.id}")
@@ -119,7 +120,7 @@ def _submitted(runs: list[ClaimedRun], *, folder: Path, name: str | None) -> Ite
 def _sbatch(
     runs: list[ClaimedRun], asked: SlurmSection, options: dict[str, Any], *, folder: Path, code: Path | None
 ) -> list[tuple[str, str]]:
-    """Submit one job or one array. Returns of each run the job's id, and where its output goes."""
+    """Submit one job or one array. Return for each run the job's id and the path of its output."""
     import submitit
     from submitit.core.utils import FailedJobError
 
@@ -128,21 +129,21 @@ def _sbatch(
         folder, python=shlex.join([*(asked.python or [sys.executable]), "-I", "-S", "-c", PATIENT])
     )
     executor.update_parameters(
-        **dict.fromkeys(("time", "wckey")),  # not submitit's defaults
+        **dict.fromkeys(("time", "wckey")),  # without submitit's defaults
         setup=[f"ls {shlex.quote(str(folder))} >/dev/null || exit {Exit.DISK}", *_checked(asked.setup)],
         stderr_to_stdout=True,
         array_parallelism=asked.array_parallelism or len(runs),
         additional_parameters={key.replace("-", "_"): value for key, value in options.items()},
-        # a site, or the caller's environment, may have set these otherwise
+        # a site, or the caller's environment, may have set other values
         srun_args=["--mpi=none", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0",
                    f"--cpus-per-task={options['cpus-per-task']}", *(["--no-kill"] if "no-kill" in options else []),
                    *asked.srun],
     )  # fmt: skip
-    # the packages beside an installed framework are this machine's: a container has its own
+    # the packages beside an installed framework belong to this machine: a container has its own packages
     place = str(code or ROOT) if code or not asked.python or not PACKAGED.is_dir() else ""
     frozen_configs, jobs = [], []
     for run in runs:
-        config = run.config.begun()  # an earlier run has been moved aside; what the job finds after a requeue is its own
+        config = run.config.begun()  # an earlier run has been moved aside; after a requeue, the job finds its own run
         own = folder_of(config.run, config.mode).absolute() / "slurm"
         make_directory(own)
         plain = config.with_run(dir=str(Path(config.run.dir).absolute())).plain()
@@ -150,7 +151,7 @@ def _sbatch(
     try:
         with executor.batch():
             for frozen in frozen_configs:
-                # submitit only starts the tasks: its signal handlers would save on one rank alone
+                # submitit only starts the tasks: its signal handlers would save on one rank only
                 node = ["-u", "-c", NODE, place, str(frozen.path), frozen.digest]
                 command = ["/usr/bin/env", *([f"STEADFAST_SNAPSHOT={code}"] if code else []),
                            "sh", "-c", 'exec "$STEADFAST_PYTHON" "$@"', "sh", *node]  # fmt: skip
@@ -161,19 +162,19 @@ def _sbatch(
 
 
 def _checked(lines: list[str]) -> list[str]:
-    """Return the job's setup so that the job fails where a line of it fails, or ends the script by itself, and says so."""
+    """Return the job's setup with checks: if a line fails or ends the script, the job fails and reports the line."""
     told = f'code=$?; echo "{slurm.SETUP_FAILED} $code: $setup_line" >&2; exit {Exit.CONFIGURATION}'
     checked = [text for line in lines for text in (f"setup_line={shlex.quote(line)}", f"{{ {line}\n}} || exit")]
     return [f"trap {shlex.quote(told)} EXIT", *checked, "trap - EXIT"] if lines else []
 
 
 def _snapshot(folder: Path) -> Path:
-    """Copy the code: the framework, and of each project folder the Python files and the folders that have some."""
+    """Copy the code: the framework, and from each project folder the Python files and the folders with Python files."""
     copy = folder / "code"
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
     sources = [ROOT / "framework", ROOT / "models"]
-    for project in reversed(project_folders()):  # where two have a module of one name, the first one's counts
+    for project in reversed(project_folders()):  # if two folders have a module of the same name, the first one counts
         sources += [path for path in sorted(project.iterdir()) if path.suffix == ".py" or _holds_code(path)]
     for source in sources:
         if source.is_dir():
@@ -187,7 +188,7 @@ def _holds_code(path: Path) -> bool:
     return path.is_dir() and not path.name.startswith(".") and any(path.glob("*.py"))
 
 
-_LARGEST_FILE = 1 << 20  # bytes; larger files in a package are data, which the job reads where they are
+_LARGEST_FILE = 1 << 20  # bytes; larger files in a package are data, which the job reads in their place
 
 
 def _not_code(folder: str, names: list[str]) -> list[str]:
@@ -197,8 +198,8 @@ def _not_code(folder: str, names: list[str]) -> list[str]:
 
 
 def take_node(path: str, digest: str) -> int:
-    """Be one node of the job, with the configuration frozen at `path`: the job's task. Returns the exit code."""
-    from framework.launch.elastic.agent import take_part  # torch, which a submission does not need
+    """Be one node of the job, as the job's task, with the configuration frozen at `path`. Return the exit code."""
+    from framework.launch.elastic.agent import take_part  # imports torch, which a submission does not need
 
     task = SlurmTask.read()
     log.start_console(rank=task.node)
@@ -208,7 +209,7 @@ def take_node(path: str, digest: str) -> int:
     code = take_part(config, attempt=[task.job_id, task.restarts])
     directory = RunDirectory(folder_of(config.run, config.mode))
     if code == Exit.FINISHED and task.node == 0 and directory.read_summary().get("status") == "queued":
-        directory.record_end(status="finished")  # an evaluation keeps no summary of its own
+        directory.record_end(status="finished")  # an evaluation keeps no summary
     if code == Exit.PREEMPTED and task.node == 0:
         _conclude(task.name, directory, may_requeue=slurm_section(config.launch).requeue)
     return code
@@ -217,19 +218,20 @@ def take_node(path: str, digest: str) -> int:
 def _conclude(job: str, directory: RunDirectory, *, may_requeue: bool) -> None:
     """Requeue the job if Slurm has stopped it and would let it end, or record that it was cancelled.
 
-    All nodes have left the run by now.
+    All nodes have left the run before this call.
     """
     PREEMPTION.ignore()
     try:
         facts = slurm.job_facts(job)
         is_preempted = facts.get("PreemptTime", "None") != "None"
-        # scancel and scontrol requeue both send TERM, and leave the job COMPLETING: the accounts tell which it was
+        # scancel and scontrol requeue both send TERM, and leave the job COMPLETING: only the accounts show which of them it
+        # was
         if slurm.ends([job]).get(job, facts["JobState"]).startswith("CANCELLED"):
             directory.record_end(status="cancelled")
         elif may_requeue and facts["JobState"] == "RUNNING" and (PREEMPTION.signum == signal.SIGUSR1 or is_preempted):
             directory.record_end(status="queued")
             LOGGER.info("job %s requeues itself", job)
-            slurm.ask("scontrol", "requeue", job)  # it then ends its processes, maybe including this one
+            slurm.ask("scontrol", "requeue", job)  # this ends the job's processes, maybe including this process
     except SlurmFailed as error:
         directory.record_end(status="preempted")
         LOGGER.error("job %s is not requeued (%s); the same command submits it again", job, error)

@@ -1,4 +1,4 @@
-"""Under torchrun (or any launcher that sets its variables) or mpirun: rank 0 composes, the other ranks take the result."""
+"""Under torchrun (or any launcher that sets its variables) or mpirun: rank 0 composes, the other ranks use the result."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,23 +16,23 @@ from framework.runtime.problem import Problem
 
 
 def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, line: list[str] | None = None) -> int:
-    """Run this rank's part. Rank 0 alone calls `begin`, which composes, checks and makes the directory.
+    """Run this rank's part. Only rank 0 calls `begin`, which composes, checks and makes the directory.
 
-    `line` is the process's command line, where it may not be that of all the others.
+    `line` is the process's command line, if it may differ from that of the other processes.
     """
     die_with_parent()
     if environment.uses_mpi and (problem := mpi.problem(environment)) is not None:
-        # the ranks cannot agree on which of them prints; and if rank 0 has not printed, the problem is this node's alone
+        # the ranks cannot agree which of them prints; and if rank 0 has not printed, the problem exists on this node only
         return print_problems([problem], each_rank=True)
     if environment.world_size > environment.local_world_size and not environment.uses_mpi:
-        from framework.launch.elastic.network import Network  # torch
+        from framework.launch.elastic.network import Network  # imports torch
 
         network = Network.find()
-        # NCCL finds its networks by itself, and may use several
+        # NCCL finds its networks by itself, and may use several networks
         network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"))
     is_one = line is None or _have_one_line(line, environment=environment)
     begun = None
-    if environment.rank == 0:  # the lock of a run stays with this process until it ends
+    if environment.rank == 0:  # this process keeps the lock of a run until it ends
         begun = _begun(begin) if is_one else print_problems([_SEVERAL])
     taken = _from_rank_0(begun.frozen if isinstance(begun, ClaimedRun) else begun, environment=environment)
     if isinstance(taken, FrozenConfig):
@@ -44,7 +44,7 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
                 taken = settle(work(frozen, None))
         except Exception as error:
             LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
-            if environment.uses_mpi and not is_lost_peer(error):  # rank 0 will not record it: mpirun kills it
+            if environment.uses_mpi and not is_lost_peer(error):  # rank 0 will not record it, because mpirun kills rank 0
                 text = f"rank {environment.rank}: {headline(error)}"
                 RunDirectory(frozen.path.parent).record_end(status="failed", error=text)
             return Exit.FAILED
@@ -56,7 +56,7 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
 def _begun(begin: Callable[[], ClaimedRun | int]) -> ClaimedRun | int:
     try:
         return begin()
-    except Interrupted as end:  # the others are to end, too
+    except Interrupted as end:  # the other ranks must end, too
         LOGGER.error("%s", end)
         return end.code
 

@@ -1,4 +1,4 @@
-"""Workers: how torch elastic's agent starts them, and what each does: reads the frozen configuration, joins, runs."""
+"""Workers: torch elastic's agent starts them. Each worker reads the frozen configuration, joins the world, and runs."""
 
 import logging
 import os
@@ -46,10 +46,10 @@ def board_in(folder: Path, *, attempt: int) -> Path:
 
 
 def work(frozen: FrozenConfig, scratch: Path | None, *, node_scratch: Path | None = None) -> int:
-    """Run this process's part of the run. Returns the exit code that all ranks agree on; raises what goes wrong.
+    """Run this process's part of the run. Return the exit code that all ranks agree on. Errors are raised.
 
-    `scratch` is a folder that all ranks share, `node_scratch` a folder of this node's ranks, if that is another. None: the
-    launcher is not ours.
+    All ranks share the folder `scratch`. The ranks of this node share `node_scratch`, if it is another folder. None: the run
+    has one process, or another launcher has started the processes.
     """
     environment = Environment.read()
     log.start_console(rank=environment.rank)
@@ -73,7 +73,7 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
                 backend_module=config.backend.module, timeout_s=timeout_s, scratch=scratch,
                 num_devices=config.parallel.get("num_devices", 1), board=board,
             )  # fmt: skip
-        except Unfit as end:  # on every rank
+        except Unfit as end:  # it is raised on every rank
             LOGGER.error("%s", end)
             return end.code
         at_end.callback(world.stop)
@@ -95,9 +95,9 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
 def _watched(
     frozen: FrozenConfig, environment: Environment, scratch: Path | None, *, timeout_s: float
 ) -> Iterator[Board | None]:
-    """Yield the board of this node's ranks. If an error inside is part of a hang, end this process.
+    """Yield the board of this node's ranks. If an error inside is part of a hang, end this process immediately.
 
-    At once, since nothing later could end it: the destructors of gloo's groups wait for the operations in progress.
+    Nothing could end it later: the destructors of gloo's groups wait for the operations in progress.
     """
     directory, verdict = RunDirectory(frozen.path.parent), ""
     if environment.world_size == 1:
@@ -126,11 +126,11 @@ def _watched(
             verdict = hang.settle(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
             if not verdict:
                 raise
-            if board.leads and not environment.uses_mpi:  # mpirun kills what is left, and keeps the code of the first end
+            if board.leads and not environment.uses_mpi:  # mpirun kills the others, and keeps the code of the first end
                 hang.kill_silent(board)
     if verdict:
-        if scratch is None:  # the launcher is not ours, and does not report it
-            if environment.rank == environment.local_rank:  # the first node, whose rank 0 keeps the record
+        if scratch is None:  # another launcher, which does not report it
+            if environment.rank == environment.local_rank:  # the first node, where rank 0 keeps the record
                 directory.record_end(status="failed", error=verdict)
             if board.leads:
                 LOGGER.error("%s\n  the stacks of all ranks are in %s", verdict, directory.log)
@@ -139,11 +139,11 @@ def _watched(
         os._exit(Exit.HANG)
 
 
-# --- in the process that starts them
+# --- in the process that starts the workers
 
 
 def prepare(*targets: str) -> None:
-    """Prepare this process for forking workers from it: import what they need, and silence what the framework reports itself.
+    """Prepare this process to fork workers: import what they need, and silence messages that the framework reports itself.
 
     `targets` are dotted paths of what the workers will import.
     """
@@ -152,17 +152,17 @@ def prepare(*targets: str) -> None:
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # the framework reports it in three lines
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", message=".*fork.*multi-threaded", category=DeprecationWarning)
-    # the other signals are ours: workers stop at a step boundary (framework.runtime.preemption)
+    # the framework handles the other signals: workers stop at a step boundary (framework.runtime.preemption)
     variables().setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
 
 
 class Agent(ElasticAgent):
-    """Torch elastic's agent; it ends the workers when they have found that one of them hangs.
+    """Torch elastic's agent. It ends the workers when they have found that one of them hangs.
 
     Each worker calls `work` with `arguments`. `scratch` is this node's folder, `directory` the run's.
     """
 
-    _TO_NOTICE_S = 3.0  # a rank whose time is up finds out itself
+    _TO_NOTICE_S = 3.0  # a rank after its time-out finds the hang itself
 
     def __init__(
         self,
@@ -183,14 +183,14 @@ class Agent(ElasticAgent):
             max_restarts=launch.max_restarts,
         )
         super().__init__(spec, folder=str(scratch), start_method=start_method())
-        self.verdict = ""  # on a hang
+        self.verdict = ""  # the verdict, after a hang
         self.failures: list[Failure] = []
         self._scratch, self._directory, self._timeout_s = scratch, directory, launch.timeout_s
-        self._view: tuple[int, BoardView, Stillness] | None = None  # of an attempt
+        self._view: tuple[int, BoardView, Stillness] | None = None  # the view of an attempt's board
 
     @property
     def attempt(self) -> int:
-        """Return how often workers have been started before the present ones."""
+        """Return how many times workers have been started before the present workers."""
         return self.workers.spec.max_restarts - self.restarts_left
 
     def watch_workers(self) -> RunResult:
@@ -198,19 +198,19 @@ class Agent(ElasticAgent):
         if result is not None and result.state == WorkerState.HEALTHY and self._stand_still():
             self.look()
         if result is None or self._has_hung():
-            # workers that have found it are about to end; a worker that has not ended after a second is killed
+            # workers that have found the hang end soon; a worker that has not ended after a second is killed
             self.end_workers(signal.SIGCONT, timeout_s=1)
             return RunResult(state=WorkerState.FAILED)
         return result
 
     def look(self) -> None:
-        """Find out which of this node's ranks hangs: where they cannot themselves, or another node's wait for them."""
+        """Find out which rank of this node hangs, if its ranks cannot, or if the ranks of another node wait for them."""
         if (board := self._board()) is not None:
             with log.log_file(self._directory.log):
                 hang.look(board, timeout_s=self._timeout_s, spans_nodes=self.place.world_size > 1)
 
     def _board(self) -> BoardView | None:
-        """Return the board of this attempt, once a rank has made it."""
+        """Return the board of this attempt, or None if no rank has made it yet."""
         if self._view is None or self._view[0] != self.attempt:
             first, path = self.workers.workers[0].global_rank, board_in(self._scratch, attempt=self.attempt)
             with suppress(FileNotFoundError):
@@ -219,7 +219,7 @@ class Agent(ElasticAgent):
         return self._view[1] if self._view is not None and self._view[0] == self.attempt else None
 
     def _stand_still(self) -> bool:
-        """Return whether all ranks have done nothing for longer than one of them would wait for the others."""
+        """Return whether all ranks have done nothing for longer than the time-out for waiting ranks."""
         board = self._board()
         if board is None or self._view is None:
             return False
@@ -227,7 +227,7 @@ class Agent(ElasticAgent):
 
     @property
     def slept_s(self) -> float:
-        """For how many seconds the ranks were suspended, if that is why they have found a hang; else 0."""
+        """For how many seconds the ranks were suspended, if this has caused the verdict of a hang; else 0."""
         return self._view[2].slept_s(timeout_s=self._timeout_s) if self._view is not None and self.verdict else 0.0
 
     def _has_hung(self) -> bool:
@@ -237,26 +237,26 @@ class Agent(ElasticAgent):
 
 
 def _work_in_child(work: Callable[..., int], *arguments: Any) -> int:
-    """Be a worker: end with the parent process, which prints the messages to the user."""
+    """Be a worker. End with the parent process, which prints the messages to the user."""
     die_with_parent()
-    tempfile.tempdir = None  # the launcher's folder is not for this process
-    PREEMPTION.watch()  # a spawned process has not inherited it
+    tempfile.tempdir = None  # this process must not use the launcher's folder
+    PREEMPTION.watch()  # a spawned process does not inherit it
     PREEMPTION.speaks = False
     return work(*arguments)
 
 
 class StaticRendezvous(StaticTCPRendezvous):
-    """The rendezvous of nodes that know their places: they have nothing to agree on, and need no port."""
+    """The rendezvous of nodes that know their places: they need no agreement and no port."""
 
-    use_agent_store = False  # the workers have a store of their own
+    use_agent_store = False  # the workers have their own store
 
     def next_rendezvous(self) -> RendezvousInfo:
         address = RendezvousStoreInfo(master_addr=self.master_addr, master_port=self.master_port)
-        return RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)  # a store for this call alone
+        return RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)  # a store only for this call
 
 
 def start_workers(run: ClaimedRun) -> int:
-    """Run the workers to their end. Returns the exit code. No process is left behind."""
+    """Run the workers to their end. Return the exit code. No process is left."""
     config, directory = run.config, RunDirectory(run.frozen.path.parent)
     if config.launch.num_processes == 1:
         try:
@@ -274,7 +274,7 @@ def start_workers(run: ClaimedRun) -> int:
 
 
 class _LocalAgent(Agent):
-    """Logs why it restarts the workers, and does not repeat a run that hangs, or that fails in the same way again."""
+    """The agent of one machine. It logs why it restarts the workers. It does not repeat a hang, or the same failure."""
 
     def watch_workers(self) -> RunResult:
         result = super().watch_workers()

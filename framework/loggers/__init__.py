@@ -1,1 +1,1 @@
-"""One sink a file."""
+"""The loggers, one sink per file."""

@@ -1,4 +1,4 @@
-"""A sink in a process of its own: it may be slow, fail or hang, and the run continues without it."""
+"""A sink in a separate process. The sink may be slow, fail or hang, and the run continues without it."""
 
 import dataclasses
 import json
@@ -20,8 +20,8 @@ from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, die_with_parent
 
 TIMEOUT_S = 10.0  # for a sink to end, if its YAML has no timeout_s
-_MARGIN_S = 10.0  # in addition, to report that a server did not answer, and to end without it
-_MOST_BYTES = 64 << 20  # that may wait for a sink that reads nothing
+_MARGIN_S = 10.0  # additional time, to report that a server did not answer, and to end without the server
+_MOST_BYTES = 64 << 20  # the most that may wait for a sink that reads nothing
 
 
 class SinkFailed(Exception):
@@ -29,9 +29,10 @@ class SinkFailed(Exception):
 
 
 class Background:
-    """A sink that `make` returns, in a process forked at once: before there is a model, which the fork would copy.
+    """The sink that `make` returns, in a process that is forked immediately, before a model exists that the fork would copy.
 
-    Calls are sent and not waited for; only `wait`, at the run's end, takes time. Any of them may raise SinkFailed.
+    Calls are sent, and the caller does not wait for them. Only `wait`, at the run's end, takes time. Any method may raise
+    SinkFailed.
     """
 
     def __init__(self, make: Callable[[], Sink], *, timeout_s: float | None = None) -> None:
@@ -40,7 +41,7 @@ class Background:
         self._received = b""
         self._socket, theirs = socket.socketpair()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: gloo's, which the child never meets
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads: gloo's threads, which the child never uses
             self._pid = os.fork()
         if self._pid == 0:
             self._socket.close()
@@ -58,10 +59,10 @@ class Background:
         self._send("close", summary)
 
     def wait(self, *, within_s: float) -> None:
-        """Wait until the sink has handled all calls, and end it: within `timeout_s`, and within `within_s`."""
+        """Wait until the sink has handled all calls, then end it. Wait at most `timeout_s` and at most `within_s`."""
         patience_s = max(0.0, min(self._timeout_s, within_s))
         deadline = time.monotonic() + patience_s
-        self._unsent += b"\n"  # the end
+        self._unsent += b"\n"  # the end mark
         try:
             while (left := deadline - time.monotonic()) > 0:
                 select.select([self._socket], [self._socket] if self._unsent else [], [], left)
@@ -80,9 +81,9 @@ class Background:
             raise SinkFailed(f"it reads nothing: {len(self._unsent) >> 20} MiB wait for it")
 
     def _exchange(self) -> bool:
-        """Send and receive without waiting. Returns whether the process runs; False: it has ended without an error."""
+        """Send and receive without waiting. Return whether the process still runs: False if it ended without an error."""
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._unsent:  # what is received says whether it has ended, and why
+            while self._unsent:  # the received data show whether the process has ended, and why
                 del self._unsent[: self._socket.send(self._unsent)]
         is_there = False
         try:
@@ -91,7 +92,7 @@ class Background:
         except BlockingIOError:
             is_there = True
         except ConnectionResetError:
-            pass  # it has ended without having read everything
+            pass  # the process has ended without reading everything
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
             level, text = json.loads(line)
@@ -104,7 +105,7 @@ class Background:
         return is_there
 
     def _kill(self) -> int:
-        """End the process if it runs; safe to call again. Returns the status from `waitpid`."""
+        """End the process if it runs. A repeated call is safe. Return the status from `waitpid`."""
         if self._pid == 0:
             return 0
         os.kill(self._pid, signal.SIGKILL)
@@ -118,7 +119,7 @@ _FAILED = -1  # not a level of the log
 
 
 class _Relay(logging.Handler):
-    """Sends the log to the run's process, which has the console."""
+    """A handler that sends the log to the run's process, which has the console."""
 
     def __init__(self, socket: socket.socket) -> None:
         super().__init__()
@@ -132,10 +133,10 @@ class _Relay(logging.Handler):
 
 
 def _serve(socket: socket.socket, make: Callable[[], Sink]) -> NoReturn:
-    """Run the process of a sink, until the end is sent or the sender has ended."""
+    """Run the process of a sink until the end mark arrives or the sender has ended."""
     try:
         die_with_parent()
-        os.setpgid(0, 0)  # signals of a terminal or a scheduler to the run's processes do not reach this process
+        os.setpgid(0, 0)  # signals from a terminal or a scheduler to the run's processes do not reach this process
         PREEMPTION.ignore()
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
@@ -144,7 +145,7 @@ def _serve(socket: socket.socket, make: Callable[[], Sink]) -> NoReturn:
         LOGGER.handlers[:] = [relay]
         try:
             _take_calls(socket, make())
-        except BaseException as error:  # a sink is somebody else's library, which can raise anything
+        except BaseException as error:  # a sink is a library of somebody else, which can raise anything
             relay.send(_FAILED, " ".join(str(error).split())[:300] or type(error).__name__)
     finally:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""The console: on a terminal a live line below a table of the evaluations, plain lines elsewhere."""
+"""The console: on a terminal, a live line below a table of the evaluations; elsewhere, plain lines."""
 
 import logging
 import math
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from framework.loggers.live_line import LiveLine
 
 _UPDATE_EVERY_S = 0.1
-_LINE_EVERY_S, _RARELY_S = 5.0, 60.0  # between plain lines: at the start, and in a long run
-_SHARE = 0.05  # of the time since the start: the pauses grow with it
+_LINE_EVERY_S, _RARELY_S = 5.0, 60.0  # seconds between plain lines: at the start, and in a long run
+_SHARE = 0.05  # of the time since the start: the pauses grow with the run
 _SHOW_CURSOR = b"\r\n\x1b[?25h"  # the live line hides the terminal's cursor
 
 
 class Console:
-    """Always on. Validation and test rows are separate lines in either form; training rows are shown by the clock."""
+    """The logger that is always on. Validation and test rows get their own lines; training rows appear at time intervals."""
 
     def open(self, run: RunInfo) -> None:
         self._total_steps = run.total_steps
@@ -36,7 +36,7 @@ class Console:
         now, is_training = time.monotonic(), row["split"] == "train"
         if is_training and row["step"] < self._total_steps:
             if now - self._shown_at < self._pause_s(now):
-                return  # small models take thousands of steps a second
+                return  # small models make thousands of steps per second
             self._shown_at = now
         if self._terminal is not None and is_training:
             self._terminal.line.update(row)
@@ -63,7 +63,7 @@ class Console:
 
 
 class Terminal:
-    """A terminal that moves its cursor: it has the live line, which goes without a trace, and above it what is printed."""
+    """A terminal that can move its cursor. It shows the live line, which leaves no trace, and above it the printed lines."""
 
     def __init__(self, console: Any, line: "LiveLine", table: "EvaluationTable") -> None:
         from rich.live import Live
@@ -72,12 +72,12 @@ class Terminal:
         self._console, self._table = console, table
         PREEMPTION.last_words = _SHOW_CURSOR
         self._live = Live(line, console=console, refresh_per_second=10, transient=True)
-        self._live.start(refresh=True)  # not by rich's thread first: a row at that moment would leave its line behind
+        self._live.start(refresh=True)  # not from rich's thread first: a row at this moment would leave a line behind
         _log_to_stderr()
 
     @classmethod
     def of(cls, run: RunInfo) -> "Terminal | None":
-        """Return the terminal that stderr is; None if it is none, or can only print."""
+        """Return the terminal of stderr. Return None if stderr is not a terminal, or can only print."""
         if not sys.stderr.isatty():
             return None
         from rich.console import Console as RichConsole
@@ -101,7 +101,7 @@ class Terminal:
 
 
 def _log_to_stderr() -> None:
-    """Write the log to the current sys.stderr: while the live line is on, rich's, which writes above the line."""
+    """Write the log to the current sys.stderr. With a live line, this is rich's stream, which writes above the line."""
     for handler in LOGGER.handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
@@ -114,6 +114,6 @@ def _numbers(row: dict[str, Any]) -> str:
             shown.append(f"{value:,.0f} samples/s")
         elif name == "lr":
             shown.append(f"lr {value:.2e}")
-        elif is_curve(name) and value is not None:  # null: it was not finite
+        elif is_curve(name) and value is not None:  # null: the value was not finite
             shown.append(f"{name} {value:.4f}")
     return "  ".join(shown)

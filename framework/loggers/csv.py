@@ -1,4 +1,4 @@
-"""CSV files for spreadsheets and pandas: `csv/SPLIT.csv` of the run directory."""
+"""CSV files for spreadsheets and pandas: `csv/SPLIT.csv` in the run directory."""
 
 import csv
 from pathlib import Path
@@ -9,7 +9,7 @@ from framework.runtime.files import replacing
 
 
 class Csv:
-    """A file for each split, a row for each step; a column that comes later is empty in the rows before it."""
+    """One file per split, one row per step. A column that starts later is empty in the earlier rows."""
 
     def open(self, run: RunInfo) -> None:
         self._folder = run.directory / "csv"
@@ -19,7 +19,7 @@ class Csv:
         for row in read_rows(run.directory / "metrics.jsonl", until=run.step):
             self._rows.setdefault(row["split"], []).append(row)
         for path in self._folder.glob("*.csv"):
-            path.unlink()  # rows that a kill has lost are not the run's
+            path.unlink()  # the run has lost these rows in a kill
         for split in self._rows:
             self._rewrite(split)
 

@@ -1,4 +1,4 @@
-"""The table of a run's evaluations on a terminal, a row at a time, above the live line."""
+"""The table of a run's evaluations on a terminal, which grows row by row above the live line."""
 
 from typing import Any
 
@@ -6,24 +6,26 @@ from framework.loggers.live_line import figure
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import is_curve
 
-_NARROWEST = 10  # columns of a number
+_NARROWEST = 10  # the minimum width of a number, in columns
 
 
 class EvaluationTable:
-    """Its columns are those that fit into the terminal, the loss and the monitored metric first; the rows in metrics.jsonl
-    have all. A star marks a value of `checkpoint.monitor` that is the best so far.
+    """The table of the evaluations. A star marks the best value of `checkpoint.monitor` until now.
+
+    It has the columns that fit into the terminal: first the loss and the monitored metric. The rows in metrics.jsonl have all
+    columns.
     """
 
     def __init__(self, run: RunInfo) -> None:
         self._run, self._best = run, run.best
         self._of_step = max(len("step"), len(str(run.total_steps)))
-        self._columns: list[str] = []  # of the header that stands above
+        self._columns: list[str] = []  # of the latest printed header
 
     def lines(self, row: dict[str, Any], *, width: int) -> list[str]:
-        """Return a row, below a header if its columns are others than the last row's."""
+        """Return a row, below a header if its columns differ from those of the previous row."""
         split, _, monitored = self._run.monitor.partition("/")
         names = [name for name, value in row.items() if is_curve(name) and value is not None]
-        names.sort(key=lambda name: (name != "loss", name != monitored))  # stable
+        names.sort(key=lambda name: (name != "loss", name != monitored))  # a stable sort
         columns, room = list[str](), width - self._of_step - len("  split") - 1
         for name in names:
             room -= _width(name) + 2
@@ -44,4 +46,4 @@ class EvaluationTable:
 
 
 def _width(name: str) -> int:
-    return max(len(name), _NARROWEST) + 1  # with the star
+    return max(len(name), _NARROWEST) + 1  # + 1 for the star

@@ -1,4 +1,4 @@
-"""The live line of a terminal: as much of bar, step, loss, main metric, speed and times as its columns hold."""
+"""The live line of a terminal: bar, step, loss, main metric, speed and times, as far as they fit."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,21 +11,21 @@ from rich.text import Text
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import is_curve
 
-_WIDEST_BAR = 40  # columns
-_BARS = (20, 10, 6, 0)  # the fewest columns of the bar, from much room to little
-# What gives way first where there is little room: each time a field is named, its next shorter form is taken.
+_WIDEST_BAR = 40  # in columns
+_BARS = (20, 10, 6, 0)  # the minimum columns of the bar, from much space to little space
+# The order in which fields shrink if there is little space. Each time a field is named, it gets its next shorter form.
 _GIVES_WAY = ("others", "lr", "bar", "times", "speed", "step", "loss", "metric", "bar", "times", "gap", "times", "metric",
               "bar", "speed", "times", "loss")  # fmt: skip
 _FIELDS = ("step", "loss", "metric", "others", "lr", "speed", "times")
 
 
 class LiveLine:
-    """The line as rich draws it, again and again and by its own clock: a new row only leaves its numbers here."""
+    """The line that rich draws again and again, at rich's own times. A new row only stores its numbers here."""
 
     def __init__(self, run: RunInfo) -> None:
         self._run, self._begun = run, time.monotonic()
         self._row: dict[str, Any] = {}
-        self._step, self._at = run.step, self._begun  # of the row
+        self._step, self._at = run.step, self._begun  # the step and the time of the row
 
     def update(self, row: dict[str, Any]) -> None:
         """Show a training row from now on."""
@@ -34,7 +34,7 @@ class LiveLine:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         done, todo = "=-" if options.ascii_only else "━━"
         text = Text(no_wrap=True, overflow="crop")
-        bar, words = fitted(self._forms(), width=options.max_width - 3)  # a terminal prints ^C after it
+        bar, words = fitted(self._forms(), width=options.max_width - 3)  # - 3: a terminal prints ^C after the line
         if bar:
             num_done = round(bar * min(1.0, self._step / max(1, self._run.total_steps)))
             text.append(done * num_done, style="cyan").append(todo * (bar - num_done), style="bright_black")
@@ -61,7 +61,7 @@ class LiveLine:
 
 
 def fitted(forms: Mapping[str, Sequence[str]], *, width: int) -> tuple[int, str]:
-    """Return the columns of the bar, and the words after it, that fit into `width` together. Nothing is cut within a number.
+    """Return the columns of the bar, and the words after it, that together fit into `width`. No number is cut.
 
     `forms` has each field's texts, from the longest to the shortest.
     """
@@ -78,30 +78,30 @@ def fitted(forms: Mapping[str, Sequence[str]], *, width: int) -> tuple[int, str]
 
 
 def main_metric(names: Sequence[str], *, monitor: str) -> str:
-    """Return the metric to show beside the loss: the monitored one, else the first; empty if there is none."""
+    """Return the metric that is shown beside the loss: the monitored metric, else the first one; empty if there is none."""
     monitored = monitor.partition("/")[2]
     return monitored if monitored in names else next(iter(names), "")
 
 
 def figure(value: float) -> str:
-    """Write a number with four digits behind the point, or as a power of ten where they would show nothing."""
+    """Return a number as text with four decimals, or as a power of ten if four decimals would show nothing."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
 
 
 def brief(value: float) -> str:
-    """Write a number in about five characters."""
+    """Return a number as text of about five characters."""
     if 1 <= abs(value) < 1e4:
         return f"{value:.2f}"
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1 else f"{value:.1e}"
 
 
 def clock(seconds: float) -> str:
-    """Write a time as 0:07, 12:34, 1:02:03, or 2 days, 3:04:05."""
+    """Return a time as text: 0:07, 12:34, 1:02:03, or 2 days, 3:04:05."""
     return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
 
 
 def short(number: float) -> str:
-    """Write a number with three digits and a unit of a thousand: 3.79k."""
+    """Return a number as text with three digits and a unit of a thousand: 3.79k."""
     for unit in ("", "k", "M"):
         if number < 999.5:
             return f"{number:.3g}{unit}"

@@ -14,12 +14,12 @@ from framework.runs.metrics_file import Row, read_rows, scalars
 from framework.runs.provenance import Provenance
 from framework.runtime.environment import variables
 
-_MOST_METRICS = 1000  # in one request
-_LONGEST_PARAMETER = 6000  # characters
+_MOST_METRICS = 1000  # per request
+_LONGEST_PARAMETER = 6000  # in characters
 
 
 def _database(root: Path) -> Path:
-    """Return the database of all runs below `root`. It gets its name when it is whole: MLflow cannot use one half made."""
+    """Return the database of all runs below `root`. A complete database gets its name: MLflow cannot use a partial one."""
     from mlflow import MlflowClient
 
     path = root / "mlflow.db"
@@ -27,25 +27,26 @@ def _database(root: Path) -> Path:
         made = root / f".mlflow.{os.getpid()}.db"
         made.unlink(missing_ok=True)
         MlflowClient(f"sqlite:///{made}").search_experiments()
-        with suppress(FileExistsError):  # another run's was first
+        with suppress(FileExistsError):  # another run was faster
             os.link(made, path)
         made.unlink()
     return path
 
 
 def _name(text: str) -> str:
-    """Return a metric's name with the letters that MLflow takes."""
+    """Return a metric's name with only the characters that MLflow accepts."""
     return re.sub(r"[^\w\-./ ]", "_", text.replace(":", "/"))
 
 
 @dataclass(kw_only=True)
 class MLflow:
-    """`uri`: a tracking server or database; null = MLFLOW_TRACKING_URI, else `mlflow.db` in the folder of all runs.
+    """MLflow. `uri` is a tracking server or database.
 
-    `timeout_s` is how long the server may take to receive the rest at the end.
+    With null, it is MLFLOW_TRACKING_URI, else `mlflow.db` in the folder of all runs. `timeout_s` limits the time in which the
+    server must receive the remaining data at the end.
     """
 
-    extra: ClassVar = "mlflow"  # of the package, to be installed
+    extra: ClassVar = "mlflow"  # the extra that installs the package
 
     experiment: str
     uri: str | None
@@ -57,18 +58,18 @@ class MLflow:
         from mlflow.exceptions import MlflowException
 
         path, given = run.directory.resolve(), self.uri or variables().get("MLFLOW_TRACKING_URI")
-        root = path.parents[1] if path.name == run.run_id else path  # run.dir is somewhere else
+        root = path.parents[1] if path.name == run.run_id else path  # otherwise run.dir is in another place
         self._client = MlflowClient(given or f"sqlite:///{_database(root)}")
         self._info = run
         artifacts = None if given else str(root / "mlartifacts")  # beside the database, not in the working directory
-        with suppress(MlflowException):  # it is there already
+        with suppress(MlflowException):  # it exists already
             self._client.create_experiment(self.experiment, artifact_location=artifacts)
         found = self._client.get_experiment_by_name(self.experiment)
         if found is None:
             raise ValueError(f"experiment {self.experiment} is not there, and cannot be made")
         experiment = found.experiment_id
         for earlier in self._client.search_runs([experiment], filter_string=f"tags.`steadfast.record` = '{run.record_id}'"):
-            self._client.delete_run(earlier.info.run_id)  # it may have steps that are taken again, and no step can be replaced
+            self._client.delete_run(earlier.info.run_id)  # it may have steps that the run repeats; no step can be replaced
         made = self._client.create_run(experiment, run_name=f"{run.name}/{run.run_id}", tags=self._tags(run))
         self._id = made.info.run_id
         self._log_parameters(run.config)
@@ -85,7 +86,7 @@ class MLflow:
         from mlflow.entities import Param
 
         given = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(config).items()]
-        for start in range(0, len(given), 100):  # in one request
+        for start in range(0, len(given), 100):  # per request
             self._client.log_batch(self._id, params=given[start : start + 100])
 
     def log(self, row: Row) -> None:

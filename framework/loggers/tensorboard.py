@@ -1,4 +1,4 @@
-"""TensorBoard event files in `tensorboard/` of the run directory."""
+"""TensorBoard event files in `tensorboard/` in the run directory."""
 
 from ctypes import c_float
 from pathlib import Path
@@ -12,9 +12,9 @@ from framework.runs.metrics_file import Histogram, Row, histograms, is_curve, it
 
 
 class TensorBoard:
-    """Scalars as SPLIT/METRIC over the step, histograms if rows have them, a few samples, and at the end the hparams."""
+    """TensorBoard: scalars as SPLIT/METRIC over the step, histograms if rows have them, some samples, and the final hparams."""
 
-    extra = "tensorboard"  # of the package, to be installed
+    extra = "tensorboard"  # the extra that installs the package
     takes_lists = True
 
     def open(self, run: RunInfo) -> None:
@@ -24,8 +24,8 @@ class TensorBoard:
         metrics = run.directory / "metrics.jsonl"
         rows = list(iterate_rows(metrics, until=run.step)) if metrics.exists() else []
         missing = _missing(rows, directory)
-        # from purge_step on, TensorBoard hides what was written before: rows that a kill has lost, and rows after the
-        # checkpoint from which an interrupted run continues. They are written again
+        # TensorBoard hides what was written earlier for steps from purge_step on: rows that a kill has lost, and rows after
+        # the checkpoint from which an interrupted run continues. The run writes these rows again
         purge_step = missing[0]["step"] if missing else run.step + 1 if run.step else 0
         self._run = run
         self._writer = SummaryWriter(str(directory), purge_step=purge_step)
@@ -62,13 +62,13 @@ class TensorBoard:
         if samples is not None and samples.images is not None:
             self._writer.add_images("samples", np.array(samples.images, dtype=np.uint8), global_step=0)
         elif samples is not None and samples.texts is not None:
-            texts = ["\n".join(f"    {line}" for line in text.splitlines()) for text in samples.texts]  # Markdown: as it is
+            texts = ["\n".join(f"    {line}" for line in text.splitlines()) for text in samples.texts]  # Markdown: unchanged
             self._writer.add_text("samples", "\n\n---\n\n".join(texts), global_step=0)
 
     def _compare(self, summary: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # the page shows the latest value of a tag: what is logged already needs no tag of its own
+        # the page shows the latest value of a tag, so a logged value needs no other tag
         metrics = {tag: value for rows in summary["metrics"].values() for tag, value in scalars(rows["last"]).items()
                    if is_curve(tag.partition("/")[2])}  # fmt: skip
         monitor = str(summary.get("monitor"))
@@ -78,13 +78,13 @@ class TensorBoard:
         settings = flat(self._run.config).items()
         shown = {key: value if isinstance(value, (str, int, float)) else str(value) for key, value in settings}
         for part in hparams(shown, metrics | best):
-            self._writer._get_file_writer().add_summary(part)  # as `add_hparams` does, which writes to another directory
+            self._writer._get_file_writer().add_summary(part)  # as `add_hparams` does, but that writes to another directory
         for tag, value in best.items():
             self._writer.add_scalar(tag, value, global_step=summary["step"])
 
 
 def _missing(rows: list[Row], directory: Path) -> list[Row]:
-    """Return the rows from the first one that the event files do not have."""
+    """Return the rows from the first row that the event files do not have."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]  # unannotated
 
     if not rows or not directory.is_dir():
@@ -93,7 +93,7 @@ def _missing(rows: list[Row], directory: Path) -> list[Row]:
     reader.Reload()
     held = {(tag, event.step): event.value for tag in reader.Tags()["scalars"] for event in reader.Scalars(tag)}
     for number, row in enumerate(rows):
-        # repr: NaN is NaN
+        # with repr, NaN equals NaN
         if any(repr(held.get((tag, row["step"]))) != repr(c_float(value).value) for tag, value in scalars(row).items()):
             return rows[number:]
     return []

@@ -18,12 +18,13 @@ from framework.runtime.log import LOGGER
 
 @dataclass(kw_only=True)
 class Wandb:
-    """`mode` auto: WANDB_MODE if it is set, else online with an API key, and offline without one or if no server answers.
+    """Weights & Biases. `mode` auto means WANDB_MODE if it is set.
 
-    `timeout_s` is how long the server may take to answer at the start, and to receive the rest at the end.
+    Otherwise it means online with an API key; without a key, or if no server answers, it means offline. `timeout_s` limits the
+    time of the server's answer at the start, and of the upload of the remaining data at the end.
     """
 
-    extra: ClassVar = "wandb"  # of the package, to be installed
+    extra: ClassVar = "wandb"  # the extra that installs the package
     takes_lists: ClassVar = True
 
     project: str
@@ -34,7 +35,7 @@ class Wandb:
     timeout_s: float
 
     def open(self, run: RunInfo) -> None:
-        variables().setdefault("WANDB_ERROR_REPORTING", "false")  # it would send errors, with their contents, to its makers
+        variables().setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise errors, with their contents, go to its makers
         import wandb
 
         mode = _MODES.get(variables().get("WANDB_MODE") if self.mode == "auto" else self.mode)
@@ -47,13 +48,13 @@ class Wandb:
         except (wandb.Error, TimeoutError) as error:
             if mode != "online":
                 raise
-            wandb.teardown()  # it keeps the failed run otherwise
+            wandb.teardown()  # otherwise it keeps the failed run
             self._run = self._init(run, mode="offline")
             LOGGER.warning("wandb cannot be reached, so this run is recorded offline (`wandb sync %s` sends it): %s",
                            self._run.settings.sync_dir, " ".join(str(error).split()))  # fmt: skip
         self._info = run
-        # Earlier rows that wandb does not have: offline all of them, since each start writes a new file and a kill loses
-        # what was not written; online, the rows that were not sent.
+        # Earlier rows that wandb does not have. Offline these are all rows, because each start writes a new file, and a kill
+        # loses unwritten rows. Online these are the rows that were not sent.
         metrics = run.directory / "metrics.jsonl"
         for row in iterate_rows(metrics, until=run.step) if metrics.exists() else ():
             self.log(row)
@@ -76,7 +77,7 @@ class Wandb:
             settings=wandb.Settings(
                 console="off",
                 silent=True,
-                disable_git=True,  # the URL of a remote may hold a token, and wandb hides passwords only
+                disable_git=True,  # the URL of a remote may contain a token, and wandb hides only passwords
                 git_commit=Provenance(run.directory).commit,
                 save_code=False,
                 init_timeout=self.timeout_s,
@@ -86,7 +87,7 @@ class Wandb:
         )
 
     def log(self, row: Row) -> None:
-        # earlier steps were sent before a kill after the last checkpoint: steps never go backwards
+        # before a kill, steps after the last checkpoint were sent already: steps never go backwards
         if row["step"] >= self._run.starting_step:
             import wandb
 
@@ -95,7 +96,7 @@ class Wandb:
             self._run.log({**scalars(row), **shown}, step=row["step"])
 
     def _log_code(self, run: RunInfo) -> None:
-        """Send the user's modules that the run reaches, as its starts have recorded them."""
+        """Send the user's modules that the run reaches, according to the records of its starts."""
         import wandb
 
         artifact = wandb.Artifact(f"code-{run.record_id}", type="code")
@@ -117,7 +118,7 @@ class Wandb:
                            self.timeout_s, self._run.settings.sync_dir)  # fmt: skip
 
     def _log_predictions(self) -> None:
-        """Send what part=predictions has written as a table: a row for each sample, with its picture if it is an image."""
+        """Send the output of part=predictions as a table: a row for each sample, with its picture if the sample is an image."""
         import wandb
 
         for path in sorted((self._info.directory / "predictions").glob("first_*.jsonl")):
@@ -126,7 +127,7 @@ class Wandb:
                 from PIL import Image
 
                 with Image.open(strip) as picture:
-                    size = picture.height  # of each image: they are squares, side by side
+                    size = picture.height  # the size of each image: the images are squares, side by side
                     for n, row in enumerate(rows):
                         row["image"] = wandb.Image(picture.crop((size * n, 0, size * (n + 1), size)))
             table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
@@ -139,11 +140,11 @@ class Wandb:
         for path in reversed(candidates(self._info.directory / "checkpoints")):
             step = step_of(path)
             artifact = wandb.Artifact(f"checkpoint-{self._info.record_id}", type="checkpoint", metadata={"step": step})
-            artifact.add_dir(str(path), policy="immutable")  # nothing changes it from now on: no copy is needed
+            artifact.add_dir(str(path), policy="immutable")  # nothing changes the folder from now on, so no copy is needed
             self._run.log_artifact(artifact, aliases=[path.name, *(["best"] if step == best else [])])
 
 
-# the values of wandb's own switch, and its older names for them
+# the values of wandb's own option, and their older names
 _MODES: dict[str | None, Literal["online", "offline", "disabled"]] = {
     "online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled",
 }  # fmt: skip
@@ -153,7 +154,7 @@ def _has_api_key() -> bool:
     if variables().get("WANDB_API_KEY") is not None:
         return True
     host = urlsplit(variables().get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    try:  # where `wandb login` writes the key
+    try:  # the file into which `wandb login` writes the key
         return netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False

@@ -1,1 +1,1 @@
-"""A run's directory: lock, summary, metrics file; and what is read from many of them: table, status, report, curves."""
+"""A run's directory: lock, summary, metrics file. Also: views of many runs, such as table, status, report and curves."""

@@ -1,4 +1,4 @@
-"""How two runs differ: configuration, code, packages, the first step at which their rows do, and their final weights."""
+"""The differences of two runs: configuration, code, packages, the first step with different rows, and the final weights."""
 
 import math
 from collections.abc import Mapping
@@ -14,25 +14,25 @@ from framework.runs.metrics_file import MACHINE, Row, iterate_rows
 from framework.runs.provenance import Provenance
 from framework.runtime.problem import shown
 
-TwoValues = dict[str, tuple[str, str]]  # values of the first and the second run; empty where one has none
+TwoValues = dict[str, tuple[str, str]]  # values of the first and the second run; empty if a run has no value
 
 
 @dataclass(frozen=True)
 class RowsDifference:
-    """What the rows of two runs have in common. A row is one of both if both have its step and split."""
+    """The comparison of two runs' rows. A row is common if both runs have a row of its step and split."""
 
     num_common: int
-    num_alone: tuple[int, int]  # rows that only the first, or the second run has
-    last_same: int  # step of the last common row before any value differs; 0: there is none
-    first: tuple[int, str] | None  # step and split of the first row with another value; None: there is none
-    values: dict[str, tuple[Any, Any]]  # that differ in this row; None where one has none
-    largest: float  # relative difference of any value of a common row; infinite where one is not finite
+    num_alone: tuple[int, int]  # rows that only the first or only the second run has
+    last_same: int  # step of the last common row before any value differs; 0: no such row
+    first: tuple[int, str] | None  # step and split of the first row with different values; None: no such row
+    values: dict[str, tuple[Any, Any]]  # the different values in this row; None if a run has no value
+    largest: float  # largest relative difference of a common row's values; infinite if a value is not finite
 
 
 def config_differences(first: Path, second: Path) -> tuple[TwoValues, TwoValues]:
-    """Return the keys whose values differ: those that decide what is computed, and those that say how it is executed.
+    """Return the keys with different values: first those that decide what is computed, then those of the execution.
 
-    ValueError if one of the directories has no frozen configuration.
+    Raise ValueError if one of the directories has no frozen configuration.
     """
     ours, theirs = ({key: _written(value) for key, value in flat(recall(path)).items()} for path in (first, second))
     pairs = _differing(ours, theirs)
@@ -42,7 +42,7 @@ def config_differences(first: Path, second: Path) -> tuple[TwoValues, TwoValues]
 
 
 def code_differences(first: Path, second: Path) -> list[str]:
-    """Return what differs in the user's code that the latest starts of the runs A and B reached, a line for each file."""
+    """Return the differences in the user's code that the latest starts of the runs A and B reached, one line per file."""
     if missing := [name for name, path in (("A", first), ("B", second)) if not latest_start(path)]:
         return [f"not compared: {' and '.join(missing)} has no record of its starts (provenance.json)"]
     ours, theirs = (_code_of(path) for path in (first, second))
@@ -55,19 +55,19 @@ def code_differences(first: Path, second: Path) -> list[str]:
 
 
 def environment_differences(first: Path, second: Path) -> TwoValues:
-    """Return what differs between the surroundings of the latest starts: commit, packages, Python, hosts and devices."""
+    """Return the differences in the environments of the latest starts: commit, packages, Python, hosts and devices."""
     return _differing(*(_environment(latest_start(path)) for path in (first, second)))
 
 
 def rows_difference(first: Path, second: Path) -> RowsDifference:
-    """Compare every value of every row, except what a clock or the machine has measured."""
+    """Compare every value of every row, except values that come from a clock or from the machine."""
     ours, theirs = (_rows_of(path) for path in (first, second))
     common = [key for key in ours if key in theirs]
     parted: tuple[int, str] | None = None
     last_same = 0
     values: dict[str, tuple[Any, Any]] = {}
     largest = 0.0
-    for key in sorted(common, key=lambda key: key[0]):  # stable: training before the evaluation of its step
+    for key in sorted(common, key=lambda key: key[0]):  # stable: a training row comes before the evaluation of its step
         differing = {name: (ours[key].get(name), theirs[key].get(name)) for name in ours[key].keys() | theirs[key].keys()
                      if name not in MACHINE and not _same(ours[key].get(name), theirs[key].get(name))}  # fmt: skip
         largest = max([largest, *(_relative(*pair) for pair in differing.values())])
@@ -79,7 +79,7 @@ def rows_difference(first: Path, second: Path) -> RowsDifference:
 
 
 def weights_difference(first: Path, second: Path) -> str:
-    """Return how the final weights of two runs compare, in words; one tensor of each is in memory at a time."""
+    """Return the comparison of two runs' final weights, in words. At most one tensor of each run is in memory at a time."""
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -109,7 +109,7 @@ def weights_difference(first: Path, second: Path) -> str:
 
 
 def latest_start(path: Path) -> dict[str, Any]:
-    """Return provenance.json's record of the latest start; empty if there is none."""
+    """Return provenance.json's record of the latest start, or {} if there is no record."""
     starts = Provenance(path).read()["starts"]
     return starts[-1] if starts else {}
 
@@ -146,7 +146,7 @@ def _rows_of(path: Path) -> dict[tuple[int, str], Row]:
 
 
 def _same(first: Any, second: Any) -> bool:
-    return first == second or (first != first and second != second)  # nan is nan
+    return first == second or (first != first and second != second)  # nan equals nan here
 
 
 def _relative(first: Any, second: Any) -> float:

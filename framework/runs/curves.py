@@ -1,4 +1,4 @@
-"""`curves.png`: a run's loss and metrics over its steps, drawn from metrics.jsonl; below them how it was trained."""
+"""`curves.png`: a run's loss and metrics over its steps, from metrics.jsonl. Below them: curves of the training itself."""
 
 import math
 from pathlib import Path
@@ -8,20 +8,20 @@ from typing import Any
 from framework.runs.metrics_file import Row, is_curve, is_maximised, sampled_rows
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
-_ACROSS = 3  # large panels in a row
-_LARGE, _SMALL = (5.0, 3.6), (2.5, 1.7)  # inches, of a panel with its margins
-_MARGINS = {"left": 0.6, "right": 0.15, "top": 0.4, "bottom": 0.5}  # inches, of a panel's axes
-_MOST_POINTS = 5000  # of a curve, which has fewer pixels
-_ASIDE = ("lr", "grad_norm", "samples_per_s")  # columns of the training rows with a small panel
+_ACROSS = 3  # large panels per row
+_LARGE, _SMALL = (5.0, 3.6), (2.5, 1.7)  # inches, for a panel with its margins
+_MARGINS = {"left": 0.6, "right": 0.15, "top": 0.4, "bottom": 0.5}  # inches, around a panel's axes
+_MOST_POINTS = 5000  # per curve; a curve has fewer pixels
+_ASIDE = ("lr", "grad_norm", "samples_per_s")  # columns of the training rows that get a small panel
 
 
 def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int], monitor: str, mode: str) -> None:
-    """Draw a panel for each metric, with all splits, and small panels for what is flat and for how it was trained.
+    """Draw a panel for each metric, with all splits, and small panels for flat metrics and for the training itself.
 
-    The best validation value is marked, and `restarts`: the steps from which the run was continued. `monitor` and `mode`
-    are `checkpoint.monitor` and `checkpoint.mode`. Without rows no file is written.
+    The best validation value is marked. `restarts` are marked too: the steps from which the run was continued. `monitor` and
+    `mode` are `checkpoint.monitor` and `checkpoint.mode`. Without rows, no file is written.
     """
-    from matplotlib.figure import Figure  # half a second: only at the end of a run
+    from matplotlib.figure import Figure  # takes half a second: only at the end of a run
 
     rows = sampled_rows(metrics, most=_MOST_POINTS)
     names = [name for name in dict.fromkeys(key for row in rows for key in row) if is_curve(name)]
@@ -31,7 +31,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
     small = [name for name in names if name not in large]
     small += [name for name in _ASIDE if any(row.get(name) is not None for row in rows)]
     width = min(_ACROSS, len(large)) * _LARGE[0]
-    height = 0.3  # the title's
+    height = 0.3  # the height of the title
     places = []  # left, top, width and height in inches
     for sizes, count in ((_LARGE, len(large)), (_SMALL, len(small))):
         across = round(width / sizes[0])
@@ -51,7 +51,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
 
 
 def _is_flat(rows: list[Row], name: str) -> bool:
-    """Return whether nine in ten values are the same but for a hundredth: nothing is to be seen of them."""
+    """Return whether nine of ten values are equal within one percent, so that a curve would show nothing."""
     values = [row[name] for row in rows if row.get(name) is not None]
     middle = median(values) if values else math.nan
     return sum(abs(value - middle) <= 0.01 * abs(middle) for value in values) >= 0.9 * len(values)

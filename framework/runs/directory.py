@@ -1,4 +1,4 @@
-"""A run's directory: where its files are, and its summary."""
+"""A run's directory: the paths of its files, and its summary."""
 
 import itertools
 import json
@@ -21,14 +21,14 @@ RECORD_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.l
 _FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json", "mirror.json")
 _FOLDERS = ("checkpoints", "export", "predictions", "tensorboard", "wandb", "csv", "slurm", "profile", "compiled")
 _TAIL_BYTES = 4096
-_BESIDE = (".eval", ".predict", ".export")  # what works on a run that may be in progress
+_BESIDE = (".eval", ".predict", ".export")  # folders of commands that work on a run, which may be active
 
 
 class RunDirectory:
-    """The paths of a run. Creating the object touches nothing."""
+    """The paths of a run. The constructor does not access the disk."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path = path if path.name not in ("", "..") else Path(os.path.abspath(path))  # whose name is needed
+        self.path = path = path if path.name not in ("", "..") else Path(os.path.abspath(path))  # the folder's name is needed
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
@@ -42,24 +42,24 @@ class RunDirectory:
         self.compiled = path / "compiled"
 
     def beside(self) -> list["RunDirectory"]:
-        """Return the folders of the evaluations and the like that have worked on the run."""
+        """Return the folders of evaluations, predictions and exports of the run."""
         return [RunDirectory(self.path / name) for name in _BESIDE if (self.path / name).is_dir()]
 
     def strangers(self) -> list[str]:
-        """Return the names in the directory that are not a run's, if it has no frozen configuration."""
+        """Return the names of files that do not belong to a run, if the directory has no frozen configuration."""
         if frozen_run_id(self.path) is not None or not self.path.is_dir():
             return []
         return sorted(name for name in os.listdir(self.path) if not _is_a_runs(name))
 
     def odd_files(self) -> list[str]:
-        """Return which of a run's files are not plain files: a link, through which a run would write elsewhere, or a pipe."""
+        """Return the run's files that are not plain files: a link (the run would write to another place) or a pipe."""
         paths = [self.path / name for name in _FILES]
         return [path.name for path in paths if path.is_symlink() or (path.exists() and not path.is_file())]
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the summary, or an empty dict if there is none yet. Values of a wrong type are left out."""
+        """Return the summary, or {} if it does not exist yet. Values of a wrong type are left out."""
         try:
-            summary = json.loads(self.summary.read_text()) if self.summary.is_file() else {}  # a pipe would never end
+            summary = json.loads(self.summary.read_text()) if self.summary.is_file() else {}  # reading a pipe would never end
         except (OSError, ValueError, RecursionError):
             return {}
         if not isinstance(summary, dict):
@@ -67,7 +67,7 @@ class RunDirectory:
         return {name: value for name, value in summary.items() if _IS_OF_KIND.get(name, lambda _: True)(value)}
 
     def checkpoint_path(self, which: str | int) -> Path | None:
-        """Return the path of the checkpoint or file of weights that `run.checkpoint` names; None for `last` and `best`."""
+        """Return the path of the checkpoint or weights file that `run.checkpoint` names. Return None for `last` and `best`."""
         if which in ("last", "best"):
             return None
         if which == "final":
@@ -76,12 +76,12 @@ class RunDirectory:
 
     @property
     def job_id(self) -> str | None:
-        """The Slurm job of its latest submission; 12_3 for a job of an array."""
+        """The Slurm job of the latest submission. It has the form 12_3 for a job of an array."""
         job_id = self.read_summary().get("job_id")
         return job_id if isinstance(job_id, str) and re.fullmatch(r"\d+(_\d+)?", job_id) else None
 
     def last_lines_of_job(self) -> list[str]:
-        """Return the last lines that its latest Slurm job has written, if there are any."""
+        """Return the last lines of output of the latest Slurm job, or [] if there are none."""
         path = Path(str(self.read_summary().get("job_output")))
         if not path.is_file():
             return []
@@ -91,12 +91,12 @@ class RunDirectory:
         return [line for line in lines if line.strip()]
 
     def update_summary(self, *, is_flushed: bool = True, **values: Any) -> None:
-        """Change some of the summary's values. Rank 0, or the parent when the workers are gone."""
+        """Change some values of the summary. Only rank 0 may call this, or the parent after the workers have ended."""
         values = {name: redact(value) if isinstance(value, str) else value for name, value in values.items()}
         write_atomically(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n", is_flushed=is_flushed)
 
     def record_end(self, **values: Any) -> None:
-        """Write into the summary how the run ended. An error of the disk is a warning: the exit code says the same."""
+        """Record in the summary how the run ended. A disk error is only a warning, because the exit code reports the end."""
         try:
             self.update_summary(**values)
         except OSError as error:
@@ -104,7 +104,7 @@ class RunDirectory:
 
     @property
     def state(self) -> str:
-        """`missing`, `running`, `killed` (it could not record its end), `preempted`, `failed` or `finished`."""
+        """The state: `missing`, `running`, `killed` (the run could not record its end), `preempted`, `failed` or `finished`."""
         if Lock(self.path).is_held:
             return "running"
         status = self.read_summary().get("status", "missing")
@@ -117,17 +117,17 @@ class RunDirectory:
 
     @property
     def has_whole_weights(self) -> bool:
-        """Whether `model.safetensors` is there, and complete."""
+        """Whether `model.safetensors` exists and is complete."""
         try:
-            with safe_open(self.weights, framework="np"):  # reads the header, and compares it with the file's size
+            with safe_open(self.weights, framework="np"):  # this reads the header and compares it with the file's size
                 return True
         except (OSError, SafetensorError):
             return False
 
     def move_aside(self) -> Path:
-        """Move what is a run's into the next free `NAME.old-N`; the lock, and what a user has put here, stay.
+        """Move the run's files into the next free `NAME.old-N`. The lock and the user's own files stay.
 
-        The configuration goes last: where this is interrupted, the same command moves the rest.
+        The configuration is moved last: after an interruption, the same command moves the rest.
         """
         candidates = (self.path.with_name(f"{self.path.name}.old-{number}") for number in itertools.count(1))
         aside = next(path for path in candidates if not path.exists())
@@ -154,7 +154,7 @@ def _are_steps(steps: Any) -> bool:
 
 
 _OF_MARK = dict.fromkeys(("num_rows", "num_bytes", "crc32"), int)
-_IS_OF_KIND: dict[str, Callable[[Any], bool]] = {  # the values of a summary that are used again
+_IS_OF_KIND: dict[str, Callable[[Any], bool]] = {  # the summary's values that are used again
     "status": lambda status: isinstance(status, str),
     "metrics": _is_metrics,
     "restarts": lambda count: isinstance(count, int),

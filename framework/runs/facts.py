@@ -1,4 +1,4 @@
-"""What a run says of itself at its start and its end, a fact a line: what runs, and what has come of it."""
+"""The messages of a run at its start and its end, one fact per line: what the run is, and what its result is."""
 
 import math
 import shlex
@@ -12,13 +12,13 @@ from framework.runtime.environment import variables
 from framework.runtime.log import LOGGER, log_wrapped
 from framework.runtime.program import program
 
-Facts = Iterable[tuple[str, str]]  # labels and texts; a fact without a label is one more of the label above
+Facts = Iterable[tuple[str, str]]  # labels and texts; a fact without a label belongs to the label above
 _BRIEF = "STEADFAST_BRIEF"
-_LABEL = 10  # columns
+_LABEL = 10  # the columns of the label
 
 
 def be_brief() -> None:
-    """Let runs in this process, and in those it starts, say no facts: a sweep says what there is to say of its jobs."""
+    """Make runs in this process, and in its children, log no facts. A sweep reports the facts of its jobs itself."""
     variables()[_BRIEF] = "1"
 
 
@@ -27,7 +27,7 @@ def is_brief() -> bool:
 
 
 def say(facts: Facts) -> None:
-    """Log facts, unless this process is to be brief. Commands stay whole, so that they can be pasted."""
+    """Log facts, unless this process must be brief. Commands are not wrapped, so that the user can paste them."""
     for label, text in [] if is_brief() else facts:
         line = f"  {label:<{_LABEL}}{text}"
         if text.startswith(program()):
@@ -37,7 +37,7 @@ def say(facts: Facts) -> None:
 
 
 def result(directory: RunDirectory, *, root: str) -> Iterator[tuple[str, str]]:
-    """Yield the facts of a run that is finished, from its summary: `root` is where runs live."""
+    """Yield the facts of a finished run, from its summary. `root` is the folder of all runs."""
     summary = directory.read_summary()
     metrics, monitor = summary.get("metrics", {}), str(summary.get("monitor"))
     split, _, name = monitor.partition("/")

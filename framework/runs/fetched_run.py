@@ -1,4 +1,4 @@
-"""`run.resume=s3://...`: a run or checkpoint in an object store, from which another run begins."""
+"""`run.resume=s3://...`: a run or checkpoint in an object store, from which another run starts."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from framework.runtime.problem import Problem
 
 
 def with_fetched_resume(run: RunSection) -> tuple[RunSection, list[Problem]]:
-    """Return the section with a local copy for a URL in `resume`; unless the run has checkpoints of its own."""
+    """Return the section with a local copy for a URL in `resume`, unless the run has its own checkpoints."""
     if not is_url(run.resume) or candidates(RunDirectory(Path(run.dir)).checkpoints):
         return run, []
     try:
@@ -28,10 +28,10 @@ def with_fetched_resume(run: RunSection) -> tuple[RunSection, list[Problem]]:
 
 
 def _fetch_run(url: str) -> Path:
-    """Return the local path of a run or checkpoint in a store, with its newest valid checkpoint (or this one) and its rows.
+    """Return the local path of a run or checkpoint in a store, with its rows and its newest valid (or the named) checkpoint.
 
-    The run may be in a mirror, or be a copy of a run's directory. StoreFailed if there is none, or it cannot be fetched;
-    NoValidCheckpoint if all are damaged.
+    The run may be in a mirror, or be a copy of a run's directory. Raise StoreFailed if it does not exist or cannot be fetched.
+    Raise NoValidCheckpoint if all checkpoints are damaged.
     """
     parent, _, last = url.rstrip("/").rpartition("/")
     is_checkpoint = step_of(Path(last)) is not None

@@ -1,6 +1,6 @@
-"""What the report keeps of a metrics file: curves of a screen's size, best and last values, and marks to compare two files by.
+"""The report's extract of a metrics file: curves with a screen's resolution, best and last values, and marks.
 
-One pass over the lines, so that a long file costs no memory.
+Marks serve to compare two files. The lines are read in one pass, so that a long file needs no memory.
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import Any
 
 from framework.runs.metrics_file import MACHINE, TRAIN_ROW, Row, is_curve, is_maximised, row_in
 
-_MOST_POINTS = 300  # of a training curve: a screen shows no more
+_MOST_POINTS = 300  # per training curve: a screen cannot show more
 _MOST_MARKS = 256
 _MACHINE_VALUES = re.compile(rb', "(?:%s)": [^,}]+' % "|".join(MACHINE).encode())
 
-Curve = tuple[list[float], list[float]]  # steps, values
+Curve = tuple[list[float], list[float]]  # steps and values
 
 
 class Series:
@@ -26,14 +26,14 @@ class Series:
     __slots__ = ("best", "best_step", "is_drawn", "last", "maximised", "steps", "values")
 
     def __init__(self, *, maximised: bool, is_drawn: bool) -> None:
-        self.maximised, self.is_drawn = maximised, is_drawn  # a series that is not drawn has no curve
+        self.maximised, self.is_drawn = maximised, is_drawn  # only a drawn series keeps a curve
         self.last = self.best = self.best_step = math.nan
         self.steps: list[float] = []
         self.values: list[float] = []
 
     def add(self, step: float, value: float, *, is_kept: bool) -> None:
         self.last = value
-        if not (value <= self.best if self.maximised else value >= self.best):  # true for the first, where best is nan
+        if not (value <= self.best if self.maximised else value >= self.best):  # true for the first value: best is nan then
             self.best, self.best_step = value, step
         if is_kept and self.is_drawn:
             self.steps.append(step)
@@ -42,17 +42,17 @@ class Series:
 
 @dataclass
 class History:
-    """What there is of a file's rows."""
+    """The extract of a file's rows."""
 
-    series: dict[tuple[str, str], Series] = field(default_factory=dict)  # by split and metric
-    clock: Curve = field(default_factory=lambda: ([], []))  # steps, seconds in training steps up to there
-    marks: list[tuple[float, int]] = field(default_factory=list)  # step, CRC-32 of all rows up to there, without MACHINE
+    series: dict[tuple[str, str], Series] = field(default_factory=dict)  # keys: split and metric
+    clock: Curve = field(default_factory=lambda: ([], []))  # steps, and the seconds of training until each step
+    marks: list[tuple[float, int]] = field(default_factory=list)  # step, and the CRC-32 of all rows until it, without MACHINE
     num_rows: int = 0
     stride: int = 1  # marks are at the rows 1 * stride, 2 * stride, ..., and at the last row
 
 
 def read_history(path: Path, *, monitor: str, mode: str) -> History:
-    """Read a `metrics.jsonl`. Damaged lines are passed over. `monitor` and `mode` are those of `checkpoint`."""
+    """Read a `metrics.jsonl`. Skip damaged lines. `monitor` and `mode` are the keys of `checkpoint`."""
     with open(path, "rb") as file:
         num_lines = num_train = 0
         for line in file:
@@ -66,7 +66,7 @@ def _history(lines: Iterable[bytes], *, num_lines: int, num_train: int, monitor:
     history, found = History(), _Found(monitor, mode)
     every = -(-num_train // _MOST_POINTS) or 1
     while num_lines > _MOST_MARKS * history.stride:
-        history.stride *= 2  # a power of two: the marks of a long file are among those of a short one
+        history.stride *= 2  # a power of two: so each mark of a long file is also a mark of a shorter file
     seen = crc = 0
     step = seconds = before = 0.0
     for line in lines:
@@ -91,12 +91,12 @@ def _history(lines: Iterable[bytes], *, num_lines: int, num_train: int, monitor:
 
 
 class _Found:
-    """The series of the rows so far."""
+    """The series of the rows that have been read."""
 
     def __init__(self, monitor: str, mode: str) -> None:
         self._monitor, self._mode = monitor, mode
         self.series: dict[tuple[str, str], Series] = {}
-        self._shown: dict[tuple[str, ...], list[tuple[str, Series]]] = {}  # of rows with this split and these names
+        self._shown: dict[tuple[str, ...], list[tuple[str, Series]]] = {}  # key: the split and the names of a row
 
     def add(self, row: Row, *, step: float, is_kept: bool) -> None:
         kind = (row["split"], *row)
@@ -116,7 +116,7 @@ def _is_shown(name: str) -> bool:
 
 
 def number(value: Any) -> float:
-    """Return a file's value as a number; nan if it is not a number, or too large for a float."""
+    """Return a file's value as a number. Return nan if it is not a number, or too large for a float."""
     try:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:

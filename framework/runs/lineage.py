@@ -1,4 +1,4 @@
-"""Where a run comes from: its starts, and the runs whose checkpoints and weights they took."""
+"""The lineage of a run: its starts, and the other runs that have written the checkpoints and weights it has used."""
 
 import os
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ _OWN_PLACE = ("run.id", "run.dir", "run.root", "run.mirror")
 class Parent:
     """A file or folder that a run's configuration names, and the run that has written it."""
 
-    key: str  # of the configuration
+    key: str  # the key in the configuration
     path: str
     run: Path
-    record_id: str  # of the run's record then: another run that begins in its place has another
+    record_id: str  # the id of the run's record at that time; a later run in the same folder has another id
 
     def record(self) -> dict[str, str]:
-        """Return what provenance.json keeps of it."""
+        """Return the entry for provenance.json."""
         return {"key": self.key, "path": self.path, "owner": str(self.run), "record": self.record_id}
 
     @property
@@ -33,7 +33,7 @@ class Parent:
 
     @property
     def fate(self) -> str:
-        """What has become of it: empty if it is still the run that it was."""
+        """What has happened to the run since. Empty if it is unchanged."""
         if not self.run.is_dir():
             return f"{self.run} is not there any more"
         return "" if _record_id(self.run) == self.record_id else f"in {self.run} is another run now"
@@ -41,15 +41,15 @@ class Parent:
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A run, and what it took from others."""
+    """A run, and what it has used from other runs."""
 
     run: Path
-    starts: list[dict[str, Any]]  # of provenance.json
+    starts: list[dict[str, Any]]  # from provenance.json
     parents: list[Parent]
 
 
 def parents_of(config: dict[str, Any], *, folder: Path, run: Path) -> list[Parent]:
-    """Return what a configuration takes from other runs than `run`; its relative paths are from `folder`."""
+    """Return the files that a configuration uses from runs other than `run`. Its relative paths start in `folder`."""
     found = []
     for key, value in flat(config).items():
         for text in _texts(value) if key not in _OWN_PLACE else ():
@@ -61,7 +61,7 @@ def parents_of(config: dict[str, Any], *, folder: Path, run: Path) -> list[Paren
 
 
 def lineage(run: Path) -> list[Ancestor]:
-    """Return a run and all runs that it comes from, each before those that took something from it."""
+    """Return a run and all its ancestors. Each run comes before the runs that used something from it."""
     found: dict[Path, Ancestor] = {}
     _visit(run, found, frozenset())
     return list(found.values())
@@ -77,7 +77,7 @@ def _visit(run: Path, found: dict[Path, Ancestor], on_the_way: frozenset[Path]) 
 
 
 def _recorded(starts: list[dict[str, Any]]) -> list[Parent]:
-    """Return what the starts have recorded, the first of them first."""
+    """Return the parents that the starts have recorded, from the first start to the last."""
     taken = [item for start in starts for items in [start.get("taken")] if isinstance(items, list) for item in items]
     names = ("key", "path", "owner", "record")
     return [Parent(item["key"], item["path"], Path(item["owner"]), item["record"]) for item in taken
@@ -85,7 +85,7 @@ def _recorded(starts: list[dict[str, Any]]) -> list[Parent]:
 
 
 def _configured(run: Path, starts: list[dict[str, Any]]) -> list[Parent]:
-    """Return the same of a run whose starts have recorded nothing: by its configuration, and what is there today."""
+    """Return the parents of a run without such records: from its configuration, and from the files that exist now."""
     try:
         return parents_of(recall(run), folder=Path(str(starts[0].get("directory", "")) if starts else ""), run=run)
     except ValueError:
@@ -105,7 +105,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _owner(path: Path) -> Path | None:
-    """Return the run in whose directory a path is."""
+    """Return the run that owns a path, because the path is in the run's directory."""
     for folder in (path, *path.parents):
         directory = RunDirectory(folder)
         if (folder / "config.yaml").is_file() and (directory.summary.is_file() or directory.checkpoints.is_dir()):

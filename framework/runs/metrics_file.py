@@ -1,4 +1,4 @@
-"""The rows of `metrics.jsonl`: what a run measured."""
+"""The rows of `metrics.jsonl`, which are a run's measurements."""
 
 import contextlib
 import json
@@ -12,31 +12,31 @@ from typing import Any, NamedTuple
 from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
 
-Row = dict[str, Any]  # numbers by name; the rows of a file may have lists of numbers too
+Row = dict[str, Any]  # numbers by name; a row of a file may also have lists of numbers
 
-# Values that a clock or the machine has measured: they differ each time, and between ways to execute a run.
+# Values from a clock or from the machine. They differ each time, and between ways to execute a run.
 MACHINE = (
     "samples_per_s", "tokens_per_s", "step_s", "data_s", "data_share", "forward_backward_s", "optimizer_s", "checkpoint_s",
     "mfu", "memory_gib", "goodput",
 )  # fmt: skip
 NOT_CURVES = ("step", "split", "epoch", "lr", "grad_norm", *MACHINE)
-MAXIMISED = ("accuracy", "top5")  # known metrics of which more is better
+MAXIMISED = ("accuracy", "top5")  # known metrics for which a larger value is better
 
 
 def is_maximised(name: str, *, monitor: str, mode: str) -> bool:
-    """Return whether more of SPLIT/METRIC is better: for the monitored metric the configuration says so."""
+    """Return whether a larger value of SPLIT/METRIC is better. For the monitored metric, the configuration decides."""
     return mode == "max" if name == monitor else name.partition("/")[2] in MAXIMISED
 
 
 def is_curve(name: str) -> bool:
-    """Return whether a column is drawn, shown on a terminal and listed; not what a run is at, nor a detail: NAME:MODULE."""
+    """Return whether a column is drawn, printed on a terminal and listed. Positions (step, ...) and NAME:MODULE are not."""
     return name not in NOT_CURVES and ":" not in name
 
 
 class Mark(NamedTuple):
-    """What a metrics file held at a checkpoint."""
+    """A mark of the content of a metrics file at a checkpoint."""
 
-    num_rows: int  # but the tests': a run that begins with this one does not take them over
+    num_rows: int  # without test rows: a run that continues from this run does not get them
     num_bytes: int
     crc32: int
 
@@ -46,7 +46,7 @@ class Mark(NamedTuple):
         return Mark(num_rows, self.num_bytes + len(line), zlib.crc32(line, self.crc32))
 
     def fits(self, path: Path) -> bool:
-        """Return whether a file begins with what the mark tells of."""
+        """Return whether a file begins with the content that the mark describes."""
         left, crc32 = self.num_bytes, 0
         with contextlib.suppress(OSError), open(path, "rb") as file:
             while left and (part := file.read(min(left, _READ_BYTES))):
@@ -60,13 +60,13 @@ _READ_BYTES, _TAIL_BYTES = 1 << 20, 1 << 16
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one row a line, each step once. Rank 0 only. `mark` tells what it holds."""
+    """`metrics.jsonl`: one row per line, each step once. Rank 0 only. `mark` describes its content."""
 
     def __init__(self, path: Path, *, step: int, mark: Mark | None = None) -> None:
-        """Open for appending. Rows after `step`, where the run continues, are removed first, and all but one of a step's.
+        """Open the file for appending. First remove the rows after `step`, where the run continues, and all duplicates.
 
-        `mark`: of the checkpoint of that step. A file that begins so is cut there, whatever its size; of any other each row
-        is read, and fewer rows are warned of.
+        `mark` belongs to the checkpoint of this step. A file that begins with the mark's content is cut there, whatever its
+        size. In any other file each row is read, and a warning reports missing rows.
         """
         self.mark = _NOTHING
         if mark is not None and mark.fits(path):
@@ -87,11 +87,11 @@ class MetricsFile:
         self._unwritten = bytearray()
 
     def log(self, row: Row) -> None:
-        """Write a row. A row that a full disk does not take is kept, and written with the next row."""
+        """Write a row. If the disk is full, keep the row, and write it with the next row."""
         line = _line(row)
         self.mark = self.mark.after(row, line)
         self._unwritten += line
-        with contextlib.suppress(OSError):  # `flush` raises it
+        with contextlib.suppress(OSError):  # `flush` raises this error
             self._write()
 
     def _write(self) -> None:
@@ -99,7 +99,7 @@ class MetricsFile:
             del self._unwritten[: self._file.write(self._unwritten)]
 
     def flush(self) -> None:
-        """Flush the rows to the disk: before a checkpoint that counts on them is committed. OSError if that fails."""
+        """Flush the rows to the disk, before the commit of a checkpoint that needs them. Raise OSError if it fails."""
         self._write()
         os.fsync(self._file.fileno())
 
@@ -108,12 +108,12 @@ class MetricsFile:
 
 
 def read_rows(path: Path, *, until: float = math.inf) -> list[Row]:
-    """Return a `metrics.jsonl`'s rows until a step, in order, without damaged rows (a line that a crash cut short)."""
+    """Return the rows of a `metrics.jsonl` until a step, in order. Skip damaged rows (a crash may cut a line)."""
     return [numbers_of(row) for row in iterate_rows(path, until=until)]
 
 
 def iterate_rows(path: Path, *, until: float = math.inf) -> Iterator[Row]:
-    """Yield the same one after the other, whole: with their lists of numbers."""
+    """Yield the rows of a `metrics.jsonl` until a step one by one, with their lists of numbers."""
     with open(path, "rb") as file:
         yield from (row for row in _whole_rows(file) if row["step"] <= until)
 
@@ -122,7 +122,7 @@ TRAIN_ROW = b'"split": "train"'
 
 
 def sampled_rows(path: Path, *, most: int) -> list[Row]:
-    """Return the rows, of the training rows no more than a curve shows: the last, and some before it at equal distances."""
+    """Return the rows, with only as many training rows as a curve shows: the last row and rows at equal distances before it."""
     with open(path, "rb") as file:
         num_train = sum(TRAIN_ROW in line for line in file)
         every, number, lines = -(-num_train // most) or 1, 0, []
@@ -135,7 +135,7 @@ def sampled_rows(path: Path, *, most: int) -> list[Row]:
 
 
 class Histogram(NamedTuple):
-    """How often a tensor's values lie in each of equal bins between `lowest` and `highest`."""
+    """How many of a tensor's values lie in each of equal bins between `lowest` and `highest`."""
 
     lowest: float
     highest: float
@@ -143,30 +143,30 @@ class Histogram(NamedTuple):
 
     @property
     def edges(self) -> list[float]:
-        """The bins' limits, one more than there are bins."""
+        """The limits of the bins: one more than the number of bins."""
         width = (self.highest - self.lowest) / len(self.counts)
         return [self.lowest + width * number for number in range(len(self.counts))] + [self.highest]
 
 
 def histograms(row: Row) -> dict[str, Histogram]:
-    """Return a row's histograms (of framework/parts/histograms.py), as `weights/NAME` and `gradients/NAME`."""
+    """Return a row's histograms (from framework/parts/histograms.py), as `weights/NAME` and `gradients/NAME`."""
     return {f"{name.partition('_')[0]}s/{name.partition(':')[2]}": Histogram(*value) for name, value in row.items()
             if name.startswith(("weight_histogram:", "gradient_histogram:"))}  # fmt: skip
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Return the known numbers of a row, by SPLIT/METRIC."""
+    """Return the numbers of a row that are not null, by SPLIT/METRIC."""
     known = {name: value for name, value in numbers_of(row).items() if name not in ("step", "split") and value is not None}
     return {f"{row['split']}/{name}": value for name, value in known.items()}
 
 
 def numbers_of(row: Row) -> Row:
-    """Return a row without its lists of numbers, which only the file has."""
+    """Return a row without its lists of numbers. Only the file has these lists."""
     return {name: value for name, value in row.items() if not isinstance(value, list)}
 
 
 def last_rows(path: Path) -> list[Row]:
-    """Return some hundred rows at the end of a file; none if it cannot be read."""
+    """Return some hundred rows from the end of a file, or [] if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -176,7 +176,7 @@ def last_rows(path: Path) -> list[Row]:
 
 
 def rows_in(content: bytes) -> list[Row]:
-    """Return the rows among the lines of `content`, their numbers only."""
+    """Return the rows in the lines of `content`, without their lists of numbers."""
     return [numbers_of(row) for row in _whole_rows(content.splitlines())]
 
 
@@ -184,9 +184,9 @@ _KINDS = {str, int, float, bool, list, type(None)}
 
 
 def row_in(line: bytes) -> Row | None:
-    """Return the row that a line holds, whole; None for a damaged line."""
+    """Return the complete row in a line, or None for a damaged line."""
     try:
-        row = json.loads(line.decode())  # of bytes it would look for the encoding
+        row = json.loads(line.decode())  # for bytes, json would search for the encoding
     except (ValueError, RecursionError):
         return None
     return row if _is_row(row) else None
@@ -204,10 +204,10 @@ def _is_row(row: Any) -> bool:
     if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)):
         return False
     kinds = [type(value) for value in row.values()]
-    return kinds.count(str) == 1 and _KINDS.issuperset(kinds)  # the split's is the one text
+    return kinds.count(str) == 1 and _KINDS.issuperset(kinds)  # the split is the only text
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Replace a `metrics.jsonl` by these rows."""
+    """Replace a `metrics.jsonl` by a file with these rows."""
     with replacing(path) as new, open(new, "wb") as file:
         file.writelines(map(_line, rows))

@@ -1,4 +1,4 @@
-"""From an object store back into a run's directory: checkpoints, verified, and the records that go with them."""
+"""The way back from an object store to a run's directory: verified checkpoints, and the records that belong to them."""
 
 import os
 import secrets
@@ -15,10 +15,10 @@ from framework.runtime.plain import Invalid
 
 
 def bring_back(mirror: Mirror, contents: Contents) -> bool:
-    """Fetch a mirror's checkpoints and records, if they are ahead of the directory's. Returns whether they are.
+    """Fetch a mirror's checkpoints and records if they are newer than the directory's. Return whether they are newer.
 
-    All checkpoints that are valid, since the run may keep some as its best. NoValidCheckpoint if there are some, but
-    neither there nor in the directory a valid one.
+    All valid checkpoints are fetched, because the run may keep some as its best. Raise NoValidCheckpoint if checkpoints exist,
+    but no checkpoint is valid, neither in the mirror nor in the directory.
     """
     if mirror.known.get("anew") or not contents.number:
         return False
@@ -33,18 +33,18 @@ def bring_back(mirror: Mirror, contents: Contents) -> bool:
     if not is_finished and all(stored.step < newest for stored in wanted):
         return False
     make_directory(mirror.directory.checkpoints)
-    manifest.remove_unfinished(mirror.directory.checkpoints)  # which a run that is finished would never do
+    manifest.remove_unfinished(mirror.directory.checkpoints)  # a finished run would never do this
     staging = mirror.directory.checkpoints / f".tmp_{secrets.token_hex(8)}"
     try:
         fetched = fetch_valid(mirror.objects, wanted, contents, into=staging, has_other=bool(here))
         if not is_finished and all(stored.step < newest for stored in fetched):
             return False
-        # in this order a kill leaves nothing that looks whole: the rows before the checkpoint that counts on them
+        # with this order a kill leaves nothing that looks complete: the rows come before the checkpoint that needs them
         source = last if is_finished else f"{fetched[0].number:06d}/"
         _fetch_records(mirror, RECORDS[:-1], contents, source=source)
         for stored in reversed(fetched):
             target = mirror.directory.checkpoints / stored.name
-            if target.exists():  # damaged
+            if target.exists():  # the checkpoint is damaged
                 manifest.discard(target)
             os.rename(staging / stored.name, target)
         flush_directory(mirror.directory.checkpoints)
@@ -77,9 +77,9 @@ def fetch_valid(
     most: int | None = None,
     has_other: bool = False,
 ) -> list[StoredCheckpoint]:
-    """Fetch the checkpoints that are valid into a folder, the first `most` of them; return which.
+    """Fetch the valid checkpoints, at most `most`, into a folder. Return the fetched checkpoints.
 
-    NoValidCheckpoint if none of several is, unless there is another way to go on.
+    Raise NoValidCheckpoint if none of several is valid, unless the run can continue from another checkpoint (`has_other`).
     """
     fetched, reasons = dict[str, StoredCheckpoint](), list[str]()
     for stored in wanted:

@@ -1,4 +1,4 @@
-"""What puts a run's files into its mirror, and removes there what the run has pruned."""
+"""The upload of a run's files into its mirror, and the removal of files that the run has pruned."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from framework.runs.mirror import RECORDS, SIGN_S, Contents, Holding
 from framework.runtime.objects import Objects, StoreFailed
 from framework.runtime.plain import Invalid
 
-_RECORDS_EVERY_S = 60.0  # and with each checkpoint
+_RECORDS_EVERY_S = 60.0  # and also with each checkpoint
 _Version = tuple[int, int, int]
 
 
@@ -23,25 +23,25 @@ class MirrorTaken(Exception):
 
 
 class Upload:
-    """Brings a mirror up to what is in the run's directory. Methods may raise OSError or MirrorTaken."""
+    """The upload that makes a mirror equal to the run's directory. Methods may raise OSError or MirrorTaken."""
 
     def __init__(self, objects: Objects, directory: RunDirectory, holding: Holding) -> None:
         self._objects, self._directory, self._holding = objects, directory, holding
         self._folder = f"{holding.number:06d}"
-        self._committed: dict[str, bytes] = {}  # the manifests of the checkpoints there, by name
+        self._committed: dict[str, bytes] = {}  # the manifests of the mirror's checkpoints, by name
         self._has_looked = False
-        self._records: dict[str, _Version] = {}  # as they were put
+        self._records: dict[str, _Version] = {}  # the versions that were uploaded
         self._records_at = -math.inf
         self._is_pruned = False
 
     def _contents(self) -> Contents:
-        """Return what is there, without the folders of later holders: nothing of theirs may be removed, whenever they came."""
+        """Return the mirror's content without the folders of later holders. Their files must not be removed at any time."""
         found = self._objects.listing()
         own = {name: facts for name, facts in found.items() if name[:6] <= self._folder}
         return Contents(self._holding.number, {"begins": self._holding.begins}, own)
 
     def sync(self, *, is_last: bool = False) -> None:
-        """Put the checkpoints that are not there, the newest first; then the records, if it is time; then prune."""
+        """Upload the missing checkpoints, newest first; then the records, if it is time for them; then prune."""
         if not self._has_looked:
             found = reversed(self._contents().checkpoints)
             self._committed = {one.name: self._objects.read(f"{one.folder}/{MANIFEST}") or b"" for one in found}
@@ -55,13 +55,13 @@ class Upload:
 
     @property
     def missing(self) -> list[str]:
-        """What is in the directory and not there."""
+        """What is in the directory, but not in the mirror."""
         checkpoints = [path for path in candidates(self._directory.checkpoints) if self._is_new(path)]
         return [f"checkpoints/{path.name}" for path in checkpoints] + [*self._changed]
 
     @property
     def _changed(self) -> dict[str, _Version]:
-        """The records that are not there as they are here."""
+        """The records that differ from the mirror's records."""
         versions = {name: version for name in RECORDS if (version := self._version(name)) is not None}
         return {name: version for name, version in versions.items() if version != self._records.get(name)}
 
@@ -69,7 +69,7 @@ class Upload:
         return (content := _manifest_of(path)) is not None and content != self._committed.get(path.name)
 
     def _put_checkpoint(self, path: Path) -> None:
-        """Put a checkpoint's files, then its manifest, which commits it. One that the run prunes meanwhile is left out."""
+        """Upload a checkpoint's files, then its manifest, which commits it. Skip a checkpoint that the run prunes meanwhile."""
         content, folder = _manifest_of(path), f"{self._folder}/checkpoints/{path.name}"
         self._is_pruned = False
         self._remove(f"{folder}/{name}" for name in self._objects.listing(folder))  # the run may have gone back behind it
@@ -82,19 +82,19 @@ class Upload:
             if path.exists():
                 raise
             return
-        self._put_records(is_last=False)  # the rows until its step, on which it counts
+        self._put_records(is_last=False)  # the rows until its step, which the checkpoint needs
         self._require()
         if content is not None:
             self._objects.write(f"{folder}/{MANIFEST}", content)
             self._committed[path.name] = content
 
     def _put_records(self, *, is_last: bool) -> None:
-        """Put the records that have changed. That the run is finished is put when all else is there."""
+        """Upload the changed records. Upload the state "finished" only after everything else."""
         changed = self._changed
         if changed:
             self._require()
         for name, version in changed.items():
-            if name == "summary.json":  # as it was looked at: the run may end at any moment
+            if name == "summary.json":  # upload the content as it was read: the run may end at any moment
                 summary = self._directory.read_summary()
                 if not is_last and summary.get("status") == "finished":
                     continue
@@ -111,7 +111,7 @@ class Upload:
         return None
 
     def _prune(self) -> None:
-        """Remove the checkpoints there that are not here: if the newest of those here is there."""
+        """Remove the mirror's checkpoints that the directory does not have, if the mirror has the directory's newest."""
         names = [path.name for path in candidates(self._directory.checkpoints)]
         if not names or names[0] not in self._committed or (self._is_pruned and not self._committed.keys() - {*names}):
             return
@@ -124,22 +124,22 @@ class Upload:
         self._committed = {name: content for name, content in self._committed.items() if name in names}
         used = {*kept.values(), self._holding.number}
         before = {f"{number:06d}/" for number in range(self._holding.begins, self._holding.number) if number not in used}
-        if self._records:  # of the holders of whom no checkpoint is left, all but the claims, for which others look
+        if self._records:  # remove the files of holders without checkpoints, except the claims, which other commands look for
             self._remove(name for name in contents.objects if name[:7] in before and not name.endswith("/claim.json"))
         self._is_pruned = True
 
     def _remove(self, names: Iterable[str]) -> None:
-        for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):  # first what makes it a checkpoint
+        for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):  # first the manifest, which commits it
             self._objects.remove(name)
 
     def _require(self) -> None:
-        """Raise MirrorTaken if another command has taken the mirror: before a write that says what the run is."""
+        """Raise MirrorTaken if another command has taken the mirror. Call this before a write that changes the run's state."""
         if self._objects.read(f"{self._holding.number + 1:06d}/claim.json") is not None:
             raise MirrorTaken
 
     @contextmanager
     def signs(self) -> Iterator[Event]:
-        """Give signs of life in a thread. Yields an event: it is set when another command has taken the mirror."""
+        """Give signs of life in a thread. Yield an event, which is set when another command has taken the mirror."""
         ended, superseded = Event(), Event()
 
         def give() -> None:
@@ -164,7 +164,7 @@ class Upload:
             thread.join()
 
     def release(self, *, is_complete: bool) -> None:
-        """Give the mirror back: the next command need not wait for a sign of life."""
+        """Release the mirror, so that the next command does not wait for a sign of life."""
         self._sign(released=True, complete=is_complete)
 
     def _sign(self, **values: object) -> None:
@@ -172,7 +172,7 @@ class Upload:
 
 
 def _manifest_of(path: Path) -> bytes | None:
-    """Return the manifest of a checkpoint; None if it has been pruned, or is damaged."""
+    """Return the manifest of a checkpoint, or None if the checkpoint has been pruned or is damaged."""
     with suppress(OSError, Invalid):
         read_manifest(path)
         return (path / MANIFEST).read_bytes()

@@ -1,4 +1,4 @@
-"""provenance.json: for each start of a run, by which command, from which code, on what it began."""
+"""provenance.json: for each start of a run, its command, its code, and its hosts and devices."""
 
 import json
 import os
@@ -20,18 +20,18 @@ from framework.runtime.version import __version__
 
 CHANGED = "the code of {} has changed since its last start"
 WAYS = "run.resume=never starts over, run.code=accept goes on and records it; or put the code back"
-_LARGEST_DIFF = 1 << 18  # characters
+_LARGEST_DIFF = 1 << 18  # in characters
 _GIT_TIMEOUT_S = 10.0
 
 
 class Provenance:
-    """The file of a run's directory: `starts`, and the `code` of each by its digest."""
+    """The file in a run's directory: `starts`, and the `code` of each start by its digest."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "provenance.json"
 
     def read(self) -> dict[str, Any]:
-        """Return the content; empty if there is none, or it is damaged."""
+        """Return the content. It is empty if there is no file, or if the file is damaged."""
         try:
             content = json.loads(self.path.read_text())
             starts, code = content["starts"], content["code"]
@@ -41,7 +41,7 @@ class Provenance:
         return {"starts": starts, "code": code} if is_whole else {"starts": [], "code": {}}
 
     def changes(self, targets: Iterable[str]) -> list[str]:
-        """Return what has changed since the latest start in the code that components reach, a line for each file."""
+        """Return the changes since the latest start in the code that components reach, one line per file."""
         content = self.read()
         before = content["code"].get(content["starts"][-1].get("code")) if content["starts"] else None
         return changed(_modules(before), self._code(targets).modules) if isinstance(before, dict) else []
@@ -57,12 +57,12 @@ class Provenance:
 
     @property
     def commit(self) -> str | None:
-        """The commit from which the latest start was made, if it was in a repository."""
+        """The commit of the latest start, if its folder was in a repository."""
         git = self._latest().get("git")
         return str(git["commit"]) if isinstance(git, dict) and git.get("commit") else None
 
     def files(self) -> dict[str, Path]:
-        """Return the files of the user's modules that the latest start reached, by module, unless they are gone."""
+        """Return the files of the user's modules that the latest start reached, by module. Skip files that no longer exist."""
         start = self._latest()
         modules = self.read()["code"].get(start.get("code"))
         folders = [*_texts(start, "folders"), str(start.get("directory", "")), str(ROOT)]
@@ -76,20 +76,20 @@ class Provenance:
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether there is a record that cannot be read."""
+        """Return whether the file exists, but cannot be read."""
         return self.path.exists() and not self.read()["starts"]
 
     def other_version(self) -> str | None:
-        """Return the framework's version at the latest start, if it was another."""
+        """Return the framework's version at the latest start, if it was a different version."""
         before = self._latest().get("framework")
         return before if isinstance(before, str) and before != __version__ else None
 
     def add_start(
         self, targets: Sequence[str], *, line: Sequence[str] | None = None, taken: Sequence[dict[str, str]] = ()
     ) -> None:
-        """Add a record of this start, which has the code's changes if the user accepts them.
+        """Add a record of this start. If the user accepts changed code, the record contains the changes.
 
-        `line`: the run's own overrides, where the command is a sweep's. `taken`: what it takes from other runs (lineage.py).
+        `line`: the run's own overrides, if the command was a sweep. `taken`: what the run uses from other runs (lineage.py).
         """
         content, before, accepted, code = self.read(), self._latest(), self.changes(targets), self._code(targets)
         start = {
@@ -115,13 +115,13 @@ class Provenance:
         self._write(content)
 
     def unknown(self, loaded: Iterable[str]) -> list[str]:
-        """Return which of the modules that this start has loaded the run had not loaded when it wrote its last checkpoint."""
+        """Return the modules that this start has loaded, but that the run had not loaded at its last checkpoint."""
         start = self._latest()
         known = self.read()["code"].get(start.get("code"), {})
         return [name for name in loaded if name not in known] if "loaded" in start else []
 
     def add_loaded(self, loaded: Mapping[str, str], *, accepted: Sequence[str] = ()) -> None:
-        """Add to the latest start's code the modules to which no import leads, each with its file, and what is accepted."""
+        """Add modules that no import reaches, each with its file, to the latest start's code, and add the accepted changes."""
         content = self.read()
         if not content["starts"]:
             return
@@ -135,7 +135,7 @@ class Provenance:
         self._write(content)
 
     def add_workers(self, **values: Any) -> None:
-        """Add to the record of the latest start on which hosts and devices its workers began, which they may do again."""
+        """Add to the latest start's record the hosts and devices of its workers. Workers may start several times."""
         content = self.read()
         if content["starts"]:
             content["starts"][-1].setdefault("workers", []).append({"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values})
@@ -160,7 +160,7 @@ def _modules(value: dict[str, Any]) -> dict[str, Functions]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of a folder's repository and what differs from it; None outside of a repository, or without git."""
+    """Return the commit of a folder's repository, and the differences from it. Return None without a repository or git."""
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None
     commit, status, diff = (_git(folder, *words) for words in (

@@ -1,4 +1,4 @@
-"""What a report shows of the runs below a root, read from their files, which may be damaged or from other users."""
+"""The content of a report on the runs below a root. Their files may be damaged, or belong to other users."""
 
 import json
 import math
@@ -23,56 +23,56 @@ from framework.runs.provenance import Provenance
 from framework.runtime.problem import shown
 
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
-_MOST_KEYS = 2000  # of a configuration
-_MOST_BYTES = 16 << 20  # of provenance.json
+_MOST_KEYS = 2000  # per configuration
+_MOST_BYTES = 16 << 20  # for provenance.json
 _LONGEST_LINE = 1 << 16
 _LARGEST_PICTURE = 1 << 18
 _PNG = b"\x89PNG\r\n\x1a\n"
-_MOST_SAMPLES = 8  # whose predictions are shown
-_NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # of a configuration: the place of a run, which its label says
+_MOST_SAMPLES = 8  # samples with shown predictions
+_NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # keys of a configuration that describe a run's place, like its label
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What the report shows of one run. The keys of `last`, `best`, `best_steps` and `curves` are SPLIT/METRIC."""
+    """The report's view of one run. The keys of `last`, `best`, `best_steps` and `curves` are SPLIT/METRIC."""
 
-    label: str  # its path below the root
+    label: str  # the run's path below the root
     state: str
     note: str  # why it failed, or which files could not be read
-    config: dict[str, str]  # the keys with dots, the values as YAML writes them
+    config: dict[str, str]  # dotted keys; values in YAML's form
     monitor: str
-    mode: str  # min or max: of the monitor
+    mode: str  # min or max, for the monitor
     last: dict[str, float]
     best: dict[str, float]
     best_steps: dict[str, float]
     curves: dict[str, Curve]
-    numbers: dict[str, float]  # step, samples_seen, wall_s, goodput, restarts; nan if it is not known
+    numbers: dict[str, float]  # step, samples_seen, wall_s, goodput, restarts; nan if unknown
     history: History
-    origin: dict[str, Any]  # of its latest start: command, commit, packages, code, ...; empty if there is no record
-    predictions: dict[str, list[dict[str, Any]]]  # the first lines of each file of mode=predict, by its name
-    pictures: dict[str, bytes]  # PNGs of these samples, by the same names
+    origin: dict[str, Any]  # of the latest start: command, commit, packages, code, ...; empty without a record
+    predictions: dict[str, list[dict[str, Any]]]  # the first lines of each file of mode=predict, by the file's name
+    pictures: dict[str, bytes]  # PNG pictures of these samples, by the same names
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Return the directories of the runs below `root`, except runs that were moved aside."""
+    """Return the directories of the runs below `root`, without runs that were moved aside."""
     found = []
     for path, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not _MOVED_ASIDE.search(name) and not name.startswith(".")]
-        if len({*files, *folders}.intersection(RECORD_FILES)) >= 2:  # a run has two of them at least
+        if len({*files, *folders}.intersection(RECORD_FILES)) >= 2:  # a run has at least two of these files
             found.append(Path(path))
             folders.clear()
     return sorted(found)
 
 
 class RunReader:
-    """Reads all runs below a root, again and again: only runs whose files have changed since are read again."""
+    """A reader of all runs below a root. It can be called again: then it reads only runs with changed files."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._read: dict[Path, tuple[Any, ReportedRun]] = {}
 
     def read(self) -> tuple[list[ReportedRun], list[str]]:
-        """Return the runs below the root, and a line about each run that had to be left out."""
+        """Return the runs below the root, and one line about each run that had to be left out."""
         left_out, before, self._read = [], self._read, {}
         for path in find_runs(self._root):
             label, directory = printable(str(path.relative_to(self._root))), RunDirectory(path)
@@ -103,13 +103,13 @@ def _version_of(path: Path) -> tuple[int, ...]:
 
 
 def differing(runs: list[ReportedRun]) -> list[str]:
-    """Return the keys of the configurations whose values differ between the runs that have them."""
+    """Return the keys with different values in the configurations of the runs that have these keys."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     return [key for key in keys if len({run.config[key] for run in runs if key in run.config}) > 1]
 
 
 def printable(text: str) -> str:
-    """Return `text` as UTF-8 can hold it, without characters that do not print."""
+    """Return `text` in a form that UTF-8 can encode, without characters that do not print."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -120,7 +120,7 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
     history = read_history(directory.metrics, monitor=monitor, mode=mode) if directory.metrics.exists() else History()
     series = {printable(f"{split}/{name}"): one for (split, name), one in history.series.items()}
     state = directory.state
-    lacks_rows = history.num_rows == 0 and state != "running"  # which may not have come to the first
+    lacks_rows = history.num_rows == 0 and state != "running"  # a running run may not have its first row yet
     missing = {"summary.json that can be read": not summary, "config.yaml that can be read": damaged, "metrics": lacks_rows}
     notes = [str(summary.get("error") or ""), *(f"no {what}" for what, is_missing in missing.items() if is_missing)]
     return ReportedRun(
@@ -143,7 +143,7 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
 
 
 def _read_origin(path: Path) -> dict[str, Any]:
-    """Return what is known of a run's latest start. `code` has a digest for each module."""
+    """Return the known facts of a run's latest start. `code` has a digest for each module."""
     file = path / "provenance.json"
     if not file.is_file() or file.stat().st_size > _MOST_BYTES:
         return {}
@@ -163,14 +163,14 @@ def _read_origin(path: Path) -> dict[str, Any]:
 
 
 def _texts(values: Any, *, keep: type = str) -> dict[str, Any]:
-    """Return the entries of a dictionary whose values are of a type, with keys, and texts, that print."""
+    """Return the dictionary's entries with values of type `keep`. Make keys and texts printable."""
     found = values.items() if isinstance(values, dict) else ()
     kept = {printable(str(name)): value for name, value in found if isinstance(value, keep)}
     return {name: printable(value) if isinstance(value, str) else value for name, value in kept.items()}
 
 
 def _read_predictions(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the first samples of what mode=predict wrote; nothing of a folder that is a link."""
+    """Return the first samples that mode=predict wrote, or {} if the folder is a link."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() and not folder.is_symlink() else []:
         if path.is_file() and not path.is_symlink():
@@ -190,7 +190,7 @@ def _read_pictures(folder: Path) -> dict[str, bytes]:
 
 
 def _shown_of(line: bytes) -> dict[str, Any]:
-    """Return the numbers and texts of a line; nothing of a damaged one, and no number that is too large for a float."""
+    """Return the numbers and texts of a line, or {} for a damaged line. Skip numbers that are too large for a float."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -211,11 +211,11 @@ def _read_config(path: Path) -> tuple[dict[str, str], bool]:
 
 
 def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values one by one, so that a file whose aliases multiply does no harm."""
+    """Yield the values one by one, so that a file with exponentially many aliases does no harm."""
     for key, value in node.items() if isinstance(node, dict) else ():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
-        elif key == "_target_":  # the choice of an option
+        elif key == "_target_":  # the chosen option
             yield printable(prefix.rstrip(".")), printable(str(value).rpartition(".")[2])
         else:
             yield printable(f"{prefix}{key}"), _written(value)
@@ -230,7 +230,7 @@ def _written(value: Any) -> str:
 
 
 def parsed(value: Any) -> float | None:
-    """Return the number that a text writes (a number stays as it is); None if it is not a number."""
+    """Return the number in a text (a number stays the same), or None if it is not a number."""
     try:
         return float(value)
     except ValueError:
@@ -238,6 +238,6 @@ def parsed(value: Any) -> float | None:
 
 
 def count_states(states: list[str]) -> str:
-    """Return how many runs there are, and in which states, as text."""
+    """Return the number of runs, and the number in each state, as text."""
     counts = ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
     return f"{len(states)} run{'s' * (len(states) != 1)}: {counts}"

@@ -1,4 +1,4 @@
-"""`report.html`: all runs of a root on one page that needs nothing else. What it shows is drawn by the scripts of `page/`."""
+"""`report.html`: all runs of a root on one page that needs no other file. The scripts in `page/` draw its content."""
 
 import base64
 import hashlib
@@ -24,9 +24,9 @@ _MOST_PANELS = 8
 
 
 def write_page(runs: list[ReportedRun], left_out: list[str], target: Path, *, title: str, every_s: float | None = None) -> None:
-    """Write the page, complete or not at all. It loads itself again every `every_s` seconds; None: it does not."""
+    """Write the page atomically. The page reloads itself every `every_s` seconds; with None it does not."""
     content = _content(runs) | {"title": title, "left_out": left_out, "written": time.time(), "every": every_s}
-    # a "<" could end the element, and an "&" or a line separator mean something to somebody
+    # a "<" could end the element; an "&" or a line separator could have a meaning for some reader
     plain = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
     style = (_FILES / "page.css").read_text()
     script = '"use strict"\n' + "".join(path.read_text() for path in sorted(_FILES.glob("*.js")))
@@ -56,7 +56,7 @@ def _hash(text: str) -> str:
 
 
 class _Distinct:
-    """Values that many runs share, each kept once; `add` returns a value's place in `values`."""
+    """Values that many runs share, each kept once. `add` returns a value's index in `values`."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -101,7 +101,7 @@ def _content_of(run: ReportedRun, common: dict[str, str], grids: _Distinct, orig
         "last": run.last,
         "best": {name: [value, run.best_steps[name]] for name, value in run.best.items()},
         "numbers": {name: value for name, value in run.numbers.items() if math.isfinite(value)},
-        "batch": batch if math.isfinite(batch) else None,  # mean; of a run without a step its configuration says it
+        "batch": batch if math.isfinite(batch) else None,  # the mean; for a run without a step, the configuration has the size
         "curves": {name: _packed(curve, grids) for name, curve in run.curves.items()},
         "clock": _packed(run.history.clock, grids) if run.history.clock[0] else None,
         "marks": _marks(run.history, grids),
@@ -113,8 +113,8 @@ def _content_of(run: ReportedRun, common: dict[str, str], grids: _Distinct, orig
 
 
 def _packed(curve: Curve, grids: _Distinct) -> tuple[int, str]:
-    """Return the place of a curve's steps, and its values in 32 bits: more than a screen shows, a third of the text."""
-    with np.errstate(over="ignore"):  # infinite then, and not drawn
+    """Return the index of a curve's steps, and its values in 32 bits: precise enough, in a third of the text."""
+    with np.errstate(over="ignore"):  # a too large value becomes infinite, and is not drawn
         values = np.array(curve[1], dtype="<f4")
     return _grid(curve[0], grids), base64.b64encode(values.tobytes()).decode()
 
@@ -131,7 +131,7 @@ def _marks(history: History, grids: _Distinct) -> dict[str, Any]:
 
 
 def panel_names(runs: list[ReportedRun]) -> list[str]:
-    """Return the SPLIT/METRIC that have a panel: the loss first; a test, which has one value, has no panel."""
+    """Return the SPLIT/METRIC names with a panel, loss first. A test has one value, so it has no panel."""
     found = list(dict.fromkeys(name for run in runs for name in sorted(run.curves) if not name.startswith("test/")))
     metrics = dict.fromkeys(["loss", *(name.partition("/")[2] for name in found)])
     ordered = [f"{split}/{metric}" for metric in metrics for split in ("val", "train")]

@@ -1,4 +1,4 @@
-"""The states of runs: from the runs' directories, and from Slurm for runs in its queue."""
+"""The states of runs, from the runs' directories, and from Slurm for runs in its queue."""
 
 import re
 from collections.abc import Iterable
@@ -12,22 +12,22 @@ from framework.runtime.slurm import QueuedJob, SlurmFailed
 
 
 def queued_jobs(directories: Iterable[RunDirectory]) -> dict[Path, QueuedJob]:
-    """Return the Slurm jobs of runs that wait or run, by the run's path. SlurmFailed if that cannot be known."""
+    """Return the Slurm jobs of runs that wait or run, by the run's path. Raise SlurmFailed if Slurm does not answer."""
     of_run = {directory.path: directory.job_id for directory in directories if directory.job_id is not None}
     jobs = slurm.queue(of_run.values())
     return {path: jobs[job_id] for path, job_id in of_run.items() if job_id in jobs}
 
 
 class Standing(NamedTuple):
-    """How a run stands."""
+    """The state of a run, with the reason."""
 
-    state: str  # RunDirectory's, or Slurm's newer one: queued, cancelled; `?` if Slurm would know, but is silent
+    state: str  # RunDirectory's state, or Slurm's newer one: queued, cancelled; `?` if Slurm knows it, but does not answer
     why: str = ""
-    job: QueuedJob | None = None  # that waits or runs
+    job: QueuedJob | None = None  # the job that waits or runs
 
 
 def standings(directories: Iterable[RunDirectory]) -> dict[Path, Standing]:
-    """Return how runs stand, by their paths: from their directories, and from Slurm where they are its jobs."""
+    """Return the states of runs, by their paths: from their directories, and from Slurm if they are Slurm jobs."""
     by_path = {directory.path: directory for directory in directories}
     in_queue, silence = {}, ""
     try:
@@ -35,7 +35,7 @@ def standings(directories: Iterable[RunDirectory]) -> dict[Path, Standing]:
     except SlurmFailed as error:
         silence = f"Slurm does not answer: {error}"
     states = {path: _state(directory, in_queue.get(path), silence) for path, directory in by_path.items()}
-    # jobs that have left no word in the run's directory
+    # jobs that did not record their end in the run's directory
     lost = {path: job_id for path, state in states.items()
             if state == "killed" and (job_id := by_path[path].job_id) is not None}  # fmt: skip
     ends = slurm.ends(lost.values()) if lost and not silence else {}
@@ -46,7 +46,7 @@ def standings(directories: Iterable[RunDirectory]) -> dict[Path, Standing]:
 
 
 def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
-    """Return the state from the run's directory, unless Slurm knows a newer one; `?` if it would, but is silent."""
+    """Return the state from the run's directory, or Slurm's newer state. Return `?` if Slurm knows it, but does not answer."""
     own = directory.state
     if silence and directory.job_id and own in ("queued", "killed", "preempted"):
         return "?"
@@ -54,7 +54,7 @@ def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
         return own
     if job is not None and own not in ("finished", "failed"):
         return "queued" if job.waits else "running"
-    return "killed" if own == "queued" else own  # it has left the queue, and never begun
+    return "killed" if own == "queued" else own  # the job has left the queue without a start
 
 
 def _standing(directory: RunDirectory, state: str, job: QueuedJob | None) -> Standing:
@@ -63,15 +63,15 @@ def _standing(directory: RunDirectory, state: str, job: QueuedJob | None) -> Sta
     return Standing(state, str(directory.read_summary().get("error") or "") if state in ("failed", "killed") else "", job)
 
 
-_SRUN_ENDS = r"srun: error: .*: Exited with exit code \d+"  # what comes after a task's own last words
-_FAULTS = ("FAILED", "COMPLETED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE")  # ends of a job that another try would meet again
+_SRUN_ENDS = r"srun: error: .*: Exited with exit code \d+"  # this follows a task's own last lines
+_FAULTS = ("FAILED", "COMPLETED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE")  # job ends that another attempt would repeat
 
 
 def _last_words(directory: RunDirectory, end: str) -> Standing:
-    """Return how a run stands whose job has left no word in its directory: by its output, and Slurm's word for its `end`."""
+    """Return the state of a run that did not record its end, from its job's output and from `end`, Slurm's state of the job."""
     summary, lines = directory.read_summary(), directory.last_lines_of_job()
     has_begun = summary.get("status") != "queued"
-    # Slurm keeps no record of a job of an array that was cancelled while it waited
+    # Slurm keeps no record of an array's job that was cancelled while it waited
     if end.startswith("CANCELLED") or not (end or has_begun or lines):
         return Standing("cancelled", end or "it left the queue before it began")
     if told := next((line for line in reversed(lines) if line.startswith(slurm.SETUP_FAILED)), ""):

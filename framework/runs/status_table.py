@@ -1,4 +1,4 @@
-"""The table of mode=status: a line for each run, in the terminal's width; what does not fit there is below its run."""
+"""The table of mode=status: one line per run, as wide as the terminal. Cells that do not fit are shown below their run."""
 
 import math
 import sys
@@ -22,7 +22,7 @@ _LONGEST_S = 1e9
 _STYLES = {"finished": "green", "failed": "red", "killed": "red", "running": "cyan", "queued": "yellow", "preempted": "yellow",
            "cancelled": "yellow", "?": "magenta"}  # fmt: skip
 _COLUMNS = ("run", "state", "step", "ETA", "metric", "differs", "job", "node", "why")
-_INDENT = "    "  # of what is below a run
+_INDENT = "    "  # the indent of lines below a run
 
 Cells = dict[str, str]  # of a run, by column
 
@@ -30,10 +30,10 @@ Cells = dict[str, str]  # of a run, by column
 def print_table(
     directories: Sequence[RunDirectory], *, root: Path, values: Sequence[str] | None = None, pruned: Container[Path] = ()
 ) -> None:
-    """Print a line for each run below `root`, and how many there are. Nothing is cut: run.dir takes what `run` shows.
+    """Print a line for each run below `root`, and the number of runs. Nothing is cut: run.dir accepts the text in `run`.
 
-    `values` say in what each run differs from the others of its sweep; None: that is looked up in their configurations.
-    `pruned` are those that a search has ended.
+    `values` describe how each run differs from the others of its sweep. With None, the configurations are compared. `pruned`
+    are the runs that a search has ended.
     """
     from rich.console import Console
     from rich.text import Text
@@ -54,19 +54,19 @@ def print_table(
             cells |= _cells(directory, found[directory.path])
         rows.append({name: printable(text) for name, text in cells.items()})
     console = Console(file=sys.stdout, highlight=False)
-    width = console.width if sys.stdout.isatty() else math.inf  # of a file: it folds no line
+    width = console.width if sys.stdout.isatty() else math.inf  # in a file, no line is folded
     line = "-" if console.options.ascii_only else "─"
     for text, state in [*_lines(rows, width=width, line=line), (count_states([row["state"] for row in rows]), "")]:
         console.print(_coloured(Text(text), state), soft_wrap=True)
 
 
 def _lines(rows: Sequence[Cells], *, width: float, line: str) -> list[tuple[str, str]]:
-    """Return the table's lines, each with the state of its run, if it has one."""
+    """Return the table's lines. The line of a run has the run's state; other lines have an empty state."""
     from rich.cells import cell_len, set_cell_size
 
     sizes = {name: max(map(cell_len, (name, *(row.get(name, "") for row in rows)))) for name in _COLUMNS
              if any(row.get(name) for row in rows)}  # fmt: skip
-    shown, left = list[str](), width + 2  # what the last column has no need of
+    shown, left = list[str](), width + 2  # + 2: the last column needs no gap
     for name, size in sizes.items():
         left -= size + 2
         shown += [name] if left >= 0 or len(shown) < 2 else []
@@ -110,13 +110,13 @@ def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
         cells["step"] = f"{step:.0f}" + (f"/{total_steps:.0f}" if math.isfinite(total_steps) else "")
     if state == "running":
         cells["node"] = job.nodes if job else str(Lock(directory.path).holder().get("host", ""))
-        if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # not if it is nan
+        if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # false if it is nan
             cells["ETA"] = str(timedelta(seconds=math.ceil(eta_s)))
     return cells | {"why": " ".join(why.split())}
 
 
 def _last_metric(rows: list[Row], monitor: str) -> str:
-    """Return the last value of checkpoint.monitor; before the first evaluation, the training loss."""
+    """Return the last value of checkpoint.monitor. Before the first evaluation, return the training loss."""
     for name in (monitor, "train/loss"):
         split, _, metric = name.partition("/")
         for row in reversed(rows):

@@ -1,4 +1,4 @@
-"""The state of runs, a row each: what mode=plan lists and a sweep's table holds."""
+"""The states of runs, one row per run: the list of mode=plan, and the table of a sweep."""
 
 import csv
 import io
@@ -19,13 +19,13 @@ class TableRow:
 
     run_id: str
     directory: RunDirectory
-    values: dict[str, str]  # of the swept keys, as a command line writes them
+    values: dict[str, str]  # of the swept keys, in command-line form
     state: str
-    objective: float | None  # the best value of checkpoint.monitor so far
-    error: str  # why it failed
-    code: int | None  # the exit code, if it has run now
-    objectives: dict[str, float] = field(default_factory=dict)  # of a search with several
-    is_pareto: bool = False  # no other trial is at least as good in every objective, and better in one
+    objective: float | None  # the best value of checkpoint.monitor until now
+    error: str  # why the job failed
+    code: int | None  # the exit code, if the job has just run
+    objectives: dict[str, float] = field(default_factory=dict)  # for a search with several objectives
+    is_pareto: bool = False  # true if no other trial is at least as good in every objective and better in one
 
     @classmethod
     def read(
@@ -33,7 +33,7 @@ class TableRow:
     ) -> "TableRow":
         """Read the state of the job from its directory.
 
-        `state` is the state that a search knows better; `code` is the exit code of a job that has just ended.
+        `state` is a state that a search knows better than the directory. `code` is the exit code of a job that has just ended.
         """
         directory = RunDirectory(Path(run.dir))
         summary = directory.read_summary()
@@ -49,13 +49,13 @@ class TableRow:
 
 
 def listing(rows: list[TableRow]) -> str:
-    """Return what mode=plan prints: a line for each job, with its id, its state and its own overrides."""
+    """Return the output of mode=plan: a line for each job, with its id, its state and its own overrides."""
     return "".join(f"{row.run_id}  {row.state:<9}  {row.assignment}{f'  ({row.error})' if row.error else ''}".rstrip() + "\n"
                    for row in rows)  # fmt: skip
 
 
 def write_csv(rows: list[TableRow], target: Path) -> None:
-    """Write the table, complete or not at all."""
+    """Write the table atomically."""
     dicts: list[dict[str, Any]] = []
     for row in rows:
         summary = row.directory.read_summary()

@@ -1,4 +1,4 @@
-"""The environment variables of the launcher: only this module reads `os.environ`."""
+"""The environment variables of the launcher. Only this module reads `os.environ`."""
 
 import os
 import re
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Environment:
-    """The process's place in the run, from the variables of torchrun or mpirun; the defaults are for a single process."""
+    """The process's place in the run, from the variables of torchrun or mpirun. The defaults are for a single process."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
     first_on_node: int = 0  # the rank whose local_rank is 0 on this node
-    attempt: int = 0  # how often the worker group has been restarted
+    attempt: int = 0  # how many times the worker group has been restarted
     is_launched: bool = False  # torchrun (or any launcher that sets its variables) or mpirun started this process
     uses_mpi: bool = False  # mpirun started this process, as one of several
     uses_agent_store: bool = False
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    launcher_has_cuda: bool = False  # our own: then a process that sees no device must not fall back to the CPU
+    launcher_has_cuda: bool = False  # a variable of this framework: if set, a process that sees no device must not use the CPU
 
     @classmethod
     def read(cls) -> "Environment":
         env = os.environ
         is_torchruns = "RANK" in env and "WORLD_SIZE" in env
-        # as one of several; Slurm's own srun sets some of MPICH's variables too
+        # only if the process is one of several; Slurm's srun also sets some of MPICH's variables
         known = _MPIRUNS if "MPI_LOCALNRANKS" in env or "SLURM_STEP_ID" not in env else _MPIRUNS[:1]
         by_mpirun = [names for names in known if names[0] in env and int(env.get(names[2], "1")) > 1]
         uses_mpi = bool(by_mpirun) and not is_torchruns
@@ -39,7 +39,7 @@ class Environment:
             local_rank=int(env.get(local_rank, "0")),
             world_size=int(env.get(world_size, "1")),
             local_world_size=int(env.get(local_world_size, "1")),
-            first_on_node=int(env.get(rank, "0")) - int(env.get(local_rank, "0")),  # if a node's ranks follow each other
+            first_on_node=int(env.get(rank, "0")) - int(env.get(local_rank, "0")),  # correct if a node's ranks are consecutive
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
             is_launched=uses_mpi or (is_torchruns and "MASTER_PORT" in env),
             uses_mpi=uses_mpi,
@@ -50,7 +50,7 @@ class Environment:
         )
 
     def export(self) -> None:
-        """Set the variables as torchrun would: code of the user's may read them."""
+        """Set the variables as torchrun would, because the user's code may read them."""
         for name, value in zip(_TORCHRUN, (self.rank, self.local_rank, self.world_size, self.local_world_size)):
             os.environ[name] = str(value)
 
@@ -67,15 +67,16 @@ _MPIRUNS = [
 class SrunTask:
     """The process's place among the tasks that one `srun` started."""
 
-    nodes: str  # in Slurm's words, as in node[1-4]
+    nodes: str  # in Slurm's format, as in node[1-4]
     num_tasks: int
-    on_each: list[int]  # tasks of each node
+    on_each: list[int]  # the number of tasks of each node
 
     @classmethod
     def read(cls) -> "SrunTask | None":
-        """Return the place; None if srun did not start this process as one of several, or started a launcher that did.
+        """Return the place.
 
-        Nor where it started a terminal (`--pty`), whose shell alone has what is typed.
+        Return None if srun did not start this process as one of several, or if srun started a launcher that started this
+        process. Return None also if srun started a terminal (`--pty`): only the terminal's shell receives the user's input.
         """
         env = os.environ
         num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
@@ -87,22 +88,22 @@ class SrunTask:
         )
 
     def export(self, master_addr: str) -> None:
-        """Set the variables that torchrun would, unless the user has said where the processes meet."""
+        """Set the variables that torchrun would set. Keep the meeting address and port if the user has set them."""
         env, job, step = os.environ, int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
         place = (env["SLURM_PROCID"], env["SLURM_LOCALID"], self.num_tasks, self.on_each[int(env["SLURM_NODEID"])])
         env |= dict(zip(_TORCHRUN, map(str, place)))
         env.setdefault("MASTER_ADDR", master_addr)
-        env.setdefault("MASTER_PORT", str(20000 + (job * 17 + step) % 10000))  # each must know it, before they can speak
+        env.setdefault("MASTER_PORT", str(20000 + (job * 17 + step) % 10000))  # all must know it before they communicate
 
 
 @dataclass(frozen=True)
 class SlurmTask:
     """The process's place in a Slurm job."""
 
-    job_id: int  # its own id, even in an array
+    job_id: int  # the job's own id, also for a job of an array
     name: str  # the name for Slurm's commands; 12_3 in an array
-    restarts: int  # how often the job has been requeued
-    node: int  # 0 for the job's first
+    restarts: int  # how many times the job has been requeued
+    node: int  # 0 for the first node of the job
 
     @classmethod
     def read(cls) -> "SlurmTask":
@@ -114,7 +115,7 @@ class SlurmTask:
 
 @contextmanager
 def outside_of_jobs() -> Iterator[None]:
-    """Hide the variables that change Slurm's commands: the job of this process, and the user's defaults for listings."""
+    """Hide the variables that change Slurm's commands: those of this process's job, and the user's defaults for listings."""
     hidden = {name for name in os.environ if name.startswith(_CHANGE_SLURM) or name == "SBATCH_WAIT"} - {*_LEAD_TO_SLURM}
     before = {name: os.environ.pop(name) for name in hidden}
     try:
@@ -128,13 +129,13 @@ _LEAD_TO_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 def node_name() -> str:
-    """Return the name of this node: several nodes of Slurm may share a machine."""
+    """Return the name of this node. Several Slurm nodes may share a machine."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def variables() -> MutableMapping[str, str]:
-    """Return the environment variables, of this process and the processes that it starts.
+    """Return the environment variables of this process and of the processes that it starts.
 
-    `setdefault` sets a variable that a library reads, unless the user has set it.
+    `setdefault` sets a variable that a library reads, unless the user has set the variable.
     """
     return os.environ

@@ -6,7 +6,7 @@ import traceback
 from enum import IntEnum
 from pathlib import Path
 
-_OTHERS = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))  # whose code is nobody's own
+_OTHERS = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))  # code in these folders is not the user's code
 
 
 class Exit(IntEnum):
@@ -21,7 +21,7 @@ class Exit(IntEnum):
 
 
 class RunEnded(Exception):
-    """An end that all ranks reach together; a restart of the workers would not change it."""
+    """An end that all ranks reach together. A restart of the workers would not change the result."""
 
     code = Exit.FAILED
 
@@ -30,11 +30,11 @@ class RunEnded(Exception):
 
 
 class NoValidCheckpoint(RunEnded, code=Exit.NO_VALID_CHECKPOINT):
-    """Checkpoints exist, but none is valid (or none fits this run)."""
+    """Checkpoints exist, but no checkpoint is valid, or no checkpoint fits this run."""
 
 
 class Diverged(RunEnded, code=Exit.DIVERGED):
-    """The loss or the gradient is not finite; `what` says where, without the remedy."""
+    """The loss or the gradient is not finite. `what` says where, without the remedy."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; lower optimizer.lr, or clip with trainer.clip_grad_norm")
@@ -42,19 +42,19 @@ class Diverged(RunEnded, code=Exit.DIVERGED):
 
 
 class Interrupted(RunEnded, code=Exit.PREEMPTED):
-    """A signal has ended work without a checkpoint to continue from."""
+    """A signal has ended the work, and there is no checkpoint from which to continue."""
 
 
 class DiskFailed(RunEnded, code=Exit.DISK):
-    """A checkpoint could not be written; the last valid one is intact."""
+    """A checkpoint could not be written. The last valid checkpoint is intact."""
 
 
 class Unfit(RunEnded, code=Exit.CONFIGURATION):
-    """The configuration does not fit the model; only the run could show it."""
+    """The configuration does not fit the model. Only the run could show this."""
 
 
 def headline(error: Exception) -> str:
-    """Return an error's type and first line; if it quotes a loader process's traceback, the traceback's last line."""
+    """Return an error's type and first line. If it quotes a loader process's traceback, return that traceback's last line."""
     lines = str(error).strip().splitlines() or [""]
     if _quotes_another(error):
         return lines[-1]
@@ -62,7 +62,7 @@ def headline(error: Exception) -> str:
         return f"{' '.join(lines[0].split('. ')[0].split())}: {_LESS_MEMORY}"
     if is_lost_peer(error):
         return "another process of the run has ended; if it left a word, that is in train.log"
-    if lines[0].endswith(":"):  # it only introduces the next lines
+    if lines[0].endswith(":"):  # the first line only introduces the next lines
         lines = [" ".join(" ".join(lines).split())[:500]]
     return f"{type(error).__name__}: {lines[0]}"
 
@@ -71,7 +71,7 @@ _LESS_MEMORY = "less memory is needed with a smaller micro_batch_size, trainer.a
 
 
 def place_of(error: Exception) -> str:
-    """Return where an error was raised: `FILE:LINE in FUNCTION`, of the user's code if there is any of it on the way."""
+    """Return where an error was raised, as `FILE:LINE in FUNCTION`: in the innermost function of the user, if there is one."""
     if _quotes_another(error):
         places = re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))
     else:
@@ -86,24 +86,24 @@ def _is_own(file: str) -> bool:
 
 
 def _quotes_another(error: Exception) -> bool:
-    """Return whether torch has raised again an error of a loader process, with its traceback in the text."""
+    """Return whether torch has raised an error of a loader process again, with the loader's traceback in the text."""
     return str(error).startswith("Caught ") and "Original Traceback" in str(error)
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Return whether an error only says that another rank has ended."""
+    """Return whether an error only reports that another rank has ended."""
     return any(text in str(error) for text in _LOST_PEER)
 
 
 _LOST_PEER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo
-    "EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed",  # rpc's transport
+    "EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed",  # the transport of rpc
     "remote process exited or there was a network error", "communicator was aborted", "NCCL communicator encountered error",
 )  # fmt: skip
 
 
 def is_timeout(error: BaseException | None) -> bool:
-    """Return whether an error is, or follows from, a time-out of another rank."""
+    """Return whether an error is a time-out of another rank, or follows from one."""
     while error is not None:
         if any(text in str(error) for text in _TIMEOUT):
             return True
@@ -115,6 +115,6 @@ _TIMEOUT = (
     "Timed out waiting", "Application timeout caused pair closure",  # gloo; the second is its consequence
     "Timeout waiting for key", "Wait timeout", "wait timeout after",  # the stores
     "RPC ran for more than set timeout",
-    "Watchdog caught collective operation timeout", "milliseconds before timing out",  # NCCL's group
+    "Watchdog caught collective operation timeout", "milliseconds before timing out",  # the NCCL group
     "launch.timeout_s",  # this framework
 )  # fmt: skip

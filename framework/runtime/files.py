@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all."""
+"""Files that appear complete or do not appear at all."""
 
 import errno
 import fcntl
@@ -15,10 +15,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, *, is_flushed: bool = True) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; it is flushed and renamed to `path` at the end, and removed on an error.
+    """Yield a temporary path in the same folder. At the end, flush the file and rename it to `path`; on an error, remove it.
 
-    Without the flush, a power cut may leave an empty file. The new file has the permissions of any new file (umask), whatever
-    the library that writes it gives.
+    Without the flush, a power cut may leave an empty file. The new file has the permissions of any new file (umask); the
+    permissions that the writing library sets do not matter.
     """
     beside = _beside(path)
     try:
@@ -38,7 +38,7 @@ def replacing(path: Path, *, is_flushed: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """Yield a new directory beside `path`; flushed, it takes the place of `path` at the end; it is removed on an error."""
+    """Yield a new directory beside `path`. At the end, flush it and replace `path` with it; on an error, remove it."""
     beside, before = _beside(path), _beside(path)
     try:
         beside.mkdir()
@@ -56,24 +56,24 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 
 def _beside(path: Path) -> Path:
-    # not the process's id: on another machine, or in another container, another process may have the same
+    # do not use the process id: a process on another machine, or in another container, may have the same id
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
 def replaced_by(name: str) -> str | None:
-    """Return the name of the file that a temporary file of such a name was to replace; None for the name of any other."""
+    """Return the name of the file that a temporary file with this name replaces. Return None if it is no temporary name."""
     match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}", name)
     return match and match[1]
 
 
 def write_atomically(path: Path, text: str, *, is_flushed: bool = True) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
+    """Write a file. A reader sees the old content or the new content, never a part."""
     with replacing(path, is_flushed=is_flushed) as beside:
         beside.write_text(text)
 
 
 def checksum(path: Path, algorithm: str = "blake2b") -> tuple[int, str]:
-    """Return a file's size in bytes and its digest, in hexadecimal digits (which `b2sum` or `sha256sum` print too)."""
+    """Return a file's size in bytes and its digest in hexadecimal digits (`b2sum` and `sha256sum` print the same digits)."""
     digest, size = hashlib.new(algorithm), 0
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -83,19 +83,20 @@ def checksum(path: Path, algorithm: str = "blake2b") -> tuple[int, str]:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, each of which survives a power cut.
+    """Make a directory and its missing parents, so that each of them survives a power cut.
 
-    The name of an existing directory is flushed too: the process that made it may have been killed before that.
+    The name of an existing directory is flushed too: the process that made the directory may have been killed before its
+    flush.
     """
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
-    with suppress(PermissionError):  # the directory of another user
+    with suppress(PermissionError):  # the directory belongs to another user
         flush_directory(path.parent)
 
 
 def require_room(path: Path) -> None:
-    """Raise the OSError of a full disk if less than a megabyte is free for files below `path`."""
+    """Raise the OSError of a full disk if less than one megabyte is free for files below `path`."""
     while not path.exists():
         path = path.parent
     if shutil.disk_usage(path).free < 1 << 20:
@@ -103,9 +104,10 @@ def require_room(path: Path) -> None:
 
 
 def lock_file(path: Path, *, waits: bool) -> int | None:
-    """Take the kernel's lock (flock) of a file, which is created. Returns its descriptor: closing it releases the lock.
+    """Take the kernel's lock (flock) of a file, and create the file if necessary. Return the file descriptor.
 
-    None where another process has the lock and `waits` is false, or where the locked file was removed meanwhile.
+    Closing the descriptor releases the lock. Return None if another process has the lock and `waits` is false, or if the
+    locked file was removed in the meantime.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with suppress(BlockingIOError, FileNotFoundError):
@@ -117,7 +119,7 @@ def lock_file(path: Path, *, waits: bool) -> int | None:
 
 
 def flush_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut; flushing a file does not flush its name."""
+    """Make the names in a directory survive a power cut. Flushing a file does not flush the name of the file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -126,9 +128,9 @@ def flush_directory(path: Path) -> None:
 
 
 def open_files() -> int:
-    """Let this process, and each that it starts, open as many files as it may (up to 65,536); return how many that is.
+    """Let this process and its children open as many files as the system allows (up to 65,536). Return this number.
 
-    The usual 1,024 are for programs that call select(). Each tensor on its way from a loader worker is an open file.
+    The usual limit of 1,024 is for programs that call select(). Each tensor that a loader worker sends is an open file.
     """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (_MANY_FILES if limit == resource.RLIM_INFINITY else limit for limit in limits)

@@ -1,4 +1,4 @@
-"""Local copies of what is in an object store: fetched once, whole or not at all, and again when it changes there."""
+"""Local copies of objects in an object store: complete or absent, fetched once, and again after a change in the store."""
 
 import hashlib
 import json
@@ -16,17 +16,17 @@ from framework.runtime.objects import ObjectFacts, Objects, StoreFailed, inside
 
 
 class Copy(NamedTuple):
-    """A copy of what a URL names."""
+    """A copy of the content of a URL."""
 
     path: str
     version: str  # changes with the content in the store
 
 
-@cache  # one process, and those forked from it, see one version, whatever happens in the store
+@cache  # one process and its forks see one version, even if the store changes
 def local_copy(url: str) -> Copy:
-    """Return a copy of what a URL names: an object, a folder of objects, or a pattern of names (`*.tar`) in one.
+    """Return a copy of the content of a URL: an object, a folder of objects, or a pattern of names (`*.tar`) in a folder.
 
-    StoreFailed if there is nothing, or it cannot be fetched. Interrupted if a signal comes meanwhile.
+    Raise StoreFailed if nothing exists, or if it cannot be fetched. Raise Interrupted if a signal arrives during the copy.
     """
     parent, _, last = url.rstrip("/").rpartition("/")
     is_pattern = "*" in last
@@ -37,7 +37,7 @@ def local_copy(url: str) -> Copy:
 
     if not (found := listed()):
         raise StoreFailed(f"{url} holds no object", is_wrong=True)
-    is_object = found.keys() == {""}  # itself, and no folder
+    is_object = found.keys() == {""}  # the URL names an object, not a folder
 
     def is_whole(folder: Path) -> bool:
         paths = {inside(folder, name or last): facts.size for name, facts in found.items()}
@@ -59,9 +59,9 @@ def local_copy(url: str) -> Copy:
 def fetched_once(
     key: list[str | dict[str, ObjectFacts]], fetch: Callable[[Path], None], *, is_whole: Callable[[Path], bool] = lambda _: True
 ) -> Path:
-    """Return a folder of the cache for this key (JSON), which `fetch` has filled: now, or before, if it `is_whole` yet.
+    """Return the folder of the cache for this key (JSON). `fetch` fills it, unless it exists and `is_whole` accepts it.
 
-    Of several processes that ask at once, one fetches, and the others wait.
+    If several processes ask at the same time, one process fetches, and the others wait.
     """
     folder = _cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     make_directory(folder.parent)
@@ -73,7 +73,7 @@ def fetched_once(
 
 
 def _cache_folder() -> Path:
-    """Return where copies are kept: STEADFAST_CACHE, or `steadfast` in the user's folder for caches."""
+    """Return the folder of the copies: STEADFAST_CACHE, or `steadfast` in the user's folder for caches."""
     named = variables().get("STEADFAST_CACHE")
     return Path(named) if named else Path(variables().get("XDG_CACHE_HOME") or Path.home() / ".cache", "steadfast")
 

@@ -1,4 +1,4 @@
-"""The right to write in a run's directory, also where a file system's locks hold on one machine only."""
+"""The right to write in a run's directory. It also works if the file system's locks work on one machine only."""
 
 import errno
 import fcntl
@@ -19,27 +19,27 @@ from framework.runtime.files import lock_file, make_directory
 from framework.runtime.preemption import PREEMPTION
 
 _BEAT_S = 1.0
-_DEAD_AFTER_S = 4.0  # without a beat; a network file system shows what is older by up to 3 s
-_NUM_BYTES = 512  # of the file, always: an old size may be shown too
+_DEAD_AFTER_S = 4.0  # without a beat; a network file system may show content that is up to 3 s old
+_NUM_BYTES = 512  # the fixed size of the file: a file system may also show an old size
 
 
 class RunLocked(RunEnded):
-    """Another process works in this directory."""
+    """Another process uses this directory."""
 
 
 class Taken(OSError):
-    """Another launch has taken the directory, while this one was frozen or could not reach it."""
+    """Another launch has taken the directory, while this launch was frozen or could not reach the directory."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A launch's claim to a directory: the holder that `token` names. Without a token there is nothing to lose."""
+    """A launch's claim to a directory. `token` names the holder. A claim without a token cannot be lost."""
 
     directory: Path
     token: str = ""
 
     def require(self) -> None:
-        """Raise Taken if another launch has the directory by now: before a write that would harm it."""
+        """Raise Taken if another launch has the directory now. Call this before a write that would harm the other launch."""
         holder = _holder(self.directory / "lock") if self.token else {}
         if holder.get("token", self.token) != self.token:
             who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
@@ -47,12 +47,12 @@ class Claim:
 
 
 class Lock:
-    """The right to write in a run's directory, held by the process that launched it and by its forked workers.
+    """The right to write in a run's directory, held by the process that launched the run and by its forked workers.
 
-    A lock of the kernel (flock): it ends with the last of these processes, however they die, so a stale lock cannot block
-    a launch. Some file systems (Lustre, NFS, FUSE, each with some options) keep it on one machine: the file also says who
-    holds it, and the holder renews it each second. The processes of one `party` agree by other means which of them may
-    write: they ignore the lock of a lost machine, which a file server may keep for minutes.
+    It is a lock of the kernel (flock). It ends with the last of these processes, however they die: an old lock cannot block a
+    launch. On some file systems (Lustre, NFS, FUSE, each with some options) the lock is valid on one machine only. For this
+    case the file also names the holder, and the holder renews the file each second. The processes of one `party` agree by
+    other means which of them may write. They ignore the lock of a lost machine, which a file server may keep for minutes.
     """
 
     def __init__(self, directory: Path, *, party: str | None = None) -> None:
@@ -64,11 +64,11 @@ class Lock:
         self._beats: threading.Thread | None = None
 
     def take(self, *, patience_s: float = 10.0, party_patience_s: float = 3.0) -> None:
-        """Take the lock, making the directory. RunLocked, at once, if a living process holds it.
+        """Take the lock, and make the directory. Raise RunLocked immediately if a living process holds the lock.
 
-        If the holder itself is dead and its workers are about to end, waits `patience_s` for them; for a process of the same
-        party `party_patience_s`, and then goes on without its lock. A holder on another machine that has not released the
-        lock is watched for a few seconds. Interrupted if a signal comes meanwhile.
+        If the holder is dead and its workers will end soon, wait `patience_s` for the workers. For a process of the same
+        party, wait `party_patience_s`, then continue without its lock. If a holder on another machine has not released the
+        lock, watch the file for a few seconds. Raise Interrupted if a signal arrives in the meantime.
         """
         make_directory(self.path.parent)
         began = time.monotonic()
@@ -76,7 +76,7 @@ class Lock:
             waited, holder = time.monotonic() - began, self.holder()
             if self._party is not None and holder.get("party") == self._party:
                 if waited > party_patience_s:
-                    self.path.unlink(missing_ok=True)  # the lock belongs to the file, not to its name
+                    self.path.unlink(missing_ok=True)  # the lock belongs to the file, not to the file's name
             elif waited > (0.0 if _is_alive(holder) else patience_s):
                 raise self._locked(holder)
             self._wait(0.05)
@@ -93,7 +93,7 @@ class Lock:
         self._beats.start()
 
     def _watch_holder(self) -> None:
-        """Wait until the holder that the file names is known to be gone. RunLocked if it lives, though its lock is free."""
+        """Wait until the holder that the file names has ended. Raise RunLocked if it lives, although its lock is free."""
         before, began = self.holder(), time.monotonic()
         if not before.get("token") or (self._party is not None and before.get("party") == self._party):
             return
@@ -117,7 +117,7 @@ class Lock:
     def _write(self, token: str, beat: int = 0) -> None:
         holder = {"host": socket.gethostname(), "party": self._party, "token": token, "beat": beat}
         text = json.dumps(holder | {"pid": os.getpid()} | process_identity())
-        with open(self.path, "r+b", buffering=0) as file:  # opened and closed, so that a network file system sends it
+        with open(self.path, "r+b", buffering=0) as file:  # open and close the file, so that a network file system sends it
             file.write(text.encode().ljust(_NUM_BYTES))
             if os.fstat(file.fileno()).st_size > _NUM_BYTES:
                 file.truncate(_NUM_BYTES)
@@ -135,7 +135,7 @@ class Lock:
 
     @property
     def is_held(self) -> bool:
-        """Return whether a process, this one included, holds the lock now; on another machine, as far as can be seen."""
+        """Return whether a process, including this one, holds the lock now. For another machine, this is only an estimate."""
         try:
             with open(self.path) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -152,13 +152,13 @@ class Lock:
             self._released.set()
             if self._beats is not None:
                 self._beats.join(2 * _BEAT_S)
-            with suppress(OSError):  # then the next one watches for a while
+            with suppress(OSError):  # if this fails, the next holder watches the file for a few seconds
                 self._write("")
             os.close(self._descriptor)
             self._descriptor = None
 
     def holder(self) -> dict[str, Any]:
-        """Return what the file says about the process that holds the lock, or was killed holding it."""
+        """Return the file's record of the process that holds the lock, or that was killed while it held the lock."""
         return _holder(self.path)
 
 
@@ -171,18 +171,18 @@ def _holder(path: Path) -> dict[str, Any]:
 
 
 def process_identity(pid: int | None = None) -> dict[str, Any]:
-    """Return what tells a process, this one by default, from all others: machine, container, number, and when it began."""
+    """Return the facts that identify a process (default: this process): machine, container, process id, and start time."""
     pid = os.getpid() if pid is None else pid
     with suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as stat, open("/proc/sys/kernel/random/boot_id") as boot:
         state, *fields = stat.read().rpartition(")")[2].split()
-        is_there = state not in ("Z", "X")  # else it has ended, and nobody has asked how yet
+        is_there = state not in ("Z", "X")  # false: the process has ended, but its parent has not waited for it yet
         where = {"pid": pid, "boot": boot.read().strip(), "container": os.readlink("/proc/self/ns/pid")}
         return where | {"started": fields[18]} if is_there else {}
     return {}
 
 
 def is_gone(holder: dict[str, Any]) -> bool:
-    """Return whether the holder is known to have ended: only a process of this machine, and container, can be looked up."""
+    """Return whether the holder has certainly ended. Only a process of this machine and this container can be checked."""
     here = process_identity()
     if not here or any(holder.get(key) != here[key] for key in ("boot", "container")):
         return False
@@ -191,23 +191,23 @@ def is_gone(holder: dict[str, Any]) -> bool:
 
 
 def is_here(holder: dict[str, Any]) -> bool:
-    """Return whether the holder is a living process of this machine, and container."""
+    """Return whether the holder is a living process of this machine and this container."""
     here = process_identity()
     return bool(here) and all(holder.get(key) == here[key] for key in ("boot", "container")) and not is_gone(holder)
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:
     if holder.get("host") != socket.gethostname():
-        return bool(holder)  # on another host: believe the lock
+        return bool(holder)  # on another host: trust the lock
     try:
         os.kill(holder["pid"], 0)
     except OSError as error:
-        return isinstance(error, PermissionError)  # another user's process
+        return isinstance(error, PermissionError)  # the process belongs to another user
     return True
 
 
 def _end(taken: Taken) -> None:
-    """End this process, and with it its workers, before they write anything more where another run writes."""
+    """End this process, and thus its workers, before they write anything more into the directory of another run."""
     with suppress(OSError):
         sys.stderr.write(f"{taken.strerror}; this command stops, and writes nothing more\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Logging, to the console and to the run's `train.log`, without secrets; and the standard streams as a shell opens them."""
+"""Logging without secrets, to the console and to the run's `train.log`. Also: the standard streams as a shell opens them."""
 
 import errno
 import io
@@ -19,11 +19,11 @@ LOGGER = logging.getLogger("steadfast")
 
 
 def start_console(*, rank: int, who: str | None = None) -> None:
-    """Log to stderr, without secrets: rank 0 everything, the others warnings. Can be called again in a forked worker.
+    """Log to stderr without secrets: rank 0 logs everything, the other ranks log warnings. Forked workers may call this again.
 
-    `who` speaks, if it is no rank.
+    `who` names the process in the log, if the process is not a rank.
     """
-    if not isinstance(sys.stderr, Redacting):  # not only for the log: also for a library's warnings and a last traceback
+    if not isinstance(sys.stderr, Redacting):  # not only for the log: also for a library's warnings and for a final traceback
         sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # all but by class
     handler = logging.StreamHandler()
     level = logging.DEBUG if variables().get("STEADFAST_VERBOSE") else logging.INFO
@@ -37,7 +37,7 @@ def start_console(*, rank: int, who: str | None = None) -> None:
 
 @contextmanager
 def log_file(path: Path, *, who: str = "launcher") -> Iterator[None]:
-    """Log to `path` too. All ranks append to the one file: a line is one write, so lines never mix."""
+    """Log to `path` too. All ranks append to the same file. Each line is one write, so lines never mix."""
     handler = _File(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname)s %(message)s"))
     LOGGER.addHandler(handler)
@@ -49,19 +49,19 @@ def log_file(path: Path, *, who: str = "launcher") -> Iterator[None]:
 
 
 def log_wrapped(text: str, *, hang: int) -> None:
-    """Log a line that a terminal shows wrapped at words, its later lines indented by `hang` columns; files have it whole."""
+    """Log one line. A terminal wraps it at words and indents its later lines by `hang` columns; files keep it as one line."""
     LOGGER.info("%s", text, extra={"hang": hang})
 
 
 def to_files(text: str, *, level: int = logging.ERROR) -> None:
-    """Log to the files only: a traceback, of which the console gets the headline, or what a terminal shows in another form."""
+    """Log to the files only: a traceback (the console gets the headline), or text that a terminal shows in another form."""
     for handler in LOGGER.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(LOGGER.makeRecord(LOGGER.name, level, "", 0, "%s", (text,), None))
 
 
 class _File(logging.FileHandler):
-    """A file on a disk that may be full: a lost line must not cause a traceback, or end the run."""
+    """A log file on a disk that may be full. A lost line must not cause a traceback or end the run."""
 
     def _open(self) -> Any:
         return Redacting(super()._open())
@@ -70,17 +70,17 @@ class _File(logging.FileHandler):
         pass
 
     def close(self) -> None:
-        with suppress(OSError):  # it flushes its buffer
+        with suppress(OSError):  # close() flushes the buffer
             super().close()
 
 
 class _Console(logging.Formatter):
-    """Shows rank and level of warnings and errors only."""
+    """A formatter that shows rank and level of warnings and errors only."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         text = super().formatMessage(record) if record.levelno >= logging.WARNING else record.message
         hang = getattr(record, "hang", None)
-        with suppress(OSError, ValueError):  # it is no terminal, or closed
+        with suppress(OSError, ValueError):  # the stream is not a terminal, or is closed
             if hang is not None and len(text) > (width := os.get_terminal_size(sys.stderr.fileno()).columns) > 0:
                 indent = text[: len(text) - len(text.lstrip())]
                 return textwrap.fill(text.lstrip(), max(40, width), initial_indent=indent, subsequent_indent=" " * hang,
@@ -89,17 +89,17 @@ class _Console(logging.Formatter):
 
 
 def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """Run a command line with any standard streams, also closed ones. Returns the exit code. A failed print raises nothing."""
+    """Run a command line with any standard streams, even closed ones. Return the exit code. A failed print raises nothing."""
     _open_all()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: the encoding may lack letters of a name
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: the encoding may not have all letters of a name
     sys.stdout = _Output(sys.stdout)  # type: ignore[assignment]  # all but by class
     try:
         code = run(arguments)
         sys.stdout.flush()
         return code
     except _Unprinted as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try again as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the interpreter tries to write again when it ends
         if error.errno == errno.EPIPE:  # `| head` has read enough
             return Exit.FINISHED
         print(f"standard output cannot be written: {error.strerror}", file=sys.stderr)
@@ -107,11 +107,11 @@ def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
 
 
 class _Unprinted(OSError):
-    """Standard output, not a file of the run, could not be written."""
+    """Standard output could not be written (not a file of the run)."""
 
 
 class _Output(WrappedStream):
-    """Standard output, whose errors differ from errors of files."""
+    """Standard output. Its errors differ from the errors of files."""
 
     def write(self, text: str) -> int:
         with _marked():
@@ -131,11 +131,11 @@ def _marked() -> Iterator[None]:
 
 
 def _open_all() -> None:
-    """Open a null device for a closed stream (`>&-`): otherwise output would go into the next opened file."""
+    """Open a null device for a closed stream (`>&-`). Otherwise output would go into the next opened file."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # the new descriptor gets the lowest free number: this one
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")

@@ -1,4 +1,4 @@
-"""What the C library does with memory that a process frees."""
+"""How the C library treats memory that a process frees."""
 
 import ctypes
 
@@ -8,10 +8,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep the memory that is freed for what is allocated next. Returns whether it does from now on.
+    """Make glibc keep freed memory for the next allocations. Return whether glibc does so from now on.
 
-    By itself it gives large blocks back to the kernel, which clears them again, page by page, in each step. Not where the
-    user has chosen an allocator, or its settings (LD_PRELOAD, MALLOC_..., GLIBC_TUNABLES), or where the C library is another.
+    By default, glibc returns large blocks to the kernel, and the kernel clears them again, page by page, in each step. Nothing
+    changes if the user has chosen an allocator or its settings (LD_PRELOAD, MALLOC_..., GLIBC_TUNABLES), or if the C library
+    is not glibc.
     """
     chosen = any(name in ("LD_PRELOAD", "GLIBC_TUNABLES") or name.startswith("MALLOC_") for name in variables())
     library = ctypes.CDLL(None)
@@ -21,7 +22,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed() -> None:
-    """Have glibc give back what it keeps of freed memory, in the middle of its heap too. Another C library is left alone."""
+    """Make glibc return the freed memory that it keeps, also from the middle of its heap. Other C libraries do nothing."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

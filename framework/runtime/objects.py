@@ -1,4 +1,4 @@
-"""Objects in a store that fsspec reaches (s3://, gs://, file://, ...): listed, read, put, and created exclusively."""
+"""Objects in a store that fsspec supports (s3://, gs://, file://, ...): list, read, put, and exclusive creation."""
 
 import importlib.util
 import os
@@ -16,13 +16,13 @@ from framework.runtime.problem import Problem, extra_with, install_command
 
 Answer = TypeVar("Answer")
 _PATIENCE_S = 60.0
-_SLOWEST = 250_000  # bytes a second
+_SLOWEST = 250_000  # bytes per second
 _STOPPED = "stopped before all was fetched; the same command goes on"
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated")  # by protocol
 
 
 class StoreFailed(OSError):
-    """A store does not do what it is asked. `is_wrong`: nor will it later; the place or the credentials are wrong."""
+    """A request to a store failed. `is_wrong`: it will fail again, because the place or the credentials are wrong."""
 
     def __init__(self, what: str, *, is_wrong: bool = False) -> None:
         super().__init__(what)
@@ -30,25 +30,25 @@ class StoreFailed(OSError):
 
 
 class ObjectFacts(NamedTuple):
-    """One object in a listing. `version` changes with its content."""
+    """One object in a listing. `version` changes with the object's content."""
 
     size: int
     version: str
 
 
 def is_url(text: object) -> bool:
-    """Return whether a text names a place in a store."""
+    """Return whether a text is the URL of a place in a store."""
     return isinstance(text, str) and "://" in text
 
 
 def url_problems(key: str, url: str) -> list[Problem]:
-    """Return why a place cannot be in any store from here: its protocol is unknown, or needs a package. Reads nothing."""
-    from fsspec.registry import known_implementations, registry  # not spent by a run without a store
+    """Return why no store can have this place: the protocol is unknown or needs a missing package. This reads nothing."""
+    from fsspec.registry import known_implementations, registry  # late: a run without a store does not need it
 
     protocol, _, path = url.partition("://")
     if protocol not in known_implementations.keys() | registry.keys() or not path.strip("/"):
         return [Problem(key, f"{url!r} is not valid", "PROTOCOL://PLACE, as in s3://BUCKET/FOLDER; any protocol of fsspec")]
-    if protocol not in known_implementations:  # the user's own
+    if protocol not in known_implementations:  # the user has registered this protocol
         return []
     module = known_implementations[protocol]["class"].partition(".")[0]
     if importlib.util.find_spec(module) is not None:
@@ -58,10 +58,10 @@ def url_problems(key: str, url: str) -> list[Problem]:
 
 
 class Objects:
-    """The objects below a URL, by their names: paths relative to it. Any method may raise StoreFailed: also where a store gives
-    no answer for a minute, and moves no byte.
+    """The objects below a URL. Their names are paths relative to the URL.
 
-    With `heeds_signals`, Interrupted if a signal comes meanwhile. Not to be used in a process that was forked later.
+    Any method may raise StoreFailed, also if a store gives no answer and moves no byte for a minute. With `heeds_signals`,
+    raise Interrupted if a signal arrives. Do not use an instance in a process that was forked later.
     """
 
     def __init__(self, url: str, *, heeds_signals: bool = False) -> None:
@@ -72,12 +72,12 @@ class Objects:
             from fsspec.core import url_to_fs
 
             file_system, root = url_to_fs(self.url, use_listings_cache=False)
-            return file_system, root, not isinstance(file_system, AsyncFileSystem)  # a file system, with renames
+            return file_system, root, not isinstance(file_system, AsyncFileSystem)  # True: a file system, which can rename
 
         self._fs, self._root, self._has_folders = self._asked("opened", opened)
 
     def listing(self, folder: str = "") -> dict[str, ObjectFacts]:
-        """Return what is below a folder, by name."""
+        """Return the objects below a folder, by name."""
         what = f"listed{folder and f': {folder}'}"
         return self._named(self._asked(what, lambda: self._fs.find(self._path(folder), detail=True)))
 
@@ -87,11 +87,11 @@ class Objects:
         return {name: ObjectFacts(info["size"], _version(info)) for name, info in sorted(named.items())}
 
     def matching(self, pattern: str) -> dict[str, ObjectFacts]:
-        """Return the objects in the URL's own folder whose names match a pattern, as in `*.tar`."""
+        """Return the objects directly in the URL's folder with names that match a pattern, as in `*.tar`."""
         return self._named(self._asked(f"listed: {pattern}", lambda: self._fs.glob(self._path(pattern), detail=True)))
 
     def read(self, name: str) -> bytes | None:
-        """Return an object's content; None if there is no such object."""
+        """Return an object's content, or None if the object does not exist."""
 
         def read() -> bytes | None:
             with suppress(FileNotFoundError):
@@ -101,13 +101,13 @@ class Objects:
         return self._asked(f"read: {name}", read)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write an object, which may exist."""
+        """Write an object. The object may exist already."""
         self._asked(f"written: {name}", lambda: self._whole(name, lambda path: self._fs.pipe_file(path, content)))
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write an object that must not exist; of several processes that try at once, one succeeds. Return whether this one.
+        """Write an object that must not exist. If several processes try together, one succeeds. Return whether this one did.
 
-        The store decides (S3: If-None-Match). A store that does not know how writes over the object: try it out first.
+        The store decides (S3: If-None-Match). A store without this function overwrites the object: test the store first.
         """
         path = self._path(name)
 
@@ -122,16 +122,16 @@ class Objects:
         try:
             self._asked(f"created: {name}", create)
             return True
-        except StoreFailed as failure:  # not every store says that it exists; and a request sent twice meets its own object
+        except StoreFailed as failure:  # not all stores report an existing object; a repeated request finds its own object
             there = self.read(name) if isinstance(failure.__cause__, OSError) else None
             if there is None:
                 raise
             return there == content
 
     def put(self, path: Path, name: str) -> None:
-        """Copy a file into an object, which may exist."""
+        """Copy a file into an object. The object may exist already."""
 
-        progress = _Progress(path.stat().st_size)  # a store may take all of it as one request, and say nothing meanwhile
+        progress = _Progress(path.stat().st_size)  # a store may take a file as one request, without reports
 
         def put() -> None:
             self._whole(name, lambda target: self._fs.put_file(str(path), target, callback=progress.callback()))
@@ -147,7 +147,7 @@ class Objects:
         self._asked(f"read: {name}", get, progress)
 
     def remove(self, name: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object, if it exists."""
 
         def remove() -> None:
             with suppress(FileNotFoundError):
@@ -159,7 +159,7 @@ class Objects:
         return f"{self._root}/{name}".rstrip("/")
 
     def _whole(self, name: str, write: Callable[[str], object]) -> None:
-        """Write an object; on a file system into a path beside it, which is renamed at the end."""
+        """Write an object. On a file system, write a temporary path beside the object and rename it at the end."""
         path = self._path(name)
         if not self._has_folders:
             write(path)
@@ -169,13 +169,13 @@ class Objects:
         self._fs.mv(f"{path}.part", path)
 
     def _asked(self, what: str, work: Callable[[], Answer], progress: "_Progress | None" = None) -> Answer:
-        """Return what the store answers: asked in a thread, since a store that is silent would hold this one for ever."""
+        """Return the store's answer. Ask in a separate thread, because a silent store would block this thread forever."""
         answers: Queue[tuple[Answer | None, Exception | None]] = Queue()
 
         def ask() -> None:
             try:
                 answers.put((work(), None))
-            except Exception as error:  # of botocore, aiohttp, google.auth, ...
+            except Exception as error:  # errors of botocore, aiohttp, google.auth, ...
                 answers.put((None, error))
 
         progress = progress or _Progress()
@@ -197,14 +197,14 @@ class Objects:
 
 
 class _Progress:
-    """When the store has last moved a byte, and how long it may be silent."""
+    """When the store last moved a byte, and how long the store may be silent."""
 
     def __init__(self, num_bytes: int = 0) -> None:
         self.patience_s = _PATIENCE_S + num_bytes / _SLOWEST
         self._moved_at = time.monotonic()
 
     def callback(self) -> Any:
-        """Return what a transfer tells that bytes have moved."""
+        """Return the callback that a transfer calls when bytes have moved."""
         from fsspec.callbacks import Callback
 
         return Callback(hooks={"moved": lambda *_, **__: setattr(self, "_moved_at", time.monotonic())})
@@ -219,7 +219,7 @@ def _version(info: dict[str, Any]) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of an object's file in a folder. StoreFailed for a name that leads out of it."""
+    """Return the path of an object's file in a folder. Raise StoreFailed if the name leads out of the folder."""
     path = Path(os.path.normpath(folder / name))
     if folder not in path.parents:
         raise StoreFailed(f"an object is called {name!r}, which leads out of a folder", is_wrong=True)

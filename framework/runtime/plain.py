@@ -1,4 +1,4 @@
-"""Reading files that a stranger may have written: only our own, only plain files, only strict JSON of limited size."""
+"""Reading files that a stranger may have written: only our own files, only plain files, only strict JSON of limited size."""
 
 import json
 import os
@@ -11,21 +11,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from framework.runtime.problem import shown
 
-_LARGEST_JSON = 16 << 20  # bytes; the manifest of a checkpoint in 50,000 files
+_LARGEST_JSON = 16 << 20  # bytes; enough for the manifest of a checkpoint in 50,000 files
 
 
 class Invalid(Exception):
-    """A file, or a directory, that is not what it is read as; the message, one line, says why."""
+    """A file or a directory that does not have the expected content. The message, one line, says why."""
 
 
 class Plain(BaseModel):
-    """A model of JSON that we have written: no other keys, no conversion of types."""
+    """A model of JSON that the framework has written: no other keys, no conversion of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def require_directory(path: Path) -> None:
-    """Raise Invalid unless `path` is itself a directory (not a link to one) and belongs to us or to root."""
+    """Raise Invalid unless `path` is a directory (not a link to a directory) and belongs to the current user or to root."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise Invalid(f"is {_kind(status)} instead of a directory")
@@ -33,7 +33,7 @@ def require_directory(path: Path) -> None:
 
 
 def require_file(path: Path) -> int:
-    """Raise Invalid unless `path` is a plain file that belongs to us or to root; return its size. It is not opened."""
+    """Return the size of a file, without opening it. Raise Invalid unless it is a plain file of this user or of root."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         raise Invalid(f"{shown(path.name)} is {_kind(status)} instead of a file")
@@ -63,7 +63,7 @@ def _kind(status: os.stat_result) -> str:
 
 
 def read_json(path: Path) -> tuple[str, Any]:
-    """Return a file's text and the data in it. Raises Invalid for anything but a plain, small file of strict JSON."""
+    """Return a file's text and its data. Raise Invalid unless it is a plain, small file of strict JSON."""
     if require_file(path) > _LARGEST_JSON:
         raise Invalid(f"{path.name} is too large")
     try:
@@ -75,7 +75,7 @@ def read_json(path: Path) -> tuple[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON in which no key comes twice. ValueError, or RecursionError, for anything else."""
+    """Parse JSON in which each key occurs once. Raise ValueError or RecursionError for anything else."""
     return json.loads(text, object_pairs_hook=_without_duplicates)
 
 
@@ -87,7 +87,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the first fault that pydantic has found: `progress.step: Input should be a valid integer`."""
+    """Return the first fault that pydantic found, as in `progress.step: Input should be a valid integer`."""
     item = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part) for part in item["loc"])
     return f"{place[:60]}: {item['msg'][:200]}" if place.isprintable() else item["msg"][:200]

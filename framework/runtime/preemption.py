@@ -1,4 +1,4 @@
-"""Preemption: a signal handler only sets a flag, which the loop reads at its step boundaries; and the parent's death."""
+"""Preemption: a signal handler only sets a flag, which the loop reads at its step boundaries. Also: the parent's death."""
 
 import ctypes
 import math
@@ -18,22 +18,22 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 class Preemption:
-    """The flag, one in each process; a forked worker inherits its parent's, with any signal that came before the fork."""
+    """The flag; each process has one. A forked worker inherits its parent's flag, with any signal that came before the fork."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self.speaks = True  # prints a message for the signal: one process of a run does
+        self.speaks = True  # whether this process prints a message for the signal; one process of a run does
         self.says = "stopping after this step"
-        self.last_words = b""  # bytes for the terminal before this process ends at once
+        self.last_words = b""  # bytes that the terminal needs before this process ends immediately
         self._times = 0
-        self._since = 0.0  # on time.monotonic's clock
+        self._since = 0.0  # in time.monotonic's seconds
 
     @property
     def requested(self) -> bool:
         return self.signum is not None
 
     def left_of(self, grace_s: float) -> float:
-        """Return the seconds of a grace period that are left; infinity if no signal has come to this process."""
+        """Return the remaining seconds of a grace period. Return infinity if this process has not received a signal."""
         return grace_s - (time.monotonic() - self._since) if self.requested else math.inf
 
     def watch(self) -> None:
@@ -43,19 +43,16 @@ class Preemption:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _heard(self) -> list[signal.Signals]:
-        """Return the signals that stop a run: SIGHUP, of a terminal that closes, does not where nohup has it ignored."""
+        """Return the signals that stop a run. SIGHUP, from a closed terminal, does not stop a run that nohup started."""
         return [signum for signum in SIGNALS if (signum, signal.getsignal(signum)) != (signal.SIGHUP, signal.SIG_IGN)]
 
     @contextmanager
     def heard_at_once(self) -> Iterator[None]:
-        """Note signals in a thread: Python's handlers wait for the end of a call into C, and a backward pass is one.
-
-        Main thread only.
-        """
+        """Note signals in a thread. Python's handlers wait until a call into C ends, and a backward pass is such a call."""
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
         for signum in self._heard():
-            signal.signal(signum, lambda *_: None)  # without a handler nothing is written to the pipe
+            signal.signal(signum, lambda *_: None)  # without a handler, nothing is written to the pipe
         signal.set_wakeup_fd(write_fd)
         threading.Thread(target=self._listen, args=(read_fd,), daemon=True).start()
         try:
@@ -83,9 +80,9 @@ class Preemption:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is None and self.speaks:
-            # not through logging, whose lock the interrupted code may hold
+            # do not use logging: the interrupted code may hold its lock
             again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
-            # in the place of a live line, which may be another process's: it is drawn again below
+            # erase a live line, which may belong to another process; that process draws the line again below
             erase = "\r\x1b[2K" if os.isatty(2) and variables().get("TERM") not in (None, "dumb", "unknown") else ""
             with suppress(OSError):  # the terminal has closed
                 os.write(2, f"{erase}{signal.Signals(signum).name}: {self.says}{again}\n".encode())
@@ -93,14 +90,14 @@ class Preemption:
             self.signum, self._since = signum, time.monotonic()
         self._times += signum == signal.SIGINT
         children = multiprocessing.active_children()
-        if self._times >= 2:  # the second Ctrl-C: as safe as kill -9, and as quick
+        if self._times >= 2:  # the second Ctrl-C is as safe and as fast as kill -9
             for child in children:
                 child.kill()
             with suppress(OSError):
                 os.write(2, self.last_words)
             os._exit(128 + signal.SIGINT)
         for child in children:
-            child.terminate()  # TERM for any signal: Ctrl-C has reached the children already
+            child.terminate()  # SIGTERM for any signal: the children have received Ctrl-C already
 
 
 PREEMPTION = Preemption()
@@ -110,11 +107,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, however it dies (Linux; elsewhere nothing happens)."""
+    """Make the kernel kill this process when its parent dies, however the parent dies. (On Linux only; elsewhere a no-op.)"""
     parent = os.getppid()
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except AttributeError:
         return
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)

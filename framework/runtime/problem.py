@@ -1,4 +1,4 @@
-"""A problem of a configuration, in one line for the user; also missing packages of extras."""
+"""A problem of a configuration, in one line for the user. Also: the missing packages of extras."""
 
 import importlib.util
 import re
@@ -11,7 +11,7 @@ from framework.runtime.secrets import redact
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of the configuration: one line for the user."""
+    """One problem of the configuration, as one line for the user."""
 
     key: str
     what: str
@@ -26,9 +26,9 @@ class Problem:
 
     @classmethod
     def of_error(cls, group: str, error: BaseException) -> "Problem":
-        """Return a component's refusal under the key that it names (`seq_len=0: ...`), else under its group's."""
+        """Return a component's error as a problem, under the key that it names (`seq_len=0: ...`), else under its group."""
         text = " ".join(str(error).split("\n")[0].split())
-        if not text or isinstance(error, (LookupError, SystemExit)):  # a KeyError's text is the key alone
+        if not text or isinstance(error, (LookupError, SystemExit)):  # the text of a KeyError is only the key
             text = f"{type(error).__name__}: {text}".rstrip(": ")
         if re.match(r"[a-z]\w*(\.\w+)+: ", text):
             return cls.of_line(text)
@@ -40,7 +40,7 @@ class Problem:
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML and the command line write it, at most 60 characters."""
+    """Return a value in the form of YAML and the command line, with at most 60 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
@@ -48,7 +48,7 @@ def shown(value: Any) -> str:
     elif isinstance(value, dict):
         text = "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
     elif isinstance(value, int) and abs(value) >= 10**60:
-        text = f"{value // 10 ** (value.bit_length() * 3 // 10 - 20)}..."  # str() refuses thousands of digits
+        text = f"{value // 10 ** (value.bit_length() * 3 // 10 - 20)}..."  # str() fails for thousands of digits
     else:
         text = repr(value)
     return text if len(text) <= 60 else text[:56] + " ..."
@@ -70,17 +70,17 @@ _MODULES = {
 
 
 def missing(extra: str) -> list[str]:
-    """Return which packages of an extra are not installed."""
+    """Return the packages of an extra that are not installed."""
     return [name for name in _MODULES[extra] if importlib.util.find_spec(name) is None]
 
 
 def extra_with(module: str) -> str | None:
-    """Return the extra that brings a package, if one does."""
+    """Return the extra that contains a package, or None."""
     return next((extra for extra, modules in _MODULES.items() if module in modules), None)
 
 
 def install_command(extra: str) -> str:
-    """Return how to install an extra."""
+    """Return the command that installs an extra."""
     return f"pip install 'steadfast[{extra}]', or {' '.join(_MODULES[extra])}"
 
 

@@ -1,4 +1,4 @@
-"""This process as the program that a command line has started: how it begins, and how it ends."""
+"""This process as the program that a command line has started: its start and its end."""
 
 import atexit
 import os
@@ -13,11 +13,11 @@ from framework.runtime.environment import variables
 
 
 def fix_hashes() -> None:
-    """Begin this process again with one hash seed for all, unless PYTHONHASHSEED is given, or the program has been called by
-    another one within this process.
+    """Start this process again with the same hash seed for all processes.
 
-    So the order of a set, and whatever the user's code computes by hash(), is the same on every rank and after a restart:
-    by itself Python's hash of text differs from process to process.
+    Do nothing if PYTHONHASHSEED is set, or if another program in this process has called this program. With one seed, the
+    order of a set, and all results of hash() in the user's code, are the same on every rank and after a restart. By default,
+    Python's hash of a text differs from process to process.
     """
     options = _words_before_arguments()
     is_main = sys.argv[0] in options or ("-m" in options and sys.argv[0].endswith("__main__.py"))
@@ -29,45 +29,45 @@ def fix_hashes() -> None:
 
 
 def keep_cuda_for_children() -> None:
-    """Let `torch.cuda.is_available` ask NVML, unless the user has chosen.
+    """Let `torch.cuda.is_available` use NVML, unless the user has chosen otherwise.
 
-    Many a model's file calls it when it is imported. By default it initialises CUDA's driver, and then no process forked from
-    this one can use CUDA, such as the one that tries out an optimizer.
+    Many model files call this function when they are imported. By default it initialises the CUDA driver. After that, no
+    process that is forked from this process can use CUDA, for example the process that tries out an optimizer.
     """
     variables().setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process as sys.exit would, but for taking down the interpreter: it would free torch's objects one by one."""
+    """End this process as sys.exit would, but do not finalize the interpreter, which would free torch's objects one by one."""
     if not _is_whole_process():  # a profiler, for example, reports when this program has ended
         sys.exit(code)
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: waits for threads, ends pools of them
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: wait for threads, end pools of threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or it is closed
+        with suppress(OSError, ValueError, AttributeError):  # the stream has no reader any more, or it is closed
             stream.flush()
     os._exit(code)
 
 
 def _is_whole_process() -> bool:
-    """Return whether this process runs this program alone, and not a profiler, for example, that runs it."""
+    """Return whether this process runs only this program. (A profiler, for example, runs this program inside its own.)"""
     *options, last = _words_before_arguments() or [""]
     if options[-1:] == ["-m"] and sys.argv[0].endswith("__main__.py"):
         options.pop()
     elif last != sys.argv[0]:
         return False
-    pairs = zip(["", *options], options)  # all must be options of the interpreter, or their values
+    pairs = zip(["", *options], options)  # all words must be options of the interpreter, or their values
     return "-m" not in options and all(word.startswith("-") or before in ("-X", "-W") for before, word in pairs)
 
 
 def _words_before_arguments() -> list[str]:
-    """Return what the interpreter was given before this program's own arguments; nothing if those are others."""
+    """Return the words that the interpreter received before this program's arguments; [] if the arguments have changed."""
     before = len(sys.orig_argv) - len(sys.argv) + 1
     return sys.orig_argv[1:before] if sys.orig_argv[before:] == sys.argv[1:] else []
 
 
 def program() -> str:
-    """Return how this process's command begins, for another one that can be pasted."""
+    """Return the first words of this process's command, for another command that the user can paste."""
     path = Path(sys.argv[0])
     if path.name == "train.py":
         return f"python {shlex.quote(sys.argv[0])}"

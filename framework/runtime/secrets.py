@@ -11,7 +11,7 @@ from framework.runtime.environment import variables
 
 HIDDEN = "[secret]"
 REMEDY = "leave it out: the library reads it itself, from its environment variable or file"
-_SHORTEST = 8  # characters; a shorter secret would hide ordinary words
+_SHORTEST = 8  # characters; a shorter secret would also hide ordinary words
 
 # TOKENIZERS_PARALLELISM, SSH_KEY_PATH and similar variables hold no secret.
 _VARIABLE = re.compile(r"TOKEN(?!I)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|KEYS?(?:_ID)?$|(?:^|_)(?:KEYS?|PASS|PAT)(?:_|$)")
@@ -54,7 +54,7 @@ def _is_secret_variable(name: str) -> bool:
 
 @cache
 def _forms(value: str) -> frozenset[str]:
-    """Return a value, and each of its lines, unchanged and in the forms in which errors and URLs write it."""
+    """Return a value and each of its lines, unchanged and in the forms that errors and URLs use."""
     parts = {part.strip() for part in (value, *value.splitlines())}
     forms = {form for part in parts for form in (part, quote(part, safe=""), repr(part)[1:-1], json.dumps(part)[1:-1])}
     return frozenset(form for form in forms if len(form) >= _SHORTEST)
@@ -76,7 +76,7 @@ def secrets_in(config: Any, key: str = "") -> dict[str, str]:
 
 
 def is_secret_key(key: str) -> bool:
-    """Return whether a key's name says that it holds a secret."""
+    """Return whether a key's name shows that its value is a secret."""
     return any(_KEY.search(part) for part in key.lower().split("."))
 
 
@@ -90,7 +90,7 @@ def _fault_of(text: str) -> str | None:
 
 
 class WrappedStream:
-    """A text stream that changes how text is written; everything else is the wrapped stream's."""
+    """A text stream that changes how text is written. Everything else is done by the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -100,7 +100,7 @@ class WrappedStream:
 
 
 class Redacting(WrappedStream):
-    """A text stream that removes secrets from everything written to it."""
+    """A text stream that removes secrets from all text that is written to it."""
 
     def write(self, text: str) -> int:
         self._stream.write(redact(text))

@@ -1,4 +1,4 @@
-"""Slurm's own commands, and the states of jobs."""
+"""Slurm's commands, and the states of jobs."""
 
 import re
 import subprocess
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from framework.runtime.environment import outside_of_jobs
 
-_PATIENCE_S = 60.0  # with a busy controller that is asked to change something
-_TO_ANSWER_S = 15.0  # a question
+_PATIENCE_S = 60.0  # how long to wait for a busy controller, for a command that changes something
+_TO_ANSWER_S = 15.0  # how long to wait for the answer to a question
 _QUESTIONS = ("squeue", "sinfo", "sacct", "sacctmgr", "show", "--test-only")
 _MOST_IDS = 1000  # in one command
-SETUP_FAILED = "launch.slurm.setup failed with"  # in a job's output: the code, and the line
+SETUP_FAILED = "launch.slurm.setup failed with"  # this text is in a job's output, before the code and the line
 
 
 class SlurmFailed(Exception):
-    """One of Slurm's commands has failed; the message is the command's."""
+    """A Slurm command has failed. The message is the command's message."""
 
 
 class SlurmSilent(SlurmFailed):
-    """Slurm has not answered: its controller is down, busy, or not reached from here. It may answer later."""
+    """Slurm has not answered: its controller is down, busy, or not reachable from this machine. It may answer later."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class QueuedJob:
     """A job that waits or runs."""
 
     job_id: str  # 12_3 for a job of an array
-    state: str  # in Slurm's words
+    state: str  # in Slurm's terms
     nodes: str
-    reason: str  # why it waits
+    reason: str  # why the job waits
 
     @property
     def waits(self) -> bool:
@@ -38,7 +38,7 @@ class QueuedJob:
 
 
 def queue(job_ids: Iterable[str]) -> dict[str, QueuedJob]:
-    """Return which of the jobs wait or run, by their ids. SlurmFailed if that cannot be known."""
+    """Return the jobs that wait or run, by their ids. Raise SlurmFailed if the jobs cannot be listed."""
     output = ""
     for ids in _lists(job_ids):
         try:
@@ -46,20 +46,20 @@ def queue(job_ids: Iterable[str]) -> dict[str, QueuedJob]:
         except SlurmSilent:
             raise
         except SlurmFailed as error:
-            if "Invalid job id" not in str(error):  # the only id, and so old that the controller has forgotten it
+            if "Invalid job id" not in str(error):  # it is the only id, and so old that the controller has deleted its record
                 raise
     jobs = [QueuedJob(*line.split("|", 3)) for line in output.splitlines()]
     return {job.job_id: job for job in jobs}
 
 
 def _lists(job_ids: Iterable[str]) -> list[str]:
-    """Return the ids in lists that fit into a command line."""
+    """Return the ids in lists that fit into one command line."""
     ids = list(job_ids)
     return [",".join(ids[first : first + _MOST_IDS]) for first in range(0, len(ids), _MOST_IDS)]
 
 
 def ends(job_ids: Iterable[str]) -> dict[str, str]:
-    """Return how jobs ended, as Slurm says it, by id; empty if the site keeps no accounts."""
+    """Return how jobs ended, in Slurm's terms, by id. The result is empty if the site keeps no accounts."""
     output = ""
     with suppress(SlurmFailed):
         for ids in _lists(job_ids):
@@ -68,25 +68,25 @@ def ends(job_ids: Iterable[str]) -> dict[str, str]:
 
 
 def job_facts(job_id: str) -> dict[str, str]:
-    """Return the controller's facts about a job that it remembers, by scontrol's names."""
+    """Return the controller's facts about a job that it remembers, under the names of scontrol."""
     return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "show", "job", "--oneliner", job_id)))
 
 
 def address_of_first(nodes: str) -> str:
-    """Return the address of the first of Slurm's `node[1-4]`. SlurmFailed if it cannot be known."""
+    """Return the address of the first node of a Slurm list (`node[1-4]`). Raise SlurmFailed if there is no answer."""
     first = ask("scontrol", "show", "hostnames", nodes).split()[0]
     match = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "show", "node", "--oneliner", first))
     return match[1] if match is not None else first
 
 
 def largest_array() -> int:
-    """Return how many jobs an array may have. SlurmFailed if that cannot be known."""
+    """Return how many jobs an array may have. Raise SlurmFailed if the limit cannot be read."""
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
     return int(match[1]) if match is not None else 1
 
 
 def ask(*command: str) -> str:
-    """Run one of Slurm's commands and return what it prints. SlurmFailed if it fails, SlurmSilent if there is no answer."""
+    """Run a Slurm command and return its output. Raise SlurmFailed if it fails, SlurmSilent if there is no answer."""
     patience_s = _TO_ANSWER_S if not {*_QUESTIONS}.isdisjoint(command) else _PATIENCE_S
     try:
         with outside_of_jobs():
@@ -101,10 +101,10 @@ def ask(*command: str) -> str:
 
 
 def failure(text: str) -> SlurmFailed:
-    """Return the error that a command's words tell of."""
+    """Return the error for a command's error message."""
     kind = SlurmSilent if re.search(_UNHEARD, text, re.IGNORECASE) else SlurmFailed
     return kind(" ".join(text.split()))
 
 
-# Slurm's own errors of communication, for which its commands have no exit code of their own
+# Slurm's communication errors; its commands have no separate exit code for them
 _UNHEARD = "unable to contact|unable to connect|timed out|connection refused|communication|zero bytes were transmitted"

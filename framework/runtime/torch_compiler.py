@@ -1,6 +1,6 @@
-"""torch's compiler: imported late, since that takes as long as importing torch, and with caches of the run's own.
+"""torch's compiler. Its import is late, because it takes as long as the import of torch. Its caches belong to the run.
 
-Names of torch that are not public, as in `torch_internals`.
+This file has names of torch that are not public, like `torch_internals`.
 """
 
 import functools
@@ -20,7 +20,7 @@ from framework.runtime.environment import variables
 
 
 class _LaterPart:
-    """A part of `torch._dynamo` until then, with what torch uses of it."""
+    """A part of `torch._dynamo` before its import, with the functions of it that torch uses."""
 
     def __init__(self, part: str, **used: Callable[[], Any]) -> None:
         self.part = part
@@ -31,22 +31,23 @@ class _LaterPart:
 
 
 class _Later(ModuleType):
-    """In the place of `torch._dynamo` until it is used: every optimizer imports it, which takes as long as importing torch.
+    """The substitute for `torch._dynamo` until its first use.
 
-    What optimizers, DDP and process groups use of it matters only to what is compiled: it is here. All else imports it.
+    Every optimizer imports this module, which takes as long as importing torch. Optimizers, DDP and process groups use some of
+    its functions, which matter only to compiled code: these functions are here. Any other name imports the real module.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.utils = _LaterPart("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default: nobody has set another
+        self.utils = _LaterPart("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default; nobody has changed it
         self.trace_rules = _LaterPart("trace_rules", clear_lru_cache=lambda: None)
         self.when_imported: list[Callable[[ModuleType], None]] = []
 
     def graph_break(self) -> None:
-        """Do nothing: nothing is being compiled."""
+        """Do nothing, because nothing is being compiled."""
 
     def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """Return a function that does the same, and is left out of what is compiled later."""
+        """Return a function that does the same, and that a later compilation leaves out."""
         if not isinstance(function, FunctionType):
             return import_dynamo().disable(function, recursive, **options)
         current = [function]
@@ -62,13 +63,13 @@ class _Later(ModuleType):
         return call
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # asked of every module by whoever looks for one
+        if name.startswith("__") and name != "__path__":  # Python's tools look these names up in every module
             raise AttributeError(name)
         return getattr(import_dynamo(), name)
 
 
 def import_dynamo() -> ModuleType:
-    """Import `torch._dynamo` now, if it has not been."""
+    """Import `torch._dynamo` now, if it has not been imported."""
     if not isinstance(later := sys.modules.get(_DYNAMO), _Later):
         return importlib.import_module(_DYNAMO)
     del sys.modules[_DYNAMO], vars(torch)["_dynamo"]
@@ -82,11 +83,11 @@ _DYNAMO = "torch._dynamo"
 if _DYNAMO not in sys.modules:
     sys.modules[_DYNAMO] = torch._dynamo = _Later(_DYNAMO)  # type: ignore[assignment]
 
-OF_OPTIMIZERS = set(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))])))  # what any optimizer keeps in attributes
+OF_OPTIMIZERS = set(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))])))  # the attributes that every optimizer has
 
 
 def has_compiler() -> bool:
-    """Return whether torch.compile finds the C++ compiler (`CXX`, else g++) without which it fails at the first step."""
+    """Return whether torch.compile finds the C++ compiler (`CXX`, else g++). Without a compiler it fails at the first step."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -97,10 +98,11 @@ def has_compiler() -> bool:
 
 
 def compile_into(folder: Path, *, num_versions: int) -> None:
-    """Let torch.compile keep what it compiles in this folder alone, and compile so many versions of a function.
+    """Make torch.compile keep its results only in this folder, and compile up to `num_versions` versions of a function.
 
-    Its caches are pickles: by default in a folder in /tmp whose name anybody can guess. A folder that others can write is not
-    used. Beyond its limit of versions (8) it silently stops compiling, which a network with more shapes would reach.
+    The caches are pickles. By default they are in a folder in /tmp with a name that anybody can guess. A folder that other
+    users can write is not used. Above its limit of versions (8), torch silently stops compiling; a network with more shapes
+    would reach this limit.
     """
     import torch._dynamo.config
     import torch._functorch.config
@@ -108,7 +110,7 @@ def compile_into(folder: Path, *, num_versions: int) -> None:
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # another could put a pickle there
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # another user could put a pickle there
         folder = Path(tempfile.mkdtemp(prefix="compiled_"))
     variables()["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
     torch._inductor.config.fx_graph_cache = True

@@ -1,6 +1,6 @@
-"""The names of torch that are not public, or differ between its releases: all in this file, but its compiler's.
+"""The names of torch that are not public or that differ between releases. Only the compiler's names are in another file.
 
-`tests/test_torch_internals.py` has a canary for each name, which fails with a release that removes the name.
+`tests/test_torch_internals.py` has a canary for each name, which fails if a release removes the name.
 """
 
 import inspect
@@ -31,7 +31,7 @@ from framework.runtime import torch_compiler  # noqa: F401  # wherever torch's n
 
 DROPOUTS = nn.modules.dropout._DropoutNd
 BATCH_NORMS = nn.modules.batchnorm._BatchNorm
-# forwards that, in training, move their buffers and do not read them
+# forward functions that, in training, change their buffers and do not read them
 UNREAD_STATISTICS = {BATCH_NORMS.forward, nn.SyncBatchNorm.forward, nn.modules.instancenorm._InstanceNorm.forward}
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -40,12 +40,12 @@ REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 
 
 def apply_to_own(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace a module's own parameters and buffers, but not its children's. (`to` replaces these too.)"""
+    """Replace a module's own parameters and buffers, but not its children's. (`to` also replaces the children's.)"""
     module._apply(change, recurse=False)
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give parameters and buffers of the default type, real or complex, this one. Others are as their author wants them."""
+    """Convert parameters and buffers of the default type, real or complex, to this type. Do not convert other types."""
     kinds = {torch.get_default_dtype(): dtype, torch.get_default_dtype().to_complex(): dtype.to_complex()}
     return module._apply(lambda tensor: tensor.to(kinds.get(tensor.dtype, tensor.dtype)))
 
@@ -54,7 +54,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Overwrite many tensors, in one call for each pair of types and devices: of a mixture torch would copy one by one."""
+    """Overwrite many tensors, with one call for each pair of types and devices. Torch would copy a mixture one by one."""
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources):
         ours, theirs = kinds.setdefault((target.dtype, target.device, source.dtype, source.device), ([], []))
@@ -65,39 +65,39 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def move_all_towards(targets: Sequence[Tensor], sources: Sequence[Tensor], *, share: float) -> None:
-    """Move many tensors by a share of the way to other tensors, in place."""
+    """Move many tensors towards other tensors, in place. `share` is the fraction of the distance."""
     torch._foreach_lerp_(list(targets), list(sources), share)
 
 
 def shard_offsets(shard: Any) -> tuple[int, ...]:
-    """Return where this rank's part of a DTensor begins in the whole, in each dimension."""
+    """Return where this rank's part of a DTensor begins in the whole tensor, in each dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)[1]
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply many tensors by a number, in place."""
+    """Multiply many tensors by a factor, in place."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that grows with each change in place."""
+    """Return a number that grows with each in-place change."""
     return tensor._version
 
 
 def same_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Return a context whose changes of these tensors autograd does not see: they must be what they were at its end."""
+    """Return a context in which autograd does not see changes of these tensors. At its end they must have their old values."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Let `version_of` be these numbers: a backward pass that needs the tensors as they were then takes them as they are."""
+    """Set the numbers that `version_of` returns. A backward pass that needs the old tensors then accepts the new ones."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def without_modes() -> AbstractContextManager[None]:
-    """Return a context whose operations are not passed to the modes that are on, such as one that notes writes."""
+    """Return a context that hides its operations from the active modes, such as a mode that notes writes."""
     return _disable_current_modes()
 
 
@@ -106,12 +106,12 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def is_of(tensor: Tensor, others: Sequence[Tensor]) -> bool:
-    """Return whether a tensor is one of the others, or a view of one."""
+    """Return whether a tensor is one of the other tensors, or a view of one of them."""
     return any(tensor is other or tensor._base is other for other in others)
 
 
 def stand_ins() -> AbstractContextManager[Any]:
-    """Return a context in which new tensors have a shape, a type and a device, but no storage. Autocast acts on them."""
+    """Return a context in which new tensors have a shape, a type and a device, but no storage. Autocast works on them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -121,47 +121,47 @@ def stand_ins() -> AbstractContextManager[Any]:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Set the time-out of the groups of a mesh: torch gives them half an hour, and has no argument for it."""
+    """Set the time-out of the groups of a mesh. Torch gives them half an hour, and has no argument for the time-out."""
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout + NCCL_LATER
 
 
-NCCL_LATER = timedelta(minutes=1)  # its watchdog aborts the process: others are to say before that which rank hangs
+NCCL_LATER = timedelta(minutes=1)  # NCCL's watchdog aborts the process; other ranks must report before which rank hangs
 
 
 def packed_object(value: Any) -> Tensor:
-    """Return an object as bytes, as torch's own collectives of objects send it, for a CPU group."""
+    """Return an object as bytes for a CPU group, in the format of torch's own collectives of objects."""
     return distributed_c10d._object_to_tensor(value, torch.device("cpu"), None)[0]  # type: ignore[no-untyped-call,no-any-return]
 
 
 def unpacked_object(packed: Tensor) -> Any:
-    """Return the object of `packed_object`; more bytes may follow it."""
+    """Return the object of `packed_object`. More bytes may follow the object."""
     return distributed_c10d._tensor_to_object(packed, packed.numel(), None)  # type: ignore[no-untyped-call]
 
 
 def num_operations(group: dist.ProcessGroup) -> int:
-    """Return how many operations this rank has begun on a gloo group."""
+    """Return how many operations this rank has started on a gloo group."""
     return group._get_sequence_number_for_group()  # type: ignore[attr-defined, no-any-return]
 
 
-# torch 2.13 has renamed them
+# torch 2.13 has renamed these functions
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def without_buffer_sync() -> dict[str, bool]:
-    """Return DDP's option that leaves the buffers alone: `forward_sync_buffers` since 2.13, `broadcast_buffers` before."""
+    """Return the DDP option that does not sync buffers: `forward_sync_buffers` since 2.13, `broadcast_buffers` before."""
     names = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
 
 
 def set_gradient_sync(wrapper: DistributedDataParallel, is_on: bool) -> None:
-    """Set what DDP.no_sync() sets, without a context for each micro-batch."""
+    """Set the flag that DDP.no_sync() sets, without a context for each micro-batch."""
     wrapper.require_backward_grad_sync = is_on
 
 
 def rpc_options(*, init_method: str, timeout_s: float, num_threads: int) -> Any:
-    """Return RPC's options without its transports over shared memory: these poll, and take a third of a core per process."""
+    """Return RPC's options without its shared-memory transports: these poll, and use a third of a core per process."""
     from torch.distributed import rpc
 
     return rpc.TensorPipeRpcBackendOptions(
@@ -173,9 +173,9 @@ def rpc_options(*, init_method: str, timeout_s: float, num_threads: int) -> Any:
 
 
 def report_what_cannot_be_sent() -> None:
-    """In a loader process: raise in the reader why a batch cannot be sent, for which it would wait without an end.
+    """In a loader process, make the reader raise the reason why a batch cannot be sent. Otherwise the reader waits forever.
 
-    The queue's thread alone sees that: an object that cannot be pickled, or too many open files.
+    Only the thread of the queue sees the reason: an object that cannot be pickled, or too many open files.
     """
 
     def put_error(queue: "Queue[Any]", error: BaseException, item: tuple[int, Any]) -> None:
@@ -186,13 +186,13 @@ def report_what_cannot_be_sent() -> None:
 
 
 def shut_down_loader(steps: Iterator[Any]) -> None:
-    """End the processes of a DataLoader's iterator, as its own __del__ does."""
+    """End the processes of a DataLoader's iterator, as the iterator's __del__ does."""
     steps._shutdown_workers()  # type: ignore[attr-defined]  # an iterator of torch's
 
 
 def kill_loader(steps: Any) -> None:
-    """End them by force: also processes that do not listen."""
-    signal_handling._remove_worker_pids(id(steps))  # or its handler would raise
+    """End the processes of a DataLoader's iterator by force, even if they do not react."""
+    signal_handling._remove_worker_pids(id(steps))  # otherwise torch's signal handler would raise an error
     steps._worker_pids_set = False
     for process in steps._workers:
         process.kill()
@@ -203,7 +203,7 @@ def kill_loader(steps: Any) -> None:
 
 
 class ElasticAgent(LocalElasticAgent):
-    """The agent behind torchrun, whose parts are used here one by one."""
+    """The agent behind torchrun. This framework uses its parts one by one."""
 
     def __init__(self, spec: WorkerSpec, *, folder: str, start_method: str) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), start_method=start_method)
@@ -221,7 +221,7 @@ class ElasticAgent(LocalElasticAgent):
         self._remaining_restarts = count
 
     def allow_restart(self) -> None:
-        """Let the next restart be one that does not count."""
+        """Do not count the next restart."""
         self._worker_group.spec.max_restarts += 1
         self._remaining_restarts += 1
 
@@ -229,14 +229,14 @@ class ElasticAgent(LocalElasticAgent):
         self._initialize_workers(self._worker_group)
 
     def watch_workers(self) -> RunResult:
-        """Return the state of the workers. `run` calls this too, through the name below."""
+        """Return the state of the workers. `run` also calls this, through the name below."""
         return super()._monitor_workers(self._worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         return self.watch_workers()
 
     def end_workers(self, signum: signal.Signals, *, timeout_s: int = 30) -> None:
-        """Send the workers a signal, and kill the workers that are left after the time-out."""
+        """Send the workers a signal, and kill the workers that remain after the time-out."""
         self._shutdown(signum, timeout=timeout_s)
 
     def signal_workers(self, signum: signal.Signals) -> None:
@@ -247,14 +247,14 @@ class ElasticAgent(LocalElasticAgent):
 
 # --- stacks
 
-BACKWARD_FUNCTION = "_engine_run_backward"  # the innermost function while gradients are summed
+BACKWARD_FUNCTION = "_engine_run_backward"  # the innermost function while gradients are computed
 
 
 # --- pipelines
 
 
 def gpipe(stage: Any, num_micro_batches: int, **options: Any) -> Any:
-    """Return a GPipe schedule, also with fewer micro-batches than stages, which torch 2.10 refuses but can run."""
+    """Return a GPipe schedule. It may have fewer micro-batches than stages: torch 2.10 refuses this, but can run it."""
     from torch.distributed.pipelining import ScheduleGPipe
 
     schedule = ScheduleGPipe(stage, max(num_micro_batches, stage.num_stages), **options)
@@ -263,7 +263,7 @@ def gpipe(stage: Any, num_micro_batches: int, **options: Any) -> Any:
 
 
 def around_last_backward(stage: Any, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let a stage run its last micro-batch's backward pass, that of the weights if there are two, within such a context."""
+    """Run a stage's last backward pass (if a micro-batch has two, the pass of the weights) within a context from `around`."""
     plain = stage.backward_maybe_with_nosync
 
     def backward(kind: str, options: dict[str, Any], last_backward: bool = False) -> Any:
@@ -281,18 +281,18 @@ def is_single_stage(schedule: Any) -> bool:
 
 
 def actions_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]]:
-    """Return each process's actions in a schedule of several stages: the type of computation, stage and micro-batch."""
+    """Return each process's actions in a schedule of several stages: type of computation, stage, micro-batch."""
     return {
         rank: [
             (part.computation_type.name, part.stage_index, part.microbatch_index)
             for action in row
             if action is not None
-            for part in action.sub_actions or (action,)  # a forward and a backward that may run at once
+            for part in action.sub_actions or (action,)  # a forward pass and a backward pass that may run at the same time
         ]
         for rank, row in schedule.pipeline_order.items()
     }
 
 
 def register_fake_backend() -> None:
-    """Let torch know the backend `fake`: of a rank without others, whose collectives return at once and move nothing."""
+    """Register torch's backend `fake`: it has a single rank, and its collectives return immediately and move nothing."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401

@@ -1,4 +1,4 @@
-"""More names of torch that are not public: of a model's tensors and their memory (see torch_internals.py)."""
+"""More names of torch that are not public, for a model's tensors and their memory (see torch_internals.py)."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @contextmanager
 def as_one_operation(put_off: Callable[[Any, Tensor, tuple[Any, ...], dict[str, Any]], bool]) -> Iterator[None]:
-    """Offer torch's initialisations that read what they have drawn to `put_off`, whole: if it returns True, they wait."""
+    """Offer `put_off` the initialisations of torch that read their random numbers. If it returns True, the call must wait."""
 
     def offered(function: Any) -> Any:
         @functools.wraps(function)
@@ -31,25 +31,25 @@ def as_one_operation(put_off: Callable[[Any, Tensor, tuple[Any, ...], dict[str, 
             setattr(nn.init, name, function)
 
 
-HeldMemory = StorageWeakRef  # of a tensor's memory, which it does not keep; but no other memory gets its number meanwhile
+HeldMemory = StorageWeakRef  # keeps the number of a tensor's memory from reuse, but does not keep the memory
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the number of a tensor's memory, which views share; 0 if it has none."""
+    """Return the number of a tensor's memory, which is the same for views. Return 0 if the tensor has no memory."""
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, ValueError):  # sparse, or of a lazy module
+    except (NotImplementedError, ValueError):  # a sparse tensor, or a tensor of a lazy module
         return 0
 
 
 def replace_tensors(module: nn.Module, change: Callable[[Tensor], Tensor], *, stages: Sequence[nn.Module] = ()) -> None:
-    """Replace a model's parameters and buffers; `stages` have modules of it too. What is shared stays shared.
+    """Replace a model's parameters and buffers. `stages` also contain modules of the model. Shared tensors stay shared.
 
-    `change` is called for each place that has a tensor. Through `_apply`, by which sharded modules and recurrent ones
-    learn of it; but that makes a parameter for each place.
+    `change` is called for each place that has a tensor. The replacement uses `_apply`, which informs sharded and recurrent
+    modules. But `_apply` makes one parameter for each place.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    kept: list[Tensor] = []  # their ids are not given to others meanwhile
+    kept: list[Tensor] = []  # keeps the tensors alive, so that no other object gets their ids
     for inner in (inner for root in (*stages, module) for inner in root.modules()):
         for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
             if tensor is not None:

@@ -1,1 +1,1 @@
-"""Many command lines: grid, search, pools, table."""
+"""Sweeps, which run many command lines: grid, search, pools, table."""

@@ -1,4 +1,4 @@
-"""The jobs that a command line lists, one for each combination of its values."""
+"""The jobs of a command line with several values: one job for each combination."""
 
 from framework.runs.status import standings
 from framework.runs.table import TableRow
@@ -6,9 +6,9 @@ from framework.sweep.jobs import Job, exit_code
 
 
 class Grid:
-    """The jobs that a command line lists."""
+    """The jobs of a command line with several values."""
 
-    is_waiting = False  # for a run of another command
+    is_waiting = False  # a grid never waits for a run of another command
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
@@ -17,11 +17,11 @@ class Grid:
 
     @property
     def num_left(self) -> int:
-        """How many jobs have not finished."""
+        """The number of jobs that have not finished."""
         return sum(not job.is_done for job in self._jobs)
 
     def next(self) -> Job | None:
-        """Return a job to run now; None if there is none until a running job ends."""
+        """Return a job to run now, or None if no job can start until a running job ends."""
         return self._waiting.pop(0) if self._waiting else None
 
     def is_hopeless(self, job: Job) -> bool:
@@ -29,7 +29,7 @@ class Grid:
         return False
 
     def note(self, job: Job) -> None:
-        """Note that a job has ended, as its `code` says."""
+        """Record that a job has ended, with its `code`."""
 
     def rows(self) -> list[TableRow]:
         """Return the states of the jobs."""
@@ -38,5 +38,5 @@ class Grid:
 
     @property
     def code(self) -> int:
-        """The sweep's exit code, as far as it has come."""
+        """The sweep's exit code until now."""
         return exit_code([job.code for job in self._jobs if job.code is not None])

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: several at a time, each in a process forked from this one; or as Slurm jobs."""
+"""The jobs of a sweep: several at a time, each in a process that is forked from this process, or as Slurm jobs."""
 
 import multiprocessing
 import os
@@ -38,12 +38,12 @@ from framework.sweep.space import Values
 
 @dataclass(eq=False)
 class Job:
-    """One run of a sweep: its command line, its configuration, and how it has ended."""
+    """One run of a sweep: its command line, its configuration, and its exit code."""
 
     values: Values
     line: list[str]
     config: RunConfig
-    code: int | None = None  # None: it has not ended, or not run
+    code: int | None = None  # None: it has not run or not ended
 
     @property
     def directory(self) -> RunDirectory:
@@ -55,18 +55,18 @@ class Job:
 
     @property
     def stale_code(self) -> str:
-        """What has changed in the code since the job's last start, unless that is accepted; empty if nothing has."""
+        """The unaccepted changes of the code since the job's last start. Empty if there are none."""
         return "; ".join(changed_code(self.config.run, self.config.targets()))
 
     def skip(self) -> None:
-        """Take a job that is done as finished, after its loggers and its mirror have got what they lack."""
+        """Treat a finished job as a job that has run, after its loggers and its mirror got what was missing."""
         config = self.config
         accept_code(config.run, config.targets())
         self.code = catch_up(config.run, config.logger, name=config.name, config=config.plain())
         LOGGER.info("finished already: %s, in %s", self, self.directory.path)
 
     def row(self, *, state: str | None = None) -> TableRow:
-        """Return the job's state; `stale` if it began with other code."""
+        """Return the job's state. It is `stale` if the job started with other code."""
         state = "stale" if self.code is None and self.stale_code else state
         return TableRow.read(self.config.run, self.config.checkpoint.monitor, self.values, state=state, code=self.code)
 
@@ -75,23 +75,23 @@ class Job:
 
 
 class Pool:
-    """Runs jobs, at most `size` at a time. The PREEMPTION of this process passes a signal on to all of them.
+    """A pool that runs at most `size` jobs at a time. PREEMPTION of this process sends a signal on to all jobs.
 
-    A job's memory, CUDA context and OpenMP threads end with its process; a job that is killed ends no other job; and no job
-    outlives this process. Each is a part of `group`, unless its line names another. With more than one job at a time, each
-    has its share of the CPUs, and its console goes into `logs`.
+    A job's memory, CUDA context and OpenMP threads end with its process. A killed job ends no other job, and no job lives
+    longer than this process. Each job belongs to `group`, unless its line names another group. With more than one job at a
+    time, each job has its share of the CPUs, and writes its console output into `logs`.
     """
 
     def __init__(self, *, size: int, logs: Path, group: str) -> None:
         self.size, self._group = size, group
         self._logs = logs if size > 1 else None
         cpus = sorted(os.sched_getaffinity(0))
-        self._shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # of the jobs that may start
+        self._shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # for the jobs that can start
         self._running: dict[BaseProcess, tuple[Job, set[int]]] = {}
 
     @property
     def room(self) -> int:
-        """How many jobs may be started now."""
+        """The number of jobs that can start now."""
         return len(self._shares)
 
     @property
@@ -99,7 +99,7 @@ class Pool:
         return [job for job, _ in self._running.values()]
 
     def start(self, jobs: list[Job]) -> None:
-        """Start jobs for which there is room."""
+        """Start jobs. There must be room for them."""
         for job in jobs:
             self._start(job)
 
@@ -113,7 +113,7 @@ class Pool:
         line = [*job.line, *([f"run.group={self._group}"] if job.config.run.group is None else [])]
         process = multiprocessing.get_context("fork").Process(target=_run, args=(line, share, log))
         sys.stdout.flush()
-        # a signal waits until the child can note it, and this process can pass it on
+        # a signal waits until the child can record it, and this process can send it on
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             process.start()
@@ -126,7 +126,7 @@ class Pool:
         next(process for process, (other, _) in self._running.items() if other is job).terminate()
 
     def wait(self, *, timeout_s: float) -> list[Job]:
-        """Wait until a job ends, or for `timeout_s`. Returns the jobs that have ended, with their exit codes."""
+        """Wait until a job ends, but at most `timeout_s`. Return the jobs that have ended, with their exit codes."""
         wait([process.sentinel for process in self._running], timeout_s)
         ended = []
         for process, (job, share) in list(self._running.items()):
@@ -142,7 +142,7 @@ def _run(line: list[str], share: set[int], log: Path | None) -> None:
     die_with_parent()
     PREEMPTION.speaks = False
     be_brief()
-    PREEMPTION.watch()  # it has a signal that came just before the fork
+    PREEMPTION.watch()  # it receives a signal that came just before the fork
     if log is not None:
         import torch
 
@@ -158,7 +158,7 @@ def _run(line: list[str], share: set[int], log: Path | None) -> None:
 
 
 def exit_code(codes: list[int]) -> int:
-    """Return a sweep's exit code: 75 if a job was preempted, else the failed jobs' code if it is the same for all, else 1."""
+    """Return a sweep's exit code: 75 if a job was preempted, else the common code of all failed jobs, else 1."""
     failed = set(codes) - {Exit.FINISHED, Exit.PREEMPTED}
     if Exit.PREEMPTED in codes:
         return Exit.PREEMPTED
@@ -171,7 +171,7 @@ _LARGEST_ARRAY = 500  # each job's lock is an open file
 
 
 def problems_of(jobs: list[Job]) -> list[Problem]:
-    """Return what keeps any of the unfinished jobs from running, according to torch or to Slurm; or that some are stale."""
+    """Return the problems that torch or Slurm finds with any unfinished job, or a problem if jobs are stale."""
     if stale := [job for job in jobs if job.stale_code]:
         what = f"{len(stale)} of {len(jobs)} runs of this sweep began with other code: {stale[0].stale_code}"
         return [Problem("run.code", what, WAYS)]
@@ -179,7 +179,7 @@ def problems_of(jobs: list[Job]) -> list[Problem]:
     if not left:
         return []
     from framework.preflight.child import problems_in_child
-    from framework.preflight.dry_build import dry_build  # torch, which a finished sweep does not need
+    from framework.preflight.dry_build import dry_build  # imports torch, which a finished sweep does not need
 
     found = [problem for job in left for problem in problems_in_child(partial(dry_build, job.config))]
     is_submitted = not found and left[0].config.launch.kind == "slurm"
@@ -191,9 +191,9 @@ def problems_of(jobs: list[Job]) -> list[Problem]:
 
 
 def submit_all(jobs: list[Job], *, directory: Path, group: str) -> None:
-    """Submit jobs that are not in Slurm's queue. A job's code is then its submission's code.
+    """Submit jobs that are not in Slurm's queue. The code of a job is then the code of its submission.
 
-    Jobs that ask for the same are an array. `directory` is the sweep's.
+    Jobs with equal requests become an array. `directory` is the sweep's directory.
     """
     for alike in _alike(jobs):
         for first in range(0, len(alike), _LARGEST_ARRAY):
@@ -218,17 +218,17 @@ def _alike(jobs: list[Job]) -> Iterator[list[Job]]:
 
 
 class SlurmPool:
-    """A `Pool` of Slurm jobs. They outlive this process; the same command finds them again."""
+    """A `Pool` of Slurm jobs. They live longer than this process; the same command finds them again."""
 
     def __init__(self, *, size: int, group: str, directory: Path) -> None:
         self.size, self._group, self._directory = size, group, directory
         self._running: list[Job] = []
-        self._refused: list[Job] = []  # by Slurm: submitted again when another job has ended
-        self._looks_at = 0.0  # on time.monotonic's clock
+        self._refused: list[Job] = []  # refused by Slurm: submitted again when another job has ended
+        self._looks_at = 0.0  # in time.monotonic's seconds
 
     @property
     def room(self) -> int:
-        """How many jobs may be started now."""
+        """The number of jobs that can start now."""
         return 0 if self._refused else self.size - len(self._running)
 
     @property
@@ -236,7 +236,7 @@ class SlurmPool:
         return self._running + self._refused
 
     def start(self, jobs: list[Job]) -> None:
-        """Submit the jobs, unless they wait or run already."""
+        """Submit the jobs, unless they already wait or run."""
         submit_all(jobs, directory=self._directory, group=self._group)
         for job in jobs:
             (self._running if job.code == Exit.FINISHED else self._refused).append(job)
@@ -249,9 +249,9 @@ class SlurmPool:
             LOGGER.warning("%s: %s", job, error)
 
     def wait(self, *, timeout_s: float) -> list[Job]:
-        """Wait until a job ends, or for `timeout_s`. Returns the jobs that have ended, with their exit codes.
+        """Wait until a job ends, but at most `timeout_s`. Return the jobs that have ended, with their exit codes.
 
-        When this process is asked to stop, it no longer waits for jobs.
+        If this process has received a signal to stop, it no longer waits for jobs.
         """
         if PREEMPTION.requested:
             self._running, self._refused = [], []
@@ -272,11 +272,11 @@ class SlurmPool:
         if ended or not self._running:
             refused, self._refused = self._refused, []
             self.start(refused)
-        if not self._running:  # and there is nothing to wait for
+        if not self._running:  # no running job remains to wait for
             ended, self._refused = ended + self._refused, []
         return ended
 
 
-_PAUSE_S = 2.0  # between two calls of the controller, which all users share
+_PAUSE_S = 2.0  # between two requests to the controller, which all users share
 _CODES = {"finished": Exit.FINISHED, "preempted": Exit.PREEMPTED,
           "cancelled": Exit.PREEMPTED, "queued": Exit.PREEMPTED}  # queued: it left the queue before it began  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a `-m` line asks for: its jobs, or a space to search, and where and how many jobs run at a time."""
+"""The content of a `-m` line: its jobs, or a space to search, and where and how many jobs run at a time."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from framework.sweep.sweeper import Sweeper, read_pruner, resolve_storage
 
 
 class Launcher(Section):
-    """Jobs run here, one after another."""
+    """The basic launcher: jobs run on this machine, one after another."""
 
     @property
     def num_at_a_time(self) -> int:
@@ -32,7 +32,7 @@ class Launcher(Section):
 
     @property
     def overrides(self) -> list[str]:
-        """The overrides that the launcher adds to every job whose line does not have them."""
+        """The overrides that the launcher adds to a job if the job's line does not contain them."""
         return []
 
 
@@ -62,7 +62,7 @@ class SubmititLocal(Launcher):
 
 
 class SubmititSlurm(Launcher):
-    """Jobs run on the cluster. The launcher's other keys become keys of `launch`, where each job's check finds mistakes."""
+    """The launcher for jobs on a cluster. Its other keys become keys of `launch`, and the check of each job finds mistakes."""
 
     model_config = ConfigDict(extra="allow")
     array_parallelism: Positive | None
@@ -91,7 +91,7 @@ _IN_LAUNCH = {  # the keys of `launch` for submitit's keys; submitit's other key
     "nodes": "nnodes", "tasks_per_node": "nproc_per_node", "timeout_min": "slurm.time_min", "signal_delay_s": "slurm.signal_s",
     "srun_args": "slurm.srun", **{name: f"slurm.options.{name}" for name in _OF_SBATCH},
 }  # fmt: skip
-_NEEDLESS = {  # of submitit's
+_NEEDLESS = {  # submitit's keys without an effect here
     "name": "a job's name is its run's", "submitit_folder": "a job's output is in its run's slurm/",
     "stderr_to_stdout": "it always is", "max_num_timeout": "a job requeues itself as often as it takes",
     "gpus_per_task": "gpus_per_node, since one task of each node starts all processes",
@@ -105,15 +105,15 @@ _OPTIONS: dict[str, dict[str, type[Any]]] = {
 
 
 class Settings(NamedTuple):
-    """What `hydra.launcher` and `hydra.sweeper` say."""
+    """The settings of `hydra.launcher` and `hydra.sweeper`."""
 
     launcher: Launcher = Launcher()
     sweeper: Sweeper | None = None
-    params: dict[str, str] = {}  # swept keys and their values
+    params: dict[str, str] = {}  # the swept keys and their values
 
     @classmethod
     def read(cls, hydras: list[str], line: list[str]) -> tuple["Settings", list[Problem]]:
-        """Read the files that a line chooses, and overrides of Hydra's own keys such as `hydra.sweeper.n_trials=9`."""
+        """Read the files that a line chooses, and the overrides of Hydra's own keys such as `hydra.sweeper.n_trials=9`."""
         own = [text for text in hydras if not text.startswith(_PARAMS)]
         given = {override.key_or_group: override.value() for override in map(parse, own) if override is not None}
         given.pop("hydra.verbose", None)  # main() has read it
@@ -126,7 +126,7 @@ class Settings(NamedTuple):
         chosen = [text for text in hydras if text.startswith("hydra/")]
         try:
             found = {} if problems else launcher_and_sweeper([*line, *chosen])
-        except Exception as error:  # a faulty file; if not one of these, the check of the jobs reports it
+        except Exception as error:  # a faulty file; if it is another file, the check of the jobs reports it
             found = {}
             with suppress(Exception):
                 launcher_and_sweeper(line)
@@ -168,7 +168,7 @@ _PARAMS = "hydra.sweeper.params."
 
 
 def _options(section: str) -> list[str]:
-    """Return the options of `hydra/launcher` or `hydra/sweeper`: also sweeps and searches in conf/hydra/sweeper/NAME.yaml."""
+    """Return the options of `hydra/launcher` or `hydra/sweeper`, with the files conf/hydra/sweeper/NAME.yaml."""
     return list(dict.fromkeys([*_OPTIONS[section], *(options("hydra/sweeper") if section == "sweeper" else [])]))
 
 
@@ -181,17 +181,17 @@ def _kind(section: str, name: str, node: dict[str, Any]) -> type[Any]:
 
 @dataclass(frozen=True)
 class Multirun:
-    """A sweep's command line, parsed."""
+    """The parsed command line of a sweep."""
 
     fixed: list[str]  # the overrides that all jobs share
     space: Space
     launcher: Launcher
-    sweeper: Sweeper | None  # None: every combination of the values
+    sweeper: Sweeper | None  # None: all combinations of the values
 
     def line(self, values: Values) -> list[str]:
         """Return a job's command line.
 
-        The launcher adds overrides that the line does not have; among other strategies `single` gets one process.
+        The launcher adds overrides that the line does not contain. If strategies are swept, `single` gets one process.
         """
         given = [_key_of(text) for text in self.fixed] + self.space.keys
         own = [text for text in self.launcher.overrides if _key_of(text) not in given]
@@ -202,14 +202,14 @@ class Multirun:
 
     @property
     def num_at_a_time(self) -> int:
-        """How many jobs run at a time. A search draws from results: by default it does not fill a cluster."""
+        """The number of jobs at a time. A search uses earlier results: by default it does not fill a cluster."""
         if self.sweeper is not None and isinstance(self.launcher, SubmititSlurm):
             return self.launcher.array_parallelism or _TRIALS_AT_A_TIME
         return self.launcher.num_at_a_time
 
     @property
     def num_trials(self) -> int:
-        """How many trials a search has."""
+        """The number of trials of a search."""
         assert self.sweeper is not None
         is_grid = self.sweeper.sampler == "grid"
         return self.sweeper.num_trials(len(self.space.combinations()) if is_grid else 0)
@@ -224,7 +224,7 @@ def _key_of(text: str) -> str:
 
 
 def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
-    """Parse a sweep's command line. Its single values are not checked here."""
+    """Parse a sweep's command line. This does not check its single values."""
     hydras = [text for text in overrides if _is_setting(text)]
     line = [text for text in overrides if text not in hydras]
     (launcher, sweeper, params), problems = Settings.read(hydras, line)
@@ -259,7 +259,7 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
 
 
 def _is_setting(text: str) -> bool:
-    """Return whether an override is about the sweep, and not about its jobs."""
+    """Return whether an override concerns the sweep, and not its jobs."""
     if text.startswith(_PARAMS):
         return True
     override = parse(text)
@@ -267,7 +267,7 @@ def _is_setting(text: str) -> bool:
 
 
 def _sorted(line: list[str]) -> tuple[list[str], dict[tuple[str, Condition | None], Any]]:
-    """Split a line into the overrides that all jobs share and the swept keys. Of a key that is swept twice the last counts."""
+    """Split a line into the overrides that all jobs share and the swept keys. If a key is swept twice, the last one counts."""
     fixed: list[str] = []
     swept: dict[tuple[str, Condition | None], Any] = {}
     for text in line:

@@ -11,24 +11,24 @@ from framework.runs.report import parsed
 from framework.runs.table import TableRow, best_of
 from framework.runtime.files import replacing
 
-_FEW = 12  # values whose medians are drawn
+_FEW = 12  # the most values with drawn medians
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The jobs along one parameter: on an axis of numbers if all its values are numbers, else of categories."""
+    """The jobs along one parameter. The axis has numbers if all values are numbers, otherwise categories."""
 
     key: str
     scale: Literal["linear", "log", "category"]
-    values: list[Any]  # one for each row: float, or str of a category
+    values: list[Any]  # one per row: a float, or a str for a category
     rows: list[TableRow]  # the jobs that have the parameter
-    medians: list[tuple[Any, float]]  # of the finished jobs' objectives, where several values are compared
+    medians: list[tuple[Any, float]]  # of the finished jobs' objectives, if several values are compared
 
 
 def panels(rows: list[TableRow]) -> list[Panel]:
     """Return a panel for each parameter that varies, and for each of several objectives.
 
-    A seed, which only repeats jobs, has a panel if it varies alone.
+    A seed only repeats jobs, so it has a panel only if no other parameter varies.
     """
     keys = dict.fromkeys(key for row in rows for key in row.values)
     having = {key: [row for row in rows if key in row.values] for key in keys}
@@ -60,8 +60,8 @@ def _spans(numbers: list[Any], factor: float) -> bool:
 
 
 def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None:
-    """Draw the panels, with the best jobs marked, and failed jobs as crosses at the top. Empty: no file."""
-    from matplotlib.figure import Figure  # half a second: only at the end of a sweep
+    """Draw the panels. Mark the best jobs, and draw failed jobs as crosses at the top. Without results, write no file."""
+    from matplotlib.figure import Figure  # takes half a second: only at the end of a sweep
 
     drawn = panels(rows)
     if not drawn or not any(row.state == "failed" or row.objective is not None for row in rows):
@@ -100,7 +100,7 @@ def _draw_panel(axes: Any, panel: Panel, marked: list[TableRow]) -> None:
     if objectives and _spans(objectives, 100):
         axes.set_yscale("log")
     if panel.scale == "category":
-        axes.xaxis.update_units(panel.values)  # in the order of the jobs, not of what is drawn first
+        axes.xaxis.update_units(panel.values)  # in the order of the jobs, not in the order of drawing
         axes.set_xlim(-0.5, len({*panel.values}) - 0.5)
         axes.tick_params(axis="x", rotation=30 if len({*panel.values}) > 4 else 0)
     if panel.medians:  # a line between categories would suggest an order
@@ -111,7 +111,7 @@ def _draw_panel(axes: Any, panel: Panel, marked: list[TableRow]) -> None:
         chosen = [(value, row.objective) for value, row in zip(panel.values, rows)
                   if (row.state if row.state in _LOOKS else "not finished") == label]  # fmt: skip
         transform = axes.transData
-        if label == "failed":  # its last objective means nothing
+        if label == "failed":  # its last objective has no meaning
             chosen, transform = [(value, 1.0) for value, _ in chosen], axes.get_xaxis_transform()
         if shown := [point for point in chosen if point[1] is not None]:
             axes.scatter(*zip(*shown), marker=marker, s=28, label=label, transform=transform, clip_on=False, zorder=3,

@@ -1,4 +1,4 @@
-"""A search: Optuna draws the parameters in this process; a trial is a run, and its objective is checkpoint.monitor."""
+"""A search. Optuna draws the parameters in this process; a trial is a run, and its objective is checkpoint.monitor."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ _R = TypeVar("_R")
 
 
 def _stored(method: Callable[Concatenate["Search", _P], _R]) -> Callable[Concatenate["Search", _P], _R]:
-    """Make a method raise DiskFailed for what the storage raises."""
+    """Make a method raise DiskFailed for errors of the storage."""
 
     @wraps(method)
     def call(self: "Search", *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -39,10 +39,10 @@ def _stored(method: Callable[Concatenate["Search", _P], _R]) -> Callable[Concate
 
 
 class Search:
-    """The trials, kept in Optuna's storage, so that a killed search can continue, and several commands can share it."""
+    """The trials, in Optuna's storage. So a killed search can continue, and several commands can share a search."""
 
     def __init__(self, multirun: Multirun, *, monitor: str, mode: str, directory: Path, worker: Worker | None = None) -> None:
-        """Open the search. `worker` is this command, if it is one of several; without one it is the only one."""
+        """Open the search. `worker` is this command, if several commands may share the search."""
         assert multirun.sweeper is not None
         self._multirun, self._sweeper, self._monitor = multirun, multirun.sweeper, monitor
         self._goals = self._sweeper.goals or [Objective(monitor, mode)]
@@ -51,17 +51,17 @@ class Search:
         with worker.alone() if worker is not None else nullcontext():
             self._study = open_study(self._sweeper, directory=directory, goals=self._goals)
         self._draws = TrialDraws(self._study, self._sweeper, multirun.space)
-        self._waiting: list[tuple[Job, Trial]] = []  # drawn, but the same run is at work
+        self._waiting: list[tuple[Job, Trial]] = []  # drawn, but another trial with the same run is active
         self._running: dict[Job, Watched] = {}
-        self._had: set[int] = set()  # the numbers of the trials that this command has had
+        self._had: set[int] = set()  # the numbers of the trials that this command has run
         self._said: set[int] = set()  # the numbers of the trials that wait for another command
         self._codes: list[int] = []
         self._checked: dict[int, Draft] = {}
-        self._trials()  # a damaged file shows now
+        self._trials()  # finds a damaged file now
 
     @_stored
     def _trials(self) -> list[FrozenTrial]:
-        """Return the trials, without those that another command has begun beyond n_trials, which wait for a larger one."""
+        """Return the trials, without trials beyond n_trials that another command has started. These wait for more n_trials."""
         num_trials = self._multirun.num_trials
         return [trial for trial in self._study.trials if trial.number < num_trials or trial.params]
 
@@ -72,7 +72,7 @@ class Search:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is a trial that can start when its run, which another command runs, has ended."""
+        """Whether a trial waits for its run, which another command is running."""
         return bool(self._waiting)
 
     @_stored
@@ -80,7 +80,7 @@ class Search:
         if not self._waiting and (drawn := self._drawn()) is not None:
             self._waiting.append(drawn)
         for job, trial in self._waiting:
-            if not self._is_at_work(job):  # of two trials that are the same run, the second takes the result of the first
+            if not self._is_at_work(job):  # of two trials with the same run, the second uses the first's result
                 self._waiting.remove((job, trial))
                 settings = self._sweeper.chosen_pruner
                 self._running[job] = Watched(trial, job.directory, monitor=self._monitor, settings=settings)
@@ -91,7 +91,7 @@ class Search:
         return None
 
     def _is_at_work(self, job: Job) -> bool:
-        """Return whether the job's run is running: here, or by another command; a Slurm job is found by its submission."""
+        """Return whether the job's run is active, here or in another command. (The submission finds active Slurm jobs.)"""
         is_ours = any(job.directory.path == other.directory.path for other in self._running)
         return is_ours or (job.config.launch.kind != "slurm" and job.directory.state == "running")
 
@@ -101,19 +101,19 @@ class Search:
             checked = self._check(trial.number, values)
             if checked.config is not None:
                 return Job(values, line=self._multirun.line(values), config=checked.config), trial
-            for problem in checked.problems:  # of this combination: its single values are valid
+            for problem in checked.problems:  # a problem of this combination: its single values are valid
                 LOGGER.error("trial %d: %s", trial.number, problem)
             self._study.tell(trial, state=TrialState.FAIL)
             self._codes.append(Exit.CONFIGURATION)
         return None
 
     def _next_trial(self) -> Trial | None:
-        """Return a trial that was interrupted, else a new one; None if there is none for this command."""
+        """Return an interrupted trial, or else a new trial. Return None if this command has no trial to run."""
         num_trials = self._multirun.num_trials
         for frozen in self._study.get_trials(states=(TrialState.RUNNING,)):
             is_needed = frozen.number < num_trials or frozen.params
             if is_needed and frozen.number not in self._had and self._has_claimed(frozen.number):
-                # Optuna's own name for a trial in the storage, which no public call gives
+                # Optuna's own id of a trial in the storage, which no public function returns
                 trial = Trial(self._study, frozen._trial_id)
                 if _is_open(trial):
                     return trial
@@ -135,17 +135,17 @@ class Search:
 
     @_stored
     def note(self, job: Job) -> None:
-        """Report to Optuna how a trial has ended, except an interrupted trial, so that it is continued."""
+        """Report the end of a trial to Optuna. Do not report an interrupted trial, so that it is continued."""
         watched = self._running.pop(job)
-        if not _is_open(watched.trial):  # another command took it up, while this one was frozen
+        if not _is_open(watched.trial):  # another command has taken it over, while this command was frozen
             return
-        if job.code == Exit.FAILED and job.directory.state in ("running", "finished"):  # by another command, which was faster
+        if job.code == Exit.FAILED and job.directory.state in ("running", "finished"):  # another command was faster
             self._waiting.append((replace(job, code=None), watched.trial))
             return
         self._codes.append(job.code if job.code is not None else Exit.FAILED)
         values = self._values_of(job.directory)
-        if watched.is_hopeless():  # even if it ended before it could be stopped: the next draw must follow from the
-            self._study.tell(watched.trial, state=TrialState.PRUNED)  # results, and not from how fast they came
+        if watched.is_hopeless():  # even if it ended before it was stopped: the next draw must depend
+            self._study.tell(watched.trial, state=TrialState.PRUNED)  # on the results, not on the order of their arrival
             self._codes.pop()
             LOGGER.info("trial %d pruned, at step %d: %s", watched.trial.number, watched.step, job)
         elif job.code == Exit.FINISHED and len(values) == len(self._goals):
@@ -165,7 +165,7 @@ class Search:
         return [self._row(trial, values, is_best=trial.number in best) for trial, values in rows if values is not None]
 
     def _values(self, trial: FrozenTrial) -> Values | None:
-        """Return what a trial has drawn; None if it was killed in a draw."""
+        """Return the values that a trial has drawn. Return None if the trial was killed during a draw."""
         try:
             return self._multirun.space.choose(lambda dimension: str(trial.params[dimension.name]))
         except KeyError:
@@ -183,13 +183,13 @@ class Search:
         return replace(row, objectives=self._values_of(row.directory), is_pareto=is_best)
 
     def _check(self, number: int, values: Values) -> Draft:
-        if number not in self._checked:  # a check takes 50 ms, and each end of a trial asks for all trials
+        if number not in self._checked:  # a check takes 50 ms, and each end of a trial needs all trials
             self._checked[number] = checked_line(self._multirun.line(values))
         return self._checked[number]
 
     @property
     def code(self) -> int:
-        """0 if any trial has finished: failures are a part of a search."""
+        """The exit code. It is 0 if any trial has finished, because failures are a part of a search."""
         is_won = any(trial.state == TrialState.COMPLETE for trial in self._trials())
         return Exit.FINISHED if is_won and Exit.PREEMPTED not in self._codes else exit_code(self._codes)
 

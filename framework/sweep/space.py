@@ -1,4 +1,4 @@
-"""The space of a sweep: the swept keys, the values of each, and the options with which a key is swept."""
+"""The space of a sweep: the swept keys, their values, and the options with which a key is swept."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 from framework.config.folders import options
 from framework.runtime.problem import Problem
 
-Values = dict[str, str]  # one job's values of the swept keys, as a command line writes them
+Values = dict[str, str]  # one job's values of the swept keys, in command-line form
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A range of numbers to draw from, its ends included; integers if both of them are."""
+    """An interval of numbers to draw from, with both ends. It has integers if both ends are integers."""
 
     low: int | float
     high: int | float
     step: int | float | None = None
-    log: bool = False  # equally many draws from each decade
+    log: bool = False  # each decade gets the same number of draws
 
 
 class Condition(NamedTuple):
@@ -31,7 +31,7 @@ class Condition(NamedTuple):
 
 
 def split_condition(text: str) -> tuple[str, Condition | None]:
-    """Split `KEY@OPTION=VALUES` into `KEY=VALUES` and the condition; `KEY@GROUP:OPTION` names an option of another group."""
+    """Split `KEY@OPTION=VALUES` into `KEY=VALUES` and the condition. `KEY@GROUP:OPTION` names an option of another group."""
     left, equals, values = text.partition("=")
     key, at, where = left.partition("@")
     if not (equals and at):
@@ -42,7 +42,7 @@ def split_condition(text: str) -> tuple[str, Condition | None]:
 
 @dataclass(frozen=True)
 class Dimension:
-    """A swept key with its values. Only the jobs for which the condition holds have the key."""
+    """A swept key with its values. Only jobs that satisfy the condition have the key."""
 
     key: str
     values: list[str] | Interval
@@ -50,12 +50,12 @@ class Dimension:
 
     @property
     def name(self) -> str:
-        """The key with its condition, as a command line writes it."""
+        """The key with its condition, in command-line form."""
         return conditional_key(self.key, self.condition)
 
     @property
     def listed(self) -> list[str]:
-        """The values; of an interval its ends."""
+        """The values. For an interval, its ends."""
         return [str(self.values.low), str(self.values.high)] if isinstance(self.values, Interval) else self.values
 
     def applies(self, values: Values) -> bool:
@@ -70,7 +70,7 @@ def conditional_key(key: str, condition: Condition | None) -> str:
 
 
 class Space:
-    """The dimensions of a sweep, a dimension with a condition after those without."""
+    """The dimensions of a sweep. Dimensions without a condition come first."""
 
     def __init__(self, dimensions: Sequence[Dimension]) -> None:
         self.dimensions = sorted(dimensions, key=lambda dimension: dimension.condition is not None)
@@ -80,7 +80,7 @@ class Space:
         return list(dict.fromkeys(dimension.key for dimension in self.dimensions))
 
     def choose(self, value_of: Callable[[Dimension], str]) -> Values:
-        """Return a job's values, each from `value_of`, which is asked in order for the dimensions that apply."""
+        """Return a job's values. `value_of` returns each value; it is called in order, for the dimensions that apply."""
         values: Values = {}
         for dimension in self.dimensions:
             if dimension.applies(values):
@@ -96,7 +96,7 @@ class Space:
         return found
 
     def samples(self) -> list[Values]:
-        """Return jobs that together have every value (of an interval its ends): the first values, then one change at a time."""
+        """Return jobs that together have every value (the ends of an interval): the first values, then one change at a time."""
         found = [self._sample({})]
         for dimension in self.dimensions:
             for value in dimension.listed:
@@ -107,7 +107,7 @@ class Space:
         return self.choose(lambda dimension: chosen.get(dimension.name, dimension.listed[0]))
 
     def explained(self, problem: Problem) -> Problem:
-        """Return a problem of a job, with the remedy for a key that only some of its group's swept options have."""
+        """Return a problem of a job. Add the remedy if only some of the group's swept options have the key."""
         group, dot, _ = problem.key.partition(".")
         options = next((one.listed for one in self.dimensions if dot and one.key == group), [])
         if problem.what != "unknown key" or problem.key not in self.keys or len(options) < 2:
@@ -115,7 +115,7 @@ class Space:
         return replace(problem, expected=f"{problem.expected}; {problem.key}@OPTION=... is for one of {', '.join(options)}")
 
     def problems(self, *, fixed: Sequence[str]) -> Iterator[Problem]:
-        """Yield what is wrong with the conditions; `fixed` are the keys that all jobs share."""
+        """Yield the problems of the conditions. `fixed` are the keys that all jobs share."""
         free = {dimension.key: dimension.listed for dimension in self.dimensions if dimension.condition is None}
         groups: dict[str, str] = {}
         for dimension in self.dimensions:
@@ -133,22 +133,22 @@ class Space:
                 yield Problem(dimension.name, f"depends on {condition.group} and on {groups[dimension.key]}", "one of the two")
 
 
-# --- what a line says
+# --- the values in a line
 
 EXAMPLE = '"optimizer.lr=tag(log, interval(1e-4, 1e-1))"'
 
 
 def swept_values(override: Any, *, draws: bool) -> list[str] | Interval:
-    """Return the values of an override: listed, or an interval if a search draws from it. ValueError if there are none."""
+    """Return the values of an override: a list, or an interval for draws. Raise ValueError if there are none."""
     is_numeric = override.is_interval_sweep() or override.is_range_sweep()
     return _interval(override) if draws and is_numeric else _listed(override)
 
 
 def _listed(override: Any) -> list[str]:
-    """Return the listed values of a sweep. ValueError if it does not list values, or none is left."""
+    """Return the listed values of a sweep. Raise ValueError if it lists no values, or if no value remains."""
     if override.is_interval_sweep():
         raise ValueError("an interval has no end of values: hydra/sweeper=optuna draws from it, with sampler=tpe or random")
-    if not override.is_sweep_override():  # one value, with a condition
+    if not override.is_sweep_override():  # one value with a condition
         return [override.get_value_element_as_str()]
     if hasattr(override.value(), "filter"):  # glob(...)
         values = override.value().filter(options(override.key_or_group))
@@ -160,7 +160,7 @@ def _listed(override: Any) -> list[str]:
 
 
 def _interval(override: Any) -> Interval:
-    """Return the interval that a search draws from. ValueError if nothing can be drawn."""
+    """Return the interval from which a search draws. Raise ValueError if nothing can be drawn."""
     space, log = override.value(), "log" in override.value().tags
     if override.is_range_sweep():
         values = list(space.range())

@@ -1,4 +1,4 @@
-"""Optuna's study of a search: where it is stored, how its trials are drawn, and how they are pruned."""
+"""Optuna's study of a search: its storage, the draws of its trials, and their pruning."""
 
 import os
 import secrets
@@ -26,11 +26,11 @@ from framework.runtime.secrets import redact
 from framework.sweep.space import Dimension, Interval, Space, Values
 from framework.sweep.sweeper import JOURNAL, Objective, Pruner, Sweeper
 
-# --- where it is stored
+# --- the storage
 
 
 def place_of_study(storage: str | None, directory: Path) -> Path | str:
-    """Return the file in the sweep's directory that holds the study, or the URL of its database."""
+    """Return the file of the study in the sweep's directory, or the URL of its database."""
     if storage is None:
         return directory / "search.db"
     return directory / f"search{_JOURNAL}" if storage == JOURNAL else storage
@@ -40,7 +40,7 @@ _JOURNAL = ".journal"
 
 
 def open_study(sweeper: Sweeper, *, directory: Path, goals: list[Objective]) -> Study:
-    """Open the study, or make it."""
+    """Open the study. Create it if it does not exist."""
     place = place_of_study(sweeper.storage, directory)
     name = "search" if isinstance(place, Path) else _name_in_database(directory)
     directions = [StudyDirection.MAXIMIZE if goal.mode == "max" else StudyDirection.MINIMIZE for goal in goals]
@@ -50,7 +50,7 @@ def open_study(sweeper: Sweeper, *, directory: Path, goals: list[Objective]) -> 
 
 
 def _name_in_database(directory: Path) -> str:
-    """Return the study's name: of this directory alone, which has its runs and its workers' claims, whatever its path is."""
+    """Return the study's name. It belongs to this directory, with its runs and its workers' claims, whatever the path is."""
     link = directory / "study"
     with suppress(FileExistsError):
         os.symlink(f"sweep-{directory.name}-{secrets.token_hex(4)}", link)
@@ -66,7 +66,7 @@ def _storage(place: Path | str) -> BaseStorage:
 
 @contextmanager
 def disk_errors(place: Path | str) -> Iterator[None]:
-    """Raise DiskFailed for what a storage raises: of a journal also for a line that is none."""
+    """Raise DiskFailed for errors of a storage. For a journal, this includes damaged lines."""
     of_journal = (OSError, ValueError) if str(place).endswith(_JOURNAL) else ()
     try:
         yield
@@ -75,13 +75,13 @@ def disk_errors(place: Path | str) -> Iterator[None]:
         raise DiskFailed(redact(f"{place} cannot be used ({str(error).splitlines()[0]}){ours}")) from None
 
 
-# --- how its trials are drawn
+# --- the draws of trials
 
 
 class TrialDraws:
-    """Draws the values of trials.
+    """The draws of the trials' values.
 
-    A draw follows from the seed, the trial's number, the key, and the trials before it, even if the search was killed.
+    A draw depends only on the seed, the trial's number, the key, and the trials before it, even if the search was killed.
     """
 
     def __init__(self, study: Study, sweeper: Sweeper, space: Space) -> None:
@@ -89,15 +89,15 @@ class TrialDraws:
         self._grid = space.combinations() if sweeper.sampler == "grid" else []
 
     def values(self, trial: Trial) -> Values:
-        """Draw a trial's values; those that were drawn before it was interrupted stay."""
-        self._study.pruner = NopPruner()  # with that of Hyperband, Optuna shows a sampler a part of the trials
+        """Draw a trial's values. Keep values that were drawn before an interruption."""
+        self._study.pruner = NopPruner()  # with the Hyperband pruner, Optuna shows a sampler only a part of the trials
         self._study.sampler = self._sampler(trial.number, self._space.dimensions[0])
         return self._space.choose(partial(self._draw, trial))
 
     def _draw(self, trial: Trial, dimension: Dimension) -> str:
         if dimension.name in trial.params:
             return str(trial.params[dimension.name])
-        # TPE draws keys together: with the sampler of the first, also in a search that was killed between two keys
+        # TPE draws keys together: with the sampler of the first key, also if the search was killed between two keys
         _ = trial.relative_params
         self._study.sampler = self._sampler(trial.number, dimension)
         name, values = dimension.name, dimension.values
@@ -119,7 +119,7 @@ class TrialDraws:
             return PartialFixedSampler(fixed, RandomSampler(seed))
 
 
-# --- how they are pruned
+# --- the pruning
 
 _PRUNERS: dict[str, Callable[..., BasePruner]] = {
     "median": MedianPruner, "percentile": PercentilePruner, "asha": AshaPruner, "hyperband": HyperbandPruner,
@@ -128,7 +128,7 @@ _PRUNERS: dict[str, Callable[..., BasePruner]] = {
 
 
 def pruner(settings: Pruner) -> BasePruner:
-    """Return a new pruner: Optuna's remember what they have seen, which a search that was killed could not."""
+    """Return a new pruner. (Optuna's pruners remember what they have seen, but a killed search would have forgotten it.)"""
     with _experimental():
         return _PRUNERS[settings.name](**settings.model_dump(exclude={"name"}))
 

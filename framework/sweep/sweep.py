@@ -1,4 +1,4 @@
-"""A sweep: its jobs are checked, run, and reported at the end. The same command again runs only missing jobs."""
+"""A sweep: its jobs are checked, run, and reported at the end. The same command again runs only the missing jobs."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -36,11 +36,11 @@ from framework.sweep.workers import Worker
 if TYPE_CHECKING:
     from framework.sweep.search import Search
 
-JobSource: TypeAlias = "Grid | Search"  # where the jobs of a sweep come from
+JobSource: TypeAlias = "Grid | Search"  # the source of a sweep's jobs
 
 
 def sweep(overrides: list[str], problems: list[Problem]) -> int:
-    """Run a `-m` line to its end; `problems` are the problems of its flags. Returns the exit code."""
+    """Run a `-m` line to its end. `problems` are the problems of its flags. Return the exit code."""
     log.start_console(rank=0)
     multirun, found = read(overrides)
     try:
@@ -58,7 +58,7 @@ def sweep(overrides: list[str], problems: list[Problem]) -> int:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The command line of a sweep, and the jobs that are known before the first runs: of a search, its samples."""
+    """The command line of a sweep, and the jobs that are known before the first job runs (for a search: samples)."""
 
     overrides: list[str]
     multirun: Multirun
@@ -66,7 +66,7 @@ class Sweep:
 
     @property
     def directory(self) -> Path:
-        """The sweep's directory, named by a hash of its runs; of a search, by a hash of its start and how it draws."""
+        """The sweep's directory. Its name is a hash of the sweep's runs; for a search, of its start and its way of drawing."""
         decides: Any = sorted([job.config.name, job.config.run.id] for job in self.jobs)
         if self.multirun.sweeper is not None:
             spaces = {one.name: one.values if isinstance(one.values, list) else asdict(one.values)
@@ -76,20 +76,20 @@ class Sweep:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several commands may work on it at a time."""
+        """Whether several commands may work on the sweep at the same time."""
         return self.multirun.sweeper is not None and self.multirun.sweeper.is_shared
 
     def source(self, worker: Worker | None = None) -> JobSource:
-        """Return where the jobs come from; `worker` is this command, if the sweep is shared and its jobs are to run."""
+        """Return the source of the jobs. `worker` is this command, if the sweep is shared and its jobs must run."""
         if self.multirun.sweeper is None:
             return Grid(self.jobs)
-        from framework.sweep.search import Search  # Optuna takes a second
+        from framework.sweep.search import Search  # the import of Optuna takes a second
 
         saving = self.jobs[0].config.checkpoint
         return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory, worker=worker)
 
     def rows(self) -> list[TableRow]:
-        """Return the states of the jobs; of a search, of the trials that have been drawn."""
+        """Return the states of the jobs. For a search, return the states of the trials that have been drawn."""
         is_new = self.multirun.sweeper is not None and not self.directory.exists()
         return [] if is_new else self.source().rows()
 
@@ -116,7 +116,7 @@ def cancel_jobs(sweep: Sweep) -> int:
 
 
 def run_jobs(sweep: Sweep) -> int:
-    """Run the jobs, here or on a cluster."""
+    """Run the jobs, on this machine or on a cluster."""
     multirun, jobs, directory, config = sweep.multirun, sweep.jobs, sweep.directory, sweep.jobs[0].config
     on_slurm, group = config.launch.kind == "slurm", f"sweep-{directory.name}"
     if problems := problems_of(jobs):
@@ -150,9 +150,9 @@ def run_jobs(sweep: Sweep) -> int:
 
 
 def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], list[Problem]]:
-    """Return the jobs that are known before the first job runs (all jobs, unless it is a search), and every problem.
+    """Return the jobs that are known before the first job runs (all jobs, unless it is a search), and all problems.
 
-    Every value is checked first, so that a wrong value is reported once; then every combination.
+    Check each value first, so that a wrong value is reported once. Then check each combination.
     """
     jobs, found = _composed(multirun, multirun.space.samples())
     problems = [*problems, *(multirun.space.explained(problem) for problem in found if problem not in problems)]
@@ -186,7 +186,7 @@ def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
 
 
 def _objective_problems(multirun: Multirun, job: Job) -> list[Problem]:
-    """Return which of several objectives are no metrics of a run, as checkpoint.monitor would be checked."""
+    """Return the problems of objectives that are not metrics of a run, with the check of checkpoint.monitor."""
     found = []
     for name in multirun.sweeper.metrics if multirun.sweeper is not None else []:
         problems = checked_line([*job.line, f"checkpoint.monitor={name}", "checkpoint.mode=min"]).problems
@@ -227,7 +227,7 @@ def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, d
 
 
 def _due(source: JobSource, room: int) -> list[Job]:
-    """Return the jobs to start now, and note those that have finished before."""
+    """Return the jobs to start now, and record the jobs that have finished before."""
     due: list[Job] = []
     while len(due) < room and not PREEMPTION.requested and (job := source.next()) is not None:
         if job.is_done:
@@ -247,7 +247,7 @@ def _write(rows: list[TableRow], target: Path, write: Callable[[list[TableRow], 
 
 
 def _end(source: JobSource, saving: CheckpointSection, directory: Path) -> int:
-    """Draw the picture, log the best job and the failed jobs. Returns the exit code."""
+    """Draw the picture, and log the best job and the failed jobs. Return the exit code."""
     rows = source.rows()
     _write(rows, directory / "sweep.csv", write_csv)
     _write(rows, directory / "sweep.png", partial(draw, monitor=saving.monitor, mode=saving.direction))

@@ -1,4 +1,4 @@
-"""`hydra.sweeper` of a search: how many trials, how they are drawn and pruned, what they improve, where they are stored."""
+"""`hydra.sweeper` of a search: the number of trials, their draws, their pruning, their objectives, and their storage."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,24 +13,24 @@ from framework.config.validation import section_problems
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.problem import Problem, shown
 
-JOURNAL = "journal"  # hydra.sweeper.storage: a file in the sweep's directory to which several commands append
+JOURNAL = "journal"  # value of hydra.sweeper.storage: a file in the sweep's directory to which several commands append
 _NUM_TRIALS = 20
 
 # --- pruners, with Optuna's names for their parameters; a step is an optimizer step
 
 
 class Pruner(Section):
-    """How trials are stopped early."""
+    """A rule that stops trials early."""
 
     name: str
 
 
 class NoPruner(Pruner):
-    """Stops no trial."""
+    """A pruner that stops no trial."""
 
 
 class Median(Pruner):
-    """Stops a trial whose best evaluation is worse than the median of the other trials' at the same step."""
+    """A pruner that stops a trial if its best evaluation is worse than the median of the other trials at the same step."""
 
     n_startup_trials: Count = 5
     n_warmup_steps: Count = 0
@@ -39,7 +39,7 @@ class Median(Pruner):
 
 
 class Percentile(Median):
-    """As Median, with the trials in the best `percentile` percent kept."""
+    """A pruner like Median that keeps the trials in the best `percentile` percent."""
 
     percentile: Annotated[float, Field(ge=0, le=100)] = 25.0
 
@@ -54,7 +54,7 @@ class _Halving(Pruner):
 
 
 class Asha(_Halving):
-    """Asynchronous successive halving: of the trials that reach a rung, the best 1/reduction_factor go on."""
+    """Asynchronous successive halving: of the trials that reach a rung, the best 1/reduction_factor continue."""
 
     min_resource: Positive | Literal["auto"] = "auto"
     reduction_factor: Annotated[int, Field(ge=2)] = 4
@@ -62,7 +62,7 @@ class Asha(_Halving):
 
 
 class Hyperband(_Halving):
-    """Several successive halvings that begin to prune at different steps."""
+    """Several successive halvings, which start to prune at different steps."""
 
     min_resource: Positive = 1
     max_resource: Positive | Literal["auto"] = "auto"
@@ -75,7 +75,7 @@ class Hyperband(_Halving):
 
 
 class Patient(Pruner):
-    """Stops a trial that has not improved by `min_delta` in `patience` evaluations."""
+    """A pruner that stops a trial without an improvement of `min_delta` in `patience` evaluations."""
 
     patience: Count
     min_delta: Annotated[float, Field(ge=0)] = 0.0
@@ -87,7 +87,7 @@ _PRUNERS: dict[str, type[Pruner]] = {
 
 
 def read_pruner(node: dict[str, Any]) -> list[Problem]:
-    """Replace `pruner`, a name or `{name: NAME, ...}`, and `pruner.KEY` in a sweeper's node by the Pruner. Returns problems."""
+    """Replace `pruner` (a name, or `{name: NAME, ...}`) and `pruner.KEY` in a sweeper's node by a Pruner. Return problems."""
     chosen = node.pop("pruner", None)
     values = dict(chosen) if isinstance(chosen, dict) else {} if chosen is None else {"name": chosen}
     values |= {name.removeprefix("pruner."): node.pop(name) for name in [*node] if name.startswith("pruner.")}
@@ -114,15 +114,16 @@ def _pruner(name: Any = "median", **parameters: Any) -> tuple[Pruner | None, lis
 
 
 class Objective(NamedTuple):
-    """What a search improves: SPLIT/METRIC, or a number of the run's summary."""
+    """An objective of a search: SPLIT/METRIC, or a number in the run's summary."""
 
     name: str
     mode: str  # min or max
 
     def value(self, summary: dict[str, Any], *, monitor: str) -> float | None:
-        """Return the value of a run.
+        """Return the value of a run, or None.
 
-        Of the monitored split it is the value at the evaluation with the best `monitor`, of another split the last.
+        For the monitored split, it is the value at the evaluation with the best `monitor`. For another split, it is the last
+        value.
         """
         split, slash, metric = self.name.partition("/")
         if not slash:
@@ -141,7 +142,7 @@ _SPLITS = ("train", "val")
 
 
 class Sweeper(Section):
-    """How a search draws its trials."""
+    """The settings of a search: how it draws its trials."""
 
     n_trials: Positive | None
     seed: Count
@@ -152,12 +153,12 @@ class Sweeper(Section):
 
     @property
     def is_shared(self) -> bool:
-        """Whether several commands may work on the search at a time."""
+        """Whether several commands may work on the search at the same time."""
         return self.storage is not None
 
     @property
     def chosen_pruner(self) -> Pruner:
-        """The pruner; the default is `median` with one objective, none with several."""
+        """The pruner. The default is `median` with one objective, and no pruner with several."""
         return self.pruner or (NoPruner(name="none") if self.objectives else Median(name="median"))
 
     @property
@@ -167,17 +168,17 @@ class Sweeper(Section):
 
     @property
     def metrics(self) -> list[str]:
-        """The objectives that are metrics; the others are of the summary, or measured by a clock."""
+        """The objectives that are metrics. The others come from the summary or from a clock."""
         return [goal.name for goal in self.goals if "/" in goal.name and goal.name.partition("/")[2] not in MACHINE]
 
     def num_trials(self, num_combinations: int) -> int:
-        """Return how many trials the search has; `num_combinations` are those of a grid."""
+        """Return the number of trials. `num_combinations` is the number of combinations in a grid."""
         if self.sampler == "grid":
             return min(self.n_trials or num_combinations, num_combinations)
         return self.n_trials or _NUM_TRIALS
 
     def decisive(self) -> dict[str, Any]:
-        """Return what makes this another search than one with other values."""
+        """Return the settings that distinguish this search from other searches."""
         pruner = self.chosen_pruner
         changed = pruner.model_dump(exclude={"name"}, exclude_defaults=True)
         others = {"objectives": self.objectives, "pruner_settings": changed}
@@ -207,7 +208,7 @@ class Sweeper(Section):
 
 
 def resolve_storage(node: dict[str, Any]) -> list[Problem]:
-    """Resolve `storage=${oc.env:NAME}` in a sweeper's node: a URL with a password is for no command line. Returns problems."""
+    """Resolve `storage=${oc.env:NAME}` in a sweeper's node: no command line may have a URL with a password. Return problems."""
     if not isinstance(storage := node.get("storage"), str):
         return []
     try:
@@ -222,7 +223,7 @@ def _storage_problems(storage: str) -> Iterator[Problem]:
     try:
         from sqlalchemy.engine import make_url
         from sqlalchemy.exc import ArgumentError, NoSuchModuleError
-    except ImportError:  # it comes with Optuna, whose absence is a problem of its own
+    except ImportError:  # it comes with Optuna; without Optuna, there is another problem
         return
     try:
         url = make_url(storage)

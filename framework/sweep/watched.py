@@ -1,4 +1,4 @@
-"""A trial that is running: its evaluations are read as they come, and the pruner is asked after each."""
+"""A running trial. Its evaluations are read as they arrive, and the pruner decides after each."""
 
 import os
 
@@ -9,30 +9,30 @@ from framework.runs.metrics_file import Row, rows_in
 from framework.sweep.study import pruner
 from framework.sweep.sweeper import Pruner
 
-_JUDGED = "judged"  # a trial's attribute: the step after which the pruner was last asked, and whether it gave the trial up
+_JUDGED = "judged"  # a trial's attribute: the step of the pruner's last decision, and whether it gave up the trial
 
 
 class Watched:
-    """What is known of a running trial."""
+    """The known state of a running trial."""
 
     def __init__(self, trial: Trial, directory: RunDirectory, *, monitor: str, settings: Pruner) -> None:
         self.trial = trial
-        self.step = 0  # of the last evaluation
+        self.step = 0  # the step of the last evaluation
         self._settings = settings
         self._split, _, self._metric = monitor.partition("/")
         self._path = directory.metrics
-        self._inode = self._offset = 0  # of the file, and in it: rows before it have been read
-        self._reported = max(trial.storage.get_trial(trial._trial_id).intermediate_values, default=0)  # before a kill
+        self._inode = self._offset = 0  # the file, and the position in it: earlier rows have been read
+        self._reported = max(trial.storage.get_trial(trial._trial_id).intermediate_values, default=0)  # reported before a kill
         self._judged, self._is_hopeless = trial.user_attrs.get(_JUDGED, (0, False))
         if self._is_hopeless:
             self.step = self._judged
 
     def is_hopeless(self) -> bool:
-        """Return whether the pruner has given the trial up, now or before."""
+        """Return whether the pruner has given up the trial, now or before."""
         is_over = self._is_hopeless or len(self.trial.study.directions) > 1  # several objectives are not reported
         for row in [] if is_over else self._new_rows():
             is_evaluation = row["split"] == self._split and self._metric in row
-            # steps that a run repeats, after a rollback or when it is continued, have counted already
+            # a run may repeat steps after a rollback or an interruption; these steps have counted already
             if is_evaluation and row["step"] > max(self.step, self._judged, self._reported - 1):
                 self.step = row["step"]
                 if self._judge(row[self._metric]):
@@ -43,8 +43,8 @@ class Watched:
         if self.step > self._reported:
             self.trial.report(value, self.step)
         self.trial.study.pruner = pruner(self._settings)
-        self._is_hopeless = bool(self.trial.should_prune())  # else of numpy, which no journal takes
-        self.trial.set_user_attr(_JUDGED, [self.step, self._is_hopeless])  # halving judges a step once
+        self._is_hopeless = bool(self.trial.should_prune())  # otherwise a numpy type, which a journal cannot store
+        self.trial.set_user_attr(_JUDGED, [self.step, self._is_hopeless])  # halving judges a step only once
         return self._is_hopeless
 
     def _new_rows(self) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The commands that work on one search at a time: a lock of each shows that it is alive, and a trial is claimed by one."""
+"""The commands that share a search. The lock of each command shows that it is alive; one command claims each trial."""
 
 import itertools
 import os
@@ -14,9 +14,9 @@ from framework.runtime.lock import Lock, RunLocked
 
 
 class Worker:
-    """One command of a search that several work on. Claims of a trial are numbered: the last one counts.
+    """One command of a shared search. Claims of a trial are numbered, and the last claim counts.
 
-    A claim is a symbolic link, which also network file systems make once only, to the name of the worker.
+    A claim is a symbolic link to the name of the worker. Even network file systems create such a link only once.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -25,7 +25,7 @@ class Worker:
         self._lock = Lock(self._folder / self._name)
 
     def take(self) -> None:
-        """Become a worker, until the end of this process and its jobs."""
+        """Become a worker, until this process and its jobs end."""
         self._lock.take()
 
     def release(self) -> None:
@@ -34,7 +34,7 @@ class Worker:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other workers out, as far as the file system's locks reach: two that make a database break each other."""
+        """Exclude other workers, as far as the file system's locks work: two workers must not create a database together."""
         descriptor = None
         while descriptor is None:
             descriptor = lock_file(self._folder / "lock", waits=True)
@@ -44,7 +44,7 @@ class Worker:
             os.close(descriptor)
 
     def claim(self, trial: int) -> bool:
-        """Claim a trial by its number. Returns whether it is this worker's: not if a living worker has it."""
+        """Claim a trial by its number. Return whether this worker gets it. It does not if a living worker has it."""
         next_claim = next(path for n in itertools.count() if not os.path.lexists(path := self._folder / f"{trial}.{n}"))
         number = int(next_claim.suffix[1:])
         if number and self._is_alive(os.readlink(self._folder / f"{trial}.{number - 1}")):
@@ -67,4 +67,4 @@ class Worker:
         return False
 
 
-_PATIENCE_S = 2.0  # for the jobs of a command that was killed
+_PATIENCE_S = 2.0  # for the jobs of a killed command

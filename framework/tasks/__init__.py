@@ -1,1 +1,1 @@
-"""One task a file: losses and metrics."""
+"""The tasks, one per file: losses and metrics."""

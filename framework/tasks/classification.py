@@ -1,4 +1,4 @@
-"""Classification: one label a sample."""
+"""Classification: one label per sample."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +7,7 @@ from framework.tasks.outputs import auxiliary_loss, main_output
 
 
 class Classification:
-    """Cross-entropy over classes. outputs (B, C) logits; targets_B int64, or shares of classes (B, C), of mixed samples."""
+    """Cross-entropy over classes. outputs (B, C) are logits; targets_B are int64, or class shares (B, C) for mixed samples."""
 
     higher_is_better = {"accuracy": True, "top5": True}
 
@@ -29,7 +29,7 @@ class Classification:
         return {"accuracy": (logits_BC.argmax(dim=-1) == targets_B).sum(), "top5": (highest_BK == targets_B[:, None]).sum()}
 
     def written(self, outputs: Tensor) -> dict[str, Tensor]:
-        """Return what mode=predict writes of a batch."""
+        """Return what mode=predict writes for a batch."""
         logits_BC = main_output(outputs)
         highest_B, class_B = logits_BC.softmax(dim=-1).max(dim=-1)
         return {"class": class_B, "probability": highest_B, "output": logits_BC}

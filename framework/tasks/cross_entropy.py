@@ -1,4 +1,4 @@
-"""Cross-entropy over large vocabularies: a chunk of rows at a time, without a second tensor as large as the logits."""
+"""Cross-entropy over large vocabularies. It works on chunks of rows, without a second tensor of the logits' size."""
 
 import functools
 from collections.abc import Callable
@@ -10,34 +10,35 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGE = 4096  # classes; of fewer, torch's own is faster
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # numbers at a time: about what a cache holds; what many launches are worth
+LARGE = 4096  # classes; for fewer classes, torch's function is faster
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # per chunk, in numbers: a cache's size; enough work for a launch
 
 
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int) -> Tensor:
     """Return the sum of the cross-entropies in nats, shape (), at least in float32. Targets are int64.
 
-    As `torch.nn.functional.cross_entropy` to rounding. That keeps the logarithms of the probabilities for the backward pass,
-    and of logits in 16 bits also a copy in 32: up to four times the logits' memory, where this keeps the logits alone.
+    The result equals `torch.nn.functional.cross_entropy` up to rounding. That function keeps the logarithms of the
+    probabilities for the backward pass, and for 16-bit logits also a 32-bit copy: up to four times the logits' memory. This
+    function keeps only the logits.
     """
     if is_cut(logits_NV):
         return _sum_of_cut(logits_NV, targets_N, targets_N != ignore_index)
-    if logits_NV.shape[1] < LARGE or type(logits_NV) is not Tensor:  # or a stand-in of a tracer, or a shard
+    if logits_NV.shape[1] < LARGE or type(logits_NV) is not Tensor:  # or a tracer's stand-in, or a shard
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     try:
         total: Tensor = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index)  # type: ignore[no-untyped-call]
-    except (RuntimeError, IndexError):  # under vmap, in forward derivatives, or of a target that is no class
+    except (RuntimeError, IndexError):  # under vmap, in forward derivatives, or for a target that is not a class
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     return total
 
 
 def compiled_cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int) -> Tensor:
-    """Return the same by torch.compile: it reads the logits twice and writes their gradient, and nothing as large between."""
+    """Return the same sum with torch.compile: it reads the logits twice, writes the gradient, and stores nothing so large."""
     if is_cut(logits_NV):
         return cross_entropy_sum(logits_NV, targets_N, ignore_index=ignore_index)
     try:  # the compiled function would end the process at a wrong target
         _refuse_wrong(targets_N, targets_N != ignore_index, num_classes=logits_NV.shape[1])
-    except RuntimeError:  # under vmap no number can be read
+    except RuntimeError:  # under vmap, no number can be read
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     return _compiled()(logits_NV, targets_N, ignore_index=ignore_index)
 
@@ -54,39 +55,39 @@ def _compiled() -> Callable[..., Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Which of the classes a process has, of logits that are cut."""
+    """The classes that a process has, if the logits are cut by class."""
 
     group: dist.ProcessGroup
-    has_N: Tensor  # whether each row's target is one of them
+    has_N: Tensor  # whether this process has the class of each row's target
 
 
 def is_cut(logits: Tensor) -> bool:
-    """Return whether each process has the logits of some classes only: a DTensor, cut in its last dim."""
+    """Return whether each process has the logits of some classes only: a DTensor that is cut in its last dim."""
     return any(placement.is_shard(logits.ndim - 1) for placement in getattr(logits, "placements", ()))
 
 
 def _own_columns(logits: Any) -> tuple[Tensor, int, dist.ProcessGroup]:
-    """Return this process's part of cut logits, the number of its first class, and the processes that have the others."""
+    """Return this process's part of cut logits, the number of its first class, and the group of all processes with parts."""
     mesh = logits.device_mesh
     share = -(-logits.shape[-1] // mesh.size())
     return logits.to_local(), min(mesh.get_local_rank() * share, logits.shape[-1]), mesh.get_group()
 
 
 def _sum_of_cut(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor) -> Tensor:
-    """Return the sum of the cross-entropies from logits that are never gathered. Collective: all that have a part of them.
+    """Return the sum of the cross-entropies without gathering the logits. Collective: all processes with a part must call it.
 
-    Only the largest logit, the sum and the target's logit of each row are exchanged.
+    For each row, the processes exchange only the largest logit, the sum and the target's logit.
     """
     own_NV, start, group = _own_columns(logits_NV)
     is_wrong_N = _refuse_wrong(targets_N, counts_N, num_classes=logits_NV.shape[1])
     has_N = counts_N & (targets_N >= start) & (targets_N < start + own_NV.shape[1])
     given = own_NV, torch.where(has_N, targets_N - start, 0), counts_N, Columns(group, has_N)
     total, *_ = _SumOfCut.apply(*given)  # type: ignore[no-untyped-call]
-    return torch.where(is_wrong_N.any(), torch.nan, total)  # on a device an error would have to be waited for
+    return torch.where(is_wrong_N.any(), torch.nan, total)  # on a device, raising an error would need a synchronisation
 
 
 def _refuse_wrong(targets_N: Tensor, counts_N: Tensor, *, num_classes: int) -> Tensor:
-    """Return which targets that count are no class, shape (N,). On a CPU, if there are any, IndexError as torch has it."""
+    """Return which counted targets are not a class, shape (N,). On a CPU, raise IndexError like torch if there are any."""
     is_wrong_N = counts_N & ((targets_N < 0) | (targets_N >= num_classes))
     if targets_N.device.type == "cpu" and bool(is_wrong_N.any()):
         raise IndexError(f"Target {int(targets_N[is_wrong_N][0])} is out of bounds.")
@@ -94,7 +95,7 @@ def _refuse_wrong(targets_N: Tensor, counts_N: Tensor, *, num_classes: int) -> T
 
 
 def highest_class(logits: Tensor) -> Tensor:
-    """Return the class of the largest logit, in the last dim; the first one of equals. Collective where the logits are cut."""
+    """Return the class of the largest logit in the last dim; the first of equal classes. Collective if the logits are cut."""
     if not is_cut(logits):
         return logits.argmax(dim=-1)
     own, start, group = _own_columns(logits)
@@ -107,7 +108,7 @@ def highest_class(logits: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum for whole rows of logits. For the backward pass these alone are kept: it computes the probabilities again."""
+    """The sum for whole rows of logits. It keeps only the logits; the backward pass computes the probabilities again."""
 
     @staticmethod
     def forward(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumOfCut(torch.autograd.Function):
-    """The sum, and of each row its largest logit and the logarithm of the others' sum beside it: together they would round."""
+    """The sum, each row's largest logit, and the logarithm of the sum relative to it. Adding these two would lose precision."""
 
     @staticmethod
     def forward(logits_NV: Tensor, targets_N: Tensor, counts_N: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Which of a model's outputs a task uses."""
+"""The outputs of a model that a task uses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def main_output(outputs: "Tensor | Mapping[str, Tensor]") -> Tensor:
-    """Return the outputs; of a dictionary (which many libraries' models return) the `logits`, or else its only entry."""
+    """Return the outputs. For a dictionary, as many libraries' models return, return `logits`, or else the only entry."""
     if not isinstance(outputs, Mapping):
         return outputs
     if "logits" in outputs:
@@ -19,9 +19,9 @@ def main_output(outputs: "Tensor | Mapping[str, Tensor]") -> Tensor:
 
 
 def written_outputs(task: Any, outputs: Any, *, num_samples: int) -> dict[str, Tensor]:
-    """Return what predictions of a batch are: the tensors of the task's `written(outputs)`, or the main output.
+    """Return the predictions of a batch: the tensors of the task's `written(outputs)`, or the main output.
 
-    ValueError or TypeError if that is no dictionary of tensors which begin with the samples.
+    Raise ValueError or TypeError if the result is not a dictionary of tensors with the samples as their first dim.
     """
     found = dict(task.written(outputs) if hasattr(task, "written") else {"output": main_output(outputs)})
     for name, value in found.items():
@@ -31,9 +31,9 @@ def written_outputs(task: Any, outputs: Any, *, num_samples: int) -> dict[str, T
 
 
 def auxiliary_loss(outputs: "Tensor | Mapping[str, Tensor]", *, weights_B: Tensor | None = None) -> "Tensor | float":
-    """Return what a model itself adds to the loss, its `aux_loss` (B,), as a sum over samples, by weights if there are some.
+    """Return the model's own addition to the loss, `aux_loss` (B,), as a sum over samples, with weights if given.
 
-    TypeError for anything else: a statistic of a micro-batch depends on how the batch is cut.
+    Raise TypeError for any other shape, because a statistic of a micro-batch depends on how the batch is cut.
     """
     losses = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
     if losses is None:

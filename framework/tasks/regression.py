@@ -7,7 +7,7 @@ from framework.tasks.outputs import auxiliary_loss, main_output
 
 
 class Regression:
-    """outputs (B, N) and targets_BN, floating point."""
+    """Mean squared error. outputs (B, N) and targets_BN are floating point."""
 
     higher_is_better = {"mae": False}
 

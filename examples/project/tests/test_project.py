@@ -1,4 +1,4 @@
-"""The project trains, and two processes compute what one does."""
+"""Tests: the project trains, and two processes compute the same as one process."""
 
 from framework import load, run
 

@@ -1,1 +1,1 @@
-"""Who hangs: where each rank is, and which of them the others wait for."""
+"""The search for a rank that hangs: where each rank is, and which rank the others wait for."""

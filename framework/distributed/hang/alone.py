@@ -1,4 +1,4 @@
-"""One process alone: nobody waits for it, so a thread of its own sees when it stands still."""
+"""The watch over a run of one process. No other rank waits for it, so a thread notices when it makes no progress."""
 
 import sys
 import tempfile
@@ -12,14 +12,14 @@ from framework.distributed.hang.diagnose import look
 from framework.distributed.hang.stillness import Stillness
 
 _LOOK_S = 1.0
-_DEBUGGERS = ("/pdb.py", "/bdb.py")  # a person may think for as long as they like
+_DEBUGGERS = ("/pdb.py", "/bdb.py")  # in a debugger, a person may need any amount of time
 
 
 @contextmanager
 def watched_alone(*, timeout_s: float, on_hang: Callable[[str], None]) -> Iterator[Board | None]:
-    """Yield the board of the only rank; `on_hang`, in a thread, gets the verdict if it does nothing for `timeout_s`.
+    """Yield the board of the only rank. A thread calls `on_hang` with the verdict if the rank does nothing for `timeout_s`.
 
-    None where there is not a folder for temporary files.
+    Yield None if there is no folder for temporary files.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="steadfast_board_") as folder:

@@ -1,4 +1,4 @@
-"""A file by which the ranks of one node see where each other is, even a rank that no longer answers."""
+"""A file that shows each rank of a node where the other ranks are, even a rank that no longer answers."""
 
 import ctypes
 import faulthandler
@@ -13,35 +13,35 @@ from pathlib import Path
 
 import numpy as np
 
-DUMP = signal.SIGRTMIN + 7  # makes a rank write its stacks; none of the signals that stop a run
-NUM_BEATS = 64  # heartbeats kept per rank
+DUMP = signal.SIGRTMIN + 7  # makes a rank write its stacks; it is not a signal that stops a run
+NUM_BEATS = 64  # the number of heartbeats that are kept per rank
 
-_STACK_BYTES = 1 << 21  # more than a hundred threads of a hundred frames each: faulthandler writes no more
+_STACK_BYTES = 1 << 21  # enough for 100 threads of 100 frames each, which is faulthandler's limit
 _VERDICT_BYTES = 1 << 16
 _COLLECTIVES = [("on_default", "i8"), ("on_control", "i8")]
 _BEAT = [("number", "i8"), ("step", "i8"), ("phase", "S16"), *_COLLECTIVES]
 _PLACE = [("rank", "i4"), ("pid", "i4"), ("state", "i8"), ("since", "f8"), *_COLLECTIVES]
-_SLOT = np.dtype([*_PLACE, ("num_beats", "i8"), ("beats", _BEAT, NUM_BEATS)])  # one rank's, as of RankSlot and Beat
+_SLOT = np.dtype([*_PLACE, ("num_beats", "i8"), ("beats", _BEAT, NUM_BEATS)])  # one rank's; the fields of RankSlot and Beat
 
 
 class RankState(IntEnum):
-    """What a rank reports about itself."""
+    """A rank's report about itself."""
 
-    ABSENT = 0  # it has not opened the board yet
+    ABSENT = 0  # the rank has not opened the board yet
     RUNNING = 1
-    TIMED_OUT = 2  # it has waited in vain for the other ranks
-    LOST_PEER = 3  # the connection to a rank that it waited for was closed
-    FAILED = 4  # by an error of its own
+    TIMED_OUT = 2  # the rank has waited for other ranks until the time-out
+    LOST_PEER = 3  # the connection to a rank that this rank waited for was closed
+    FAILED = 4  # because of the rank's own error
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank was: on all ranks the same number is the same place in the program."""
+    """A rank's place in the program. On all ranks the same number is the same place."""
 
     number: int
     step: int
     phase: str
-    collectives: tuple[int, int]  # started before it, on the default process group and on `control`
+    collectives: tuple[int, int]  # started before this beat, on the default process group and on `control`
 
     def __str__(self) -> str:
         return f"step {self.step} ({self.phase})" if self.step else self.phase
@@ -49,15 +49,15 @@ class Beat:
 
 @dataclass(frozen=True)
 class RankSlot:
-    """Where a rank is."""
+    """The state of one rank."""
 
     local_rank: int
     rank: int
     pid: int
     state: RankState
-    since: float  # seconds of the monotonic clock, which the processes of a machine share; 0 unless it has reported an error
-    collectives: tuple[int, int]  # started so far, if it has reported its error; otherwise as of the latest beat
-    beats: tuple[Beat, ...]  # the latest, oldest first
+    since: float  # seconds of the monotonic clock, which a machine's processes share; 0 without an error report
+    collectives: tuple[int, int]  # started until the error report; without a report, until the latest beat
+    beats: tuple[Beat, ...]  # the latest beats, oldest first
 
     @property
     def has_reported(self) -> bool:
@@ -67,13 +67,14 @@ class RankSlot:
 class BoardView:
     """The slots of a node's ranks, as any process of the node sees them.
 
-    The file holds the slots, the verdict, and room for a stack of each rank; it may be deleted once every rank has opened it.
+    The file contains the slots, the verdict, and space for a stack of each rank. Once every rank has opened the file, the file
+    may be deleted.
     """
 
-    local_rank = -1  # of a process that is no rank
+    local_rank = -1  # the number for a process that is not a rank
 
     def __init__(self, path: Path, *, first_rank: int, num_local: int) -> None:
-        """FileNotFoundError if no rank has made it yet. `first_rank` is that of local rank 0."""
+        """Open the board. Raise FileNotFoundError if no rank has made the file. `first_rank` is the rank of local rank 0."""
         self._set_up(os.open(path, os.O_RDWR), first_rank=first_rank, num_local=num_local)
 
     def _set_up(self, descriptor: int, *, first_rank: int, num_local: int) -> None:
@@ -97,19 +98,19 @@ class BoardView:
         latest = [ring[number % NUM_BEATS].item() for number in range(max(0, total - NUM_BEATS), total)]
         beats = tuple(Beat(number, step, phase.decode(), (a, b)) for number, step, phase, a, b in latest)
         collectives = (begun[0], begun[1]) if state > RankState.RUNNING or not beats else beats[-1].collectives
-        if state == RankState.ABSENT:  # then its slot is empty; launchers number a node's ranks without a gap
+        if state == RankState.ABSENT:  # an absent rank's slot is empty; launchers number a node's ranks without a gap
             rank = self._first_rank + local_rank
         return RankSlot(local_rank, rank, pid, RankState(state), since, collectives, beats)
 
     def stack(self, local_rank: int) -> str:
-        """Return what a rank has written of its stack so far."""
+        """Return the stack that a rank has written so far."""
         return _text_at(self._descriptor, self._stack_at(local_rank), _STACK_BYTES)
 
     def _stack_at(self, local_rank: int) -> int:
         return self._verdict_at + _VERDICT_BYTES + local_rank * _STACK_BYTES
 
     def try_lead(self) -> bool:
-        """Take the lead in finding out what has happened, if no living process has it and it is not known yet."""
+        """Try to become the leader, which finds the verdict. Fail if a living process leads, or if the verdict is known."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -124,26 +125,26 @@ class BoardView:
     def post(self, verdict: str) -> None:
         text = verdict.encode()[: _VERDICT_BYTES - 1]
         os.pwrite(self._descriptor, text[1:], self._verdict_at + 1)
-        os.pwrite(self._descriptor, text[:1], self._verdict_at)  # the first byte last: until then a reader sees nothing
+        os.pwrite(self._descriptor, text[:1], self._verdict_at)  # write the first byte last: before it, the verdict is empty
 
     @property
     def verdict(self) -> str:
-        """What the leader has found, or an empty string."""
+        """The leader's verdict, or an empty string."""
         return _text_at(self._descriptor, self._verdict_at, _VERDICT_BYTES)
 
 
 class Board(BoardView):
-    """This rank's slot, which it writes, and those of the others. Writing takes microseconds, and no system call."""
+    """This rank's own slot, which it writes, and the slots of the others. A write takes microseconds and no system call."""
 
     def __init__(self, path: Path, *, rank: int, local_rank: int, num_local: int) -> None:
         self.local_rank = local_rank
         self._number = 0
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self._set_up(descriptor, first_rank=rank - local_rank, num_local=num_local)
-        # on a full disk a write to memory without a page behind it is fatal, and this is an error
+        # on a full disk, a write to memory without a page is fatal; this call raises an error instead
         os.posix_fallocate(descriptor, local_rank * _SLOT.itemsize, _SLOT.itemsize)
         self._mine = self._slots[local_rank]
-        # the handler works in C: also where a loop in C never lets Python run again
+        # the handler is in C: it also works if a loop in C never returns to Python
         self._stack = open(path, "r+b", buffering=0)
         self._stack.seek(self._stack_at(local_rank))
         faulthandler.register(DUMP, file=self._stack, all_threads=True)
@@ -155,18 +156,18 @@ class Board(BoardView):
         super().close()
 
     def beat(self, phase: str, *, step: int, collectives: tuple[int, int]) -> None:
-        """Write down that this rank is about to do `phase` (at most 16 characters) of a step."""
+        """Record that this rank starts `phase` (at most 16 characters) of a step."""
         self._mine["beats"][self._number % NUM_BEATS] = (self._number, step, phase.encode(), *collectives)
         self._number += 1
         self._mine["num_beats"] = self._number
 
     def report(self, state: RankState, *, stack: str, collectives: tuple[int, int]) -> None:
-        """Write down how this rank's work has ended, and where."""
+        """Record how this rank's work has ended, and where."""
         if not self.stack(self.local_rank):
             os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.local_rank))
         self._mine["since"] = time.monotonic()
         self._mine["on_default"], self._mine["on_control"] = collectives
-        self._mine["state"] = state  # the last: with it the others begin to read the rest
+        self._mine["state"] = state  # write the state last: then the others read the rest
 
     @property
     def mine(self) -> RankSlot:
@@ -174,9 +175,9 @@ class Board(BoardView):
 
 
 def request_stacks(pid: int) -> None:
-    """Make a rank write its stacks, unchanged. A rank that is stopped then continues.
+    """Make a rank write its current stacks. Then a stopped rank continues.
 
-    The signal is for its main thread: any other thread would write only after the main thread had gone on.
+    The signal goes to the main thread of the rank. Another thread would write only after the main thread had continued.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):  # since glibc 2.30
@@ -187,7 +188,7 @@ def request_stacks(pid: int) -> None:
 
 
 def posted_verdict(path: Path, *, num_local: int) -> str:
-    """Return the verdict on the board at `path`, for a process that is not a rank; an empty string while there is none."""
+    """Return the verdict on the board at `path`, or an empty string if there is none. For a process that is not a rank."""
     try:
         with open(path, "rb", buffering=0) as file:
             return _text_at(file.fileno(), num_local * _SLOT.itemsize, _VERDICT_BYTES)

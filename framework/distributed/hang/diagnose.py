@@ -1,4 +1,4 @@
-"""Who hangs: when a collective times out, the ranks of a node agree which of them the others wait for."""
+"""The diagnosis of a hang: when a collective times out, the ranks of a node agree which rank the others wait for."""
 
 import os
 import re
@@ -30,25 +30,25 @@ class Frame(NamedTuple):
 
 
 def frames(text: str) -> list[Frame]:
-    """Return the frames of the main thread, or of the one thread that a traceback is about, innermost first."""
+    """Return the frames of the main thread, or of the only thread in a traceback, innermost frame first."""
     threads = re.split(r"^(?:Current t|T)hread 0x", text, flags=re.MULTILINE)
-    found = re.findall(r'File "(.+)", line (\d+),? in (.+)', threads[-1])  # the main thread, the oldest, comes last
+    found = re.findall(r'File "(.+)", line (\d+),? in (.+)', threads[-1])  # the main thread, the oldest thread, comes last
     in_order = [Frame(file, int(line), function) for file, line, function in found]
     return in_order if len(threads) > 1 else in_order[::-1]
 
 
 def own_frame(text: str) -> Frame | None:
-    """Return the innermost frame that is not a library's."""
+    """Return the innermost frame that is not in a library."""
     return next((frame for frame in frames(text) if not frame.file.startswith((*_LIBRARIES, "<"))), None)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Where a rank was found, and what it was doing."""
+    """A rank's place in the program, and its activity."""
 
     slot: RankSlot
     stack: str
-    manner: str  # what it does instead of waiting for other ranks; empty if it waits for them
+    manner: str  # what the rank does instead of waiting for other ranks; empty if it waits
 
     def __str__(self) -> str:
         where = f"in {self.slot.beats[-1]}" if self.slot.beats else "at its start"
@@ -59,8 +59,9 @@ class RankReport:
 def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) -> str:
     """Return the verdict on the ranks of a node, in one sentence.
 
-    The guilty rank is the one that is not waiting for the others. Where all wait, but not for the same, it is the rank that
-    has not begun as many collectives in a part of the program as the others, or as in the same part before.
+    The guilty rank is the rank that is not waiting for the others. If all ranks wait, but for different collectives, the
+    guilty rank is the one with another number of collectives in a part of the program. The expected number is the number of
+    the other ranks, or the number in the same part before.
     """
     guilty, waiting = [one for one in seen if one.manner], [one for one in seen if not one.manner]
     everyone = "; ".join(f"rank {one.slot.rank} {one}" for one in seen)
@@ -83,14 +84,14 @@ _OF_OTHERS = "of this node no rank hangs"
 
 
 def is_of_others(verdict: str) -> bool:
-    """Return whether a verdict only says that the ranks of its node have waited for those of another."""
+    """Return whether a verdict only says that the ranks of its node have waited for ranks of another node."""
     return verdict.startswith(_OF_OTHERS)
 
 
 def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | None:
-    """Return the rank that first begins another number of collectives on a group than all ranks do, and how it differs."""
+    """Return the first rank that starts another number of collectives on a group than the other ranks, and the difference."""
     name = ("the default process group", "the control group")[group]
-    done: dict[int, dict[int, int]] = {}  # collectives by rank, by number of a beat: until the next beat
+    done: dict[int, dict[int, int]] = {}  # finished collectives by number of a beat, by rank: from this beat to the next beat
     under_way: dict[int, dict[int, int]] = {}
     at: dict[int, Beat] = {}
     for one in seen:
@@ -103,8 +104,8 @@ def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | Non
     whole = [number for number, by_rank in done.items() if len(by_rank) == len(seen)]
     alike = [number for number in whole if len(set(done[number].values())) == 1]
     if 2 * len(alike) < len(whole):
-        return None  # a pipeline, say: its ranks have different parts
-    usual: dict[tuple[str, str], set[int]] = {}  # by the phases of a beat and of the next
+        return None  # for example a pipeline: its ranks have different parts
+    usual: dict[tuple[str, str], set[int]] = {}  # by the phases of a beat and of the next beat
     for number in alike:
         usual.setdefault((at[number].phase, at[number + 1].phase), set()).update(done[number].values())
     for number in sorted(set(done) - set(alike)):
@@ -120,15 +121,15 @@ def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | Non
     return None
 
 
-_TO_REPORT_S = 1.5  # between the first rank that times out and the last that waits like it
+_TO_REPORT_S = 1.5  # from the first rank that times out to the last waiting rank that times out
 _TO_DUMP_S = 1.5
-_TO_LOSE_S = 2.0  # between a connection that breaks and the end of the process at its other end
+_TO_LOSE_S = 2.0  # from a broken connection to the end of the process at the other end
 _LATE_S = 0.5
-_SETTLED_S = 0.2  # a stack that has not grown for so long is complete
+_SETTLED_S = 0.2  # a stack that has not grown for this time is complete
 
 
 def report_error(board: Board, error: Exception, *, collectives: tuple[int, int] | None = None) -> None:
-    """Write on the board how this rank's work has ended. `collectives`: started so far. The first report counts."""
+    """Record on the board how this rank's work has ended. `collectives`: started so far. Only the first report counts."""
     state = RankState.TIMED_OUT if is_timeout(error) else RankState.LOST_PEER if is_lost_peer(error) else RankState.FAILED
     if board.mine.state is RankState.RUNNING:
         stack = "".join(traceback.format_exception(error))
@@ -136,29 +137,29 @@ def report_error(board: Board, error: Exception, *, collectives: tuple[int, int]
 
 
 def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
-    """Return who hangs, if this rank's error is part of a hang; an empty string if it is an ordinary error.
+    """Return the verdict if this rank's error is part of a hang. Return an empty string for an ordinary error.
 
-    Every rank that has reported its error calls this. The first rank that has timed out finds out: it makes the silent
-    ranks write their stacks, puts all stacks into the log, and posts the verdict, for which the other ranks wait. It leads
-    from then on.
+    Every rank that has reported its error calls this. The first rank that has timed out becomes the leader. It makes the
+    silent ranks write their stacks, writes all stacks into the log, and posts the verdict. The other ranks wait for the
+    verdict. The leader keeps the lead.
     """
     if board.mine.state is RankState.LOST_PEER:
-        # gloo makes a rank that has timed out close its connections: was it a time-out, or has the peer ended?
+        # gloo closes the connections of a rank that has timed out: find out if it was a time-out or the end of the peer
         _wait(lambda: _has_ended(board) or _has_timed_out(board), at_most_s=_TO_LOSE_S)
     if board.mine.state is not RankState.TIMED_OUT and not (board.mine.state is RankState.LOST_PEER and _has_timed_out(board)):
         return ""
     while not board.verdict:
         if board.try_lead() and not _lead(board, timeout_s=timeout_s, spans_nodes=spans_nodes):
-            board.stop_leading()  # so that the next rank finds the same
+            board.stop_leading()  # the next rank must find the same result
             return ""
         time.sleep(0.02)
     return board.verdict
 
 
 def look(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> str:
-    """Find out who hangs, as a process that is no rank: where no rank can, or where those of another node wait for this one's.
+    """Return who hangs, for a process that is not a rank. Post this verdict. Return an empty string if a rank has ended.
 
-    Posts the verdict, and returns it; an empty string if a rank has ended, which is no hang.
+    The end of a rank is not a hang. Call this if no rank can find the verdict, or if ranks of another node wait for this node.
     """
     while not board.verdict:
         if board.try_lead():
@@ -171,7 +172,7 @@ def look(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> str:
 
 
 def kill_silent(board: Board) -> None:
-    """Kill the ranks of this node that have reported nothing: they will not end by themselves."""
+    """Kill the ranks of this node that have reported nothing, because they will not end by themselves."""
     for slot in board.others():
         if slot.pid and not slot.has_reported:
             with suppress(ProcessLookupError):
@@ -192,12 +193,12 @@ def _is_stopped(slot: RankSlot) -> bool:
 
 
 def _process_state(slot: RankSlot) -> str:
-    """Return the letter of /proc/PID/stat: T is stopped, Z a zombie; an empty string if there is no such process."""
+    """Return the letter of /proc/PID/stat (T: stopped, Z: zombie), or an empty string if the process does not exist."""
     return (stat_of(slot.pid) or [""])[0]
 
 
 def _lead(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> bool:
-    """Find the rank that hangs, log it and post it. Returns False if a rank has ended: then no rank hangs."""
+    """Find the rank that hangs, log it and post the verdict. Return False if a rank has ended: then no rank hangs."""
     started_at, busy = time.monotonic(), {slot.local_rank: busy_s(slot.pid) for slot in board.others()}
     _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
     if _has_ended(board):
@@ -208,7 +209,7 @@ def _lead(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> bool:
     elapsed_s = time.monotonic() - started_at
     seen = []
     for local_rank in range(board.num_local):
-        # a silent rank's slot as it was: a rank that was stopped continues until it is killed
+        # use a silent rank's earlier slot: a rank that was stopped continues until it is killed
         slot, stack = silent.get(local_rank, board.slot(local_rank)), board.stack(local_rank)
         if local_rank in stopped:
             manner = "is stopped (by SIGSTOP, or a debugger)"
@@ -226,7 +227,7 @@ def _lead(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> bool:
 
 
 def _lateness(slot: RankSlot, board: BoardView) -> str:
-    """Return by how much a rank came late. A rank that waits loses its connections the moment another rank gives up."""
+    """Return how late a rank was. A rank that waits in time loses its connections when another rank gives up."""
     gave_up = [p.since for p in board.everyone() if p.state is RankState.TIMED_OUT and p.since <= slot.since]
     if slot.state is RankState.LOST_PEER and gave_up and slot.since - max(gave_up) > _LATE_S:
         return f"came {slot.since - max(gave_up):.1f} seconds after the others had given up"

@@ -1,4 +1,4 @@
-"""Whether processes do anything: how long they have used a CPU, or waited for one."""
+"""Whether processes do anything: their time on a CPU, and their time in the queue for a CPU."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from framework.distributed.hang.board import RankSlot
 
 
 def busy_s(pid: int) -> float:
-    """Return the seconds on a CPU, and those for which the first thread waited for a CPU, where the kernel counts them."""
+    """Return the seconds on a CPU, plus the first thread's waiting time for a CPU, if the kernel counts it."""
     fields, waited_s = stat_of(pid), 0.0
     with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
         waited_s = int(file.read().split()[1]) / 1e9
@@ -18,14 +18,14 @@ def busy_s(pid: int) -> float:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the process's state on; none if there is no such process."""
+    """Return the fields of /proc/PID/stat, from the process's state on. Return [] if the process does not exist."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return []
 
 
 class Stillness:
-    """Tells whether all ranks of a node have stood still: no beat, no error, and nothing to do for a CPU."""
+    """A detector for a node without progress: no rank has a beat or an error, and no process uses a CPU."""
 
     def __init__(self) -> None:
         self._beats: list[int] = []
@@ -33,7 +33,7 @@ class Stillness:
         self._woke_at, self._slept_s = -math.inf, 0.0
 
     def lasts_s(self, slots: Sequence[RankSlot]) -> float:
-        """Return for how many seconds they have. To be called often: a second and more."""
+        """Return for how many seconds the ranks have made no progress. Call this often: about every second."""
         now = time.monotonic()
         if now - self._looked_at < 1.0:
             return self._looked_at - self._since
@@ -48,9 +48,9 @@ class Stillness:
         return now - self._since
 
     def slept_s(self, *, timeout_s: float) -> float:
-        """Return for how long this process, and with it the ranks, was stopped, if a time-out now may come from that; else 0.
+        """Return how long this process and the ranks were stopped, if a time-out now may have this cause. Otherwise return 0.
 
-        A suspended machine, container or job: the collectives' clocks went on.
+        Causes are a suspended machine, container or job: the clocks of the collectives did not stop.
         """
         is_recent = time.monotonic() - self._woke_at < timeout_s + _ASLEEP_S
         return self._slept_s if is_recent and self._slept_s > timeout_s / 2 else 0.0
@@ -59,12 +59,12 @@ class Stillness:
         return abs(busy - self._busy_s) > _IDLE_SHARE * (now - self._since) + _IDLE_S  # less: a process has ended
 
 
-_IDLE_SHARE, _IDLE_S = 0.01, 0.2  # on a CPU, of the time in which nothing happens: a thread that listens, say
+_IDLE_SHARE, _IDLE_S = 0.01, 0.2  # the allowed CPU share of idle processes, for example of a thread that listens
 _ASLEEP_S = 10.0
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, such as those of its loaders."""
+    """Return the processes that a process has started, such as its loader processes, and their descendants."""
     children: list[int] = []
     with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
         children = [int(child) for child in file.read().split()]

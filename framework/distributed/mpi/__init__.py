@@ -1,1 +1,1 @@
-"""A process group over MPI, for torch builds that have none."""
+"""A process group over MPI, for torch builds without MPI."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from framework.distributed.mpi import start as mpi
 
-# MPI does not read the elements that it moves: one of its types of the same size carries them. Not bytes: MPI counts to 2^31.
+# MPI does not read the elements that it moves, so an MPI type of the same size carries them. Bytes cannot: MPI counts to 2^31.
 _CARRIERS = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
 _NUMBERS = {
     torch.float64: "DOUBLE",
@@ -28,7 +28,7 @@ _OF_BOOLEANS = {"SUM": "LOR", "MAX": "LOR", "PROD": "LAND", "MIN": "LAND", "BAND
 
 
 class Reduction:
-    """One of torch's reductions, of tensors of one dtype, in MPI's terms."""
+    """One of torch's reductions, for tensors of one dtype, in MPI's terms."""
 
     def __init__(self, kind: Any, *, dtype: torch.dtype, size: int) -> None:
         name = next((name for torchs, name in _OPERATIONS.items() if kind == getattr(dist.ReduceOp, torchs)), None)
@@ -42,14 +42,14 @@ class Reduction:
         self.operation = getattr(mpi.library(), _OF_BOOLEANS[name] if dtype == torch.bool else name)
 
     def staged(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, contiguous and in a dtype that MPI can reduce: the tensor itself where it is both already."""
+        """Return the tensor, contiguous and in a dtype that MPI can reduce. If it is both already, return the tensor itself."""
         return tensor.to(self._dtype).contiguous()
 
     def buffer(self, staged: Tensor) -> list[Any]:
         return [_memory(staged), staged.numel(), getattr(mpi.library(), _NUMBERS[self._dtype])]
 
     def put(self, staged: Tensor, *, into: Tensor) -> None:
-        """Write what MPI has left in `staged` into the tensor of the caller."""
+        """Write MPI's result in `staged` into the caller's tensor."""
         if self._divisor > 1:
             staged.div_(self._divisor)
         if staged.data_ptr() != into.data_ptr():
@@ -57,7 +57,7 @@ class Reduction:
 
 
 def carried(tensor: Tensor, counts: Sequence[int] | None = None) -> list[Any]:
-    """Return a contiguous tensor as a buffer to be moved; `counts`: elements from or for each rank."""
+    """Return a contiguous tensor as a buffer that MPI can move. `counts`: elements from or for each rank."""
     carrier = getattr(mpi.library(), _CARRIERS[tensor.element_size()])
     return [_memory(tensor), tensor.numel() if counts is None else list(counts), carrier]
 
@@ -81,7 +81,7 @@ def check_count(tensor: Tensor, count: int) -> None:
 
 
 def counts_of(tensor: Tensor, splits: Sequence[int], *, size: int) -> list[int]:
-    """Return how many elements of a tensor belong to each rank: by `splits` of its first dim, or equal parts."""
+    """Return how many elements of a tensor belong to each rank. `splits` divides its first dim; without it, parts are equal."""
     if not splits and len(tensor) % size:
         raise ValueError(f"{len(tensor)} rows do not divide among {size} ranks; give the splits")
     rows = list(splits) or [len(tensor) // size] * size

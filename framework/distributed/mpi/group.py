@@ -1,7 +1,7 @@
-"""A process group of torch.distributed over mpi4py, for builds of torch that have none over MPI."""
+"""A process group of torch.distributed over mpi4py, for builds of torch that have no MPI backend."""
 
 # mypy: disable-error-code="override"
-# torch's stub gives each method a second form, for callers of its own, which a group in Python does not get
+# torch's stub gives each method a second form, for torch's own callers; a group in Python does not get these calls
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,9 +18,9 @@ from framework.distributed.mpi.buffers import Reduction, carried, check_count, c
 
 
 class PendingOperation(dist.Work):
-    """Operations that MPI has begun. They advance whenever this process is inside MPI, and end in `wait` at the latest."""
+    """Operations that MPI has started. They advance when this process is inside MPI, and end in `wait` at the latest."""
 
-    _unfinished: set["PendingOperation"] = set()  # MPI uses their memory, even if nobody waits for them
+    _unfinished: set["PendingOperation"] = set()  # MPI uses the memory of these operations, even if nobody waits for them
 
     def __init__(self, what: str, *, timeout: timedelta, result: list[Tensor]) -> None:
         super().__init__()
@@ -37,18 +37,18 @@ class PendingOperation(dist.Work):
     def at_end(self, act: Callable[[], object]) -> None:
         self._last.append(act)
 
-    # --- MPI's buffers; their memory is kept until the operation has ended
+    # --- MPI's buffers; the operation keeps their memory until it has ended
 
     def sent(self, tensor: Tensor, counts: list[int] | None = None) -> list[Any]:
-        """Return a buffer with the elements of `tensor`; `counts`: elements for each rank."""
+        """Return a buffer with the elements of `tensor`. `counts`: elements for each rank."""
         return carried(self.keep(tensor.detach().contiguous()), counts)
 
     def sent_parts(self, parts: Sequence[Tensor]) -> list[Any] | None:
-        """Return a buffer with the elements of all parts, a part for each rank; None without parts."""
+        """Return a buffer with the elements of all parts, one part for each rank. Return None without parts."""
         return carried(self.keep(joined(parts)), sizes(parts)) if parts else None
 
     def received(self, tensor: Tensor, counts: list[int] | None = None, *, filled: bool = False) -> list[Any]:
-        """Return a buffer for what `tensor` will hold at the end: its own memory where that is contiguous."""
+        """Return a buffer for the final content of `tensor`: the tensor's own memory if it is contiguous."""
         whole = tensor.detach()
         if not whole.is_contiguous():
             whole = whole.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -56,7 +56,7 @@ class PendingOperation(dist.Work):
         return carried(self.keep(whole), counts)
 
     def received_parts(self, parts: Sequence[Tensor]) -> list[Any] | None:
-        """Return a buffer for what all parts will hold at the end, a part from each rank; None without parts."""
+        """Return a buffer for the final content of all parts, one part from each rank. Return None without parts."""
         if not parts:
             return None
         whole = self.keep(parts[0].new_empty(sum(sizes(parts))))
@@ -87,7 +87,7 @@ class PendingOperation(dist.Work):
         return self._result
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future that is complete: no thread of ours would complete it while the caller computes."""
+        """Return a completed future. No thread of this class could complete it while the caller computes."""
         self.wait()
         future: Future[list[Tensor]] = Future()
         future.set_result(self._result)
@@ -105,7 +105,7 @@ _NAME = "mpi4py"  # torch keeps the name mpi for its own backend, even in builds
 
 
 def backend_name() -> str:
-    """Return the name under which torch.distributed knows MPI here: its own, or ours, which is then registered."""
+    """Return the name of torch.distributed's MPI backend: torch's own, or the one here, which this function then registers."""
     if dist.is_mpi_available():
         return dist.Backend.MPI
     if _NAME not in dist.Backend.backend_list:
@@ -114,21 +114,21 @@ def backend_name() -> str:
 
 
 def _new_group(options: Any, _: object) -> "MPIGroup":
-    """Make a group with a communicator of its own, so that its operations pair with no others'. Its members call this."""
+    """Make a group with its own communicator, so that its operations pair with no other group's. All members must call this."""
     world = mpi.library().COMM_WORLD
     ranks = options.global_ranks_in_group or range(world.size)
     return MPIGroup(world.Create_group(world.group.Incl(list(ranks))), name=options.group_id, timeout=options.timeout)
 
 
 class MPIGroup(dist.ProcessGroup):
-    """The collectives that torch.distributed asks of a group, on CPU tensors, by MPI's non-blocking operations.
+    """The collectives of a torch.distributed group, on CPU tensors, with MPI's non-blocking operations.
 
-    No thread: the caller begins an operation and its `wait` ends it, so that the ranks' operations on a communicator
-    begin in the order of their calls, which is the same on all, and no lock or queue can upset it.
+    There is no thread: the caller starts an operation, and its `wait` ends it. So each rank's operations on a communicator
+    start in the order of the calls. This order is the same on all ranks, and no lock or queue can change it.
     """
 
     def __init__(self, communicator: Any, *, name: str, timeout: timedelta) -> None:
-        # the stub does not know this form
+        # the stub does not have this form
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._communicator, self._name, self._timeout = communicator, name, timeout
 
@@ -136,7 +136,7 @@ class MPIGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
-    def getBackendName(self) -> str:  # torch's own name
+    def getBackendName(self) -> str:  # the name is torch's
         return _NAME
 
     def _begin(self, what: str, result: Sequence[Tensor]) -> PendingOperation:
@@ -207,7 +207,7 @@ class MPIGroup(dist.ProcessGroup):
         return work
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """`outputs[rank][i]` is that rank's `inputs[i]`."""
+        """Gather several tensors: `outputs[rank][i]` is that rank's `inputs[i]`."""
         return self.allgather([list(parts) for parts in zip(*outputs)], inputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:

@@ -1,4 +1,4 @@
-"""MPI, through mpi4py: what the processes that mpirun has started agree on, and how they leave."""
+"""MPI, through mpi4py: what the processes that mpirun has started agree on, and how they end."""
 
 import functools
 import socket
@@ -18,7 +18,7 @@ INSTALL = install_command("mpi")
 
 
 def refusal(*, num_processes: Any, is_torchs: bool) -> Problem | None:
-    """Return why a run of so many processes cannot have backend=mpi. `is_torchs`: torch was built with MPI."""
+    """Return why a run of this many processes cannot have backend=mpi. `is_torchs`: torch was built with MPI."""
     if not is_torchs and missing("mpi"):
         what = "mpi is not in this PyTorch build, and mpi4py, which would do, is not installed"
         return Problem("backend", what, f"{INSTALL}, or a PyTorch compiled from source where an MPI library is installed")
@@ -30,23 +30,23 @@ def refusal(*, num_processes: Any, is_torchs: bool) -> Problem | None:
 
 @functools.cache
 def library() -> Any:
-    """Return mpi4py's MPI module, with MPI started. RuntimeError if it cannot be."""
+    """Return mpi4py's MPI module, and start MPI. Raise RuntimeError if MPI cannot start."""
     import mpi4py
 
     environment = Environment.read()
     if environment.local_world_size == environment.world_size:
-        variables().setdefault("OMPI_MCA_btl", "^tcp")  # Open MPI's TCP would listen to every network; memory is shared here
-    # MPI_Finalize waits for every rank: one that has failed must not, since the others wait for it
+        variables().setdefault("OMPI_MCA_btl", "^tcp")  # Open MPI's TCP would listen on every network; memory is shared here
+    # MPI_Finalize waits for every rank: a failed rank must not wait, because the others wait for it
     mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # mpi4py is there, and no library of MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py is installed, but no MPI library
         raise RuntimeError(f"mpi4py cannot start MPI: {' '.join(str(error).split())} ({INSTALL})") from error
     return MPI
 
 
 def problem(environment: Environment) -> Problem | None:
-    """Return why this process, which mpirun has started, cannot meet the others. Starts MPI. Collective."""
+    """Return why this process, which mpirun has started, cannot meet the others. This starts MPI. Collective."""
     count = environment.world_size
     if missing("mpi"):
         what = f"started {count} processes, which find each other through mpi4py, and it is not installed"
@@ -63,9 +63,9 @@ def problem(environment: Environment) -> Problem | None:
 
 @functools.cache
 def placed(environment: Environment) -> Environment:
-    """Return the environment with this process's place among the processes that share its node's memory. Collective.
+    """Return the environment, with this process's place among the processes that share its node's memory. Collective.
 
-    mpirun need not number a node's processes in the order of their ranks, and their ranks need not follow each other.
+    mpirun may number a node's processes in another order than their ranks, and a node's ranks may have gaps.
     """
     MPI = library()
     world = MPI.COMM_WORLD
@@ -75,10 +75,10 @@ def placed(environment: Environment) -> Environment:
 
 
 def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
-    """Wait for MPI requests. RuntimeError after `timeout`: `what` has not finished.
+    """Wait for MPI requests. After `timeout`, raise a RuntimeError: `what` has not finished.
 
-    Not MPI's own wait: that has no time limit, keeps Python's signal handlers from running, and a core busy that
-    another rank of an oversubscribed machine could use.
+    MPI's own wait is not used: it has no time limit, it blocks Python's signal handlers, and it keeps a core busy that another
+    rank of an oversubscribed machine could use.
     """
     test_all, limit_s = library().Request.Testall, timeout.total_seconds()
     started_at = time.monotonic()
@@ -99,14 +99,14 @@ def from_rank_0(text: str | None, *, timeout: timedelta) -> str:
 
 @functools.cache
 def store(*, timeout: timedelta) -> "Store":
-    """Return the store by which gloo's ranks meet: rank 0 serves it at a free port, whose number it sends. Collective."""
+    """Return the store through which gloo's ranks meet. Rank 0 serves it at a free port, and sends the port. Collective."""
     from torch.distributed import TCPStore
 
     world = library().COMM_WORLD
     one_machine = placed(Environment.read()).local_world_size == world.size
     listener, address = None, None
     if world.rank == 0:
-        # a socket of our own: TCPStore's listens to every network, even for 127.0.0.1 (pytorch#173909)
+        # open the socket here: TCPStore's own socket listens on every network, even for 127.0.0.1 (pytorch#173909)
         listener = socket.create_server(("127.0.0.1" if one_machine else "", 0))
         address = f"{'127.0.0.1' if one_machine else socket.gethostname()} {listener.getsockname()[1]}"
     host, _, port = from_rank_0(address, timeout=timeout).partition(" ")
@@ -115,6 +115,6 @@ def store(*, timeout: timedelta) -> "Store":
 
 
 def leave() -> None:
-    """End MPI. Collective: mpirun kills the others when one exits, so every rank is let go only when all are here."""
+    """End MPI. Collective: mpirun kills the others when one rank exits, so a rank continues only when all have called this."""
     if not library().Is_finalized():
         library().Finalize()

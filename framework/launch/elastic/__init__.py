@@ -1,1 +1,1 @@
-"""Elastic runs: nodes that come and go."""
+"""Elastic runs: nodes that join and leave."""

@@ -1,4 +1,4 @@
-"""Elastic runs: the same command on every node; nodes come and go, and the run continues with the present nodes."""
+"""Elastic runs: every node runs the same command, nodes join and leave, and the run continues with the present nodes."""
 
 import copy
 import os
@@ -32,19 +32,19 @@ from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
 _POLL_S = 0.25
-_LAST_CALL_S = 3.0  # from the last node's arrival until a round begins with fewer nodes than allowed
-_GRACE_S = 5.0  # for workers to notice by themselves that other workers have ended
+_LAST_CALL_S = 3.0  # from the last node's arrival until a round starts with fewer nodes than allowed
+_GRACE_S = 5.0  # time for workers to notice that other workers have ended
 
 
 def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
-    """Be one node of the run until it ends. Returns the exit code, the same on all nodes.
+    """Be one node of the run until the run ends. Return the exit code, which is the same on all nodes.
 
-    An `attempt` that compares as greater takes the run from the nodes of the other attempts.
+    A node with a greater `attempt` takes the run from the nodes of smaller attempts.
     """
     log.start_console(rank=0, who=node_name())
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     directory, launch = RunDirectory(folder_of(config.run, config.mode)), config.launch
-    # every node has as many workers: torch then numbers them without a store
+    # every node has the same number of workers, so torch numbers them without a store
     variables().setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     network = Network.find()
     ports = launch.port_range or (0,)
@@ -76,7 +76,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
 
 
 def _enter(meeting: Meeting) -> Exit | None:
-    """Join the meeting. Returns an exit code if that is not possible."""
+    """Join the meeting. Return an exit code if this is not possible."""
     try:
         while not meeting.enter():
             if PREEMPTION.requested:
@@ -92,20 +92,20 @@ def _enter(meeting: Meeting) -> Exit | None:
     return None
 
 
-_UNDONE = RunResult(state=WorkerState.HEALTHY)  # workers that were ended, or never began
+_UNDONE = RunResult(state=WorkerState.HEALTHY)  # workers that were ended, or that never started
 
 
 class _Agent(Agent):
-    """Torch elastic's agent, with a worker group for each round; a round that loses a node is not a failure.
+    """Torch elastic's agent, with one worker group per round. A round that loses a node is not a failure.
 
-    `failures` holds the failure that has ended the run, where it is this node's.
+    `failures` contains the failure that has ended the run, if it happened on this node.
     """
 
     def attend(self, meeting: Meeting, links: Links, network: Network, *, ports: Iterable[int], timeout_s: float) -> int:
-        """Take part in round after round until the run has ended on all nodes. Returns how."""
+        """Take part in rounds until the run has ended on all nodes. Return the exit code."""
         self._meeting, self._links, self._network, self._timeout_s = meeting, links, network, timeout_s
         self._ports = ports
-        self.place.use_agent_store = True  # the first node's, of each round
+        self.place.use_agent_store = True  # in each round, the store of its first node
         try:
             while (membership := self._next_round()).code is None:
                 if self._start(membership):
@@ -115,7 +115,7 @@ class _Agent(Agent):
         if membership.code == Exit.HANG or self.failures:
             report(str(membership.error) if membership.code == Exit.HANG else self.failures[-1], self._directory)
         elif membership.code == Exit.PREEMPTED and self._directory.read_summary().get("status") in ("running", "failed"):
-            self._directory.record_end(status="preempted", error=None)  # its workers did not come so far
+            self._directory.record_end(status="preempted", error=None)  # its workers did not run long enough to record it
         elif membership.code == Exit.CONFIGURATION and membership.error is not None:
             print(membership.error, file=sys.stderr)
         elif membership.error is not None:
@@ -125,9 +125,9 @@ class _Agent(Agent):
         return membership.code
 
     def _next_round(self) -> Membership:
-        """Wait for a round in which this node takes part, or until the run has ended and all nodes have left it."""
+        """Wait until a round includes this node, or until the run has ended and all nodes have left it."""
         came, since = list[int](), time.monotonic()
-        possible = since  # when a round ran, or could have begun, for the last time
+        possible = since  # the last time at which a round ran, or could have started
         while True:
             seen, now = self._meeting.look(), time.monotonic()
             if seen.ready != came:
@@ -143,7 +143,7 @@ class _Agent(Agent):
                 self._meeting.clear(self._meeting.change(step))
 
     def _advance(self, membership: Membership, *, waited_s: float, idle_s: float) -> Membership:
-        """Take the step that is due between rounds, if any: another node may be about to take the same step."""
+        """Return the record after the next step between rounds, if a step is due. Another node may take the same step."""
         if self._meeting.number not in membership.nodes:
             self._meeting.wait_for_next(membership)
         membership.stops |= PREEMPTION.requested
@@ -164,7 +164,7 @@ class _Agent(Agent):
         return membership
 
     def _hang(self, membership: Membership) -> str:
-        """Return who hangs, by what all nodes of the latest round have found; nothing if only the network is to blame."""
+        """Return the verdict of the latest round's nodes on a hang. Return an empty text if only the network is the cause."""
         told = [membership.verdicts[number] for number in membership.members if number in membership.verdicts]
         guilty = [verdict for verdict in told if not is_of_others(verdict)]
         if guilty:
@@ -175,19 +175,19 @@ class _Agent(Agent):
         return "; ".join(["the nodes' ranks wait for each other, and not for the same", *told])
 
     def _start(self, membership: Membership) -> bool:
-        """Start this node's workers of a round. Returns False if the round has ended before."""
+        """Start this node's workers of a round. Return False if the round has already ended."""
         spec, place = self.workers.spec, self.place
         place.rank, place.world_size = membership.members.index(self._meeting.number), len(membership.members)
         if place.rank == 0:
             nodes = f"{place.world_size} node{'s' * (place.world_size != 1)}"
             LOGGER.info("%s", f"round {membership.round}: {nodes} of launch.nproc_per_node={spec.local_world_size}")
-        # torch numbers attempts by restarts, which every agent counts for itself; the rounds are counted together
+        # torch numbers attempts by restarts, which each agent counts alone; rounds are counted for all nodes
         self.restarts_left = spec.max_restarts - membership.round
         address = self._links.address(set(membership.members) - {self._meeting.number})
         self._network.use(interface_of(address) if address is not None else None)
         if place.rank == 0:
             host = address or "127.0.0.1"
-            self._served, port = serve_store(host, ports=self._ports)  # as long as the round
+            self._served, port = serve_store(host, ports=self._ports)  # it lives as long as the round
             self._meeting.announce(membership.round, (host, port))
         while (served := self._meeting.announced(membership.round)) is None:
             time.sleep(_POLL_S)
@@ -206,7 +206,7 @@ class _Agent(Agent):
             time.sleep(_POLL_S)
             seen = self._meeting.look()
             if seen.verdicts and not self.verdict and seen.round == round:
-                self.look()  # the ranks of another node have waited in vain
+                self.look()  # the ranks of another node have waited until the time-out
             if not is_stopping and (PREEMPTION.requested or seen.stops or seen.may_grow):
                 is_stopping = self._ask_to_stop(round)
             patience_s = self._patience_s(seen, round)
@@ -227,7 +227,7 @@ class _Agent(Agent):
                 LOGGER.warning("%s; restart %d of %d", failure, number, seen.max_restarts)
 
     def _apart(self, membership: Membership, pairs: list[tuple[int, int]]) -> list[str]:
-        """Say which nodes do not reach each other."""
+        """Return a message for each pair of nodes that cannot reach each other."""
         lines = []
         for one, other in pairs:
             if self._meeting.number == other:
@@ -238,17 +238,17 @@ class _Agent(Agent):
         return lines
 
     def _patience_s(self, membership: Membership, round: int) -> float | None:
-        """Return for how many seconds the running workers may continue; None if nothing is wrong."""
+        """Return for how many seconds the running workers may continue. Return None if there is no problem."""
         if membership.round != round or membership.is_short:  # the others continue without them, or wait for a dead node
             return 0.0
         if membership.lost_links:  # TCP would wait for a quarter of an hour
             return 0.0
-        if membership.broken == round:  # they are about to notice by themselves
+        if membership.broken == round:  # the workers will soon notice by themselves
             return _GRACE_S
-        return self._timeout_s if membership.code is not None else None  # rank 0 may be closing its loggers
+        return self._timeout_s if membership.code is not None else None  # rank 0 may still close its loggers
 
     def _ask_to_stop(self, round: int) -> bool:
-        """Make the workers stop after their step, with a checkpoint. The reason is recorded first, for all nodes."""
+        """Make the workers stop after their step, with a checkpoint. First record the reason for all nodes."""
 
         def ask(membership: Membership) -> bool:
             membership.stops |= PREEMPTION.requested
@@ -261,8 +261,8 @@ class _Agent(Agent):
         return is_due
 
     def _failure(self, round: int, result: RunResult) -> Failure | None:
-        """Return the failure of its own that has ended this node's part of a round, if there is one."""
-        if result.state in (WorkerState.SUCCEEDED, WorkerState.HEALTHY) or self.verdict:  # healthy: until we ended them
+        """Return this node's own failure that has ended its part of a round, or None."""
+        if result.state in (WorkerState.SUCCEEDED, WorkerState.HEALTHY) or self.verdict:  # healthy: until this agent ended them
             return None
         ranks = [worker.global_rank for worker in self.workers.workers]
         recorded = [failure for failure in recorded_failures(self._meeting.folder, attempt=round) if failure.rank in ranks]
@@ -270,12 +270,12 @@ class _Agent(Agent):
         return None if failure.lost_peer else failure
 
     def _conclude(self, membership: Membership, *, round: int, result: RunResult, failure: Failure | None) -> int:
-        """Record how this node's part of a round has ended, and wait for the next. Returns which failure it was; 0: none."""
+        """Record how this node's part of a round ended, and wait for the next. Return the failure's number, or 0."""
         self._meeting.wait_for_next(membership)
         membership.stops |= PREEMPTION.requested
         if result.state == WorkerState.SUCCEEDED:
             code = max(result.return_values.values())
-            # otherwise no node has asked for it: a person has sent a signal to a worker
+            # otherwise no node has requested it: a person has sent a signal to a worker
             if code != Exit.PREEMPTED or membership.stops or membership.regroups != round:
                 membership.end(code)
             return 0

@@ -1,4 +1,4 @@
-"""How each worker of an elastic run begins a round: with rank 0's configuration, which alone claims the directory."""
+"""The start of each worker in a round of an elastic run. All use rank 0's configuration; only rank 0 claims the directory."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from framework.runtime.exits import Exit
 
 @dataclass(frozen=True)
 class RoundEntry:
-    """How each worker of a node begins a round. `folder` is shared by all nodes."""
+    """The start of each worker of a node in a round. All nodes share `folder`."""
 
     config: RunConfig
     folder: Path
 
     def join(self, node_folder: Path) -> int:
-        """Do one worker's part in a round. Rank 0's configuration is the round's: it alone claims the directory and freezes."""
+        """Do one worker's part of a round. All ranks use the configuration of rank 0, which alone claims the directory."""
         environment = Environment.read()
         log.start_console(rank=environment.rank)
         try:
@@ -43,7 +43,7 @@ class RoundEntry:
             return settle(work(taken, self.folder, node_scratch=node_folder))
 
     def _decide(self) -> ClaimedRun | int:
-        """Claim the directory; the lock stays with this process until it ends. An exit code if there is nothing to do."""
+        """Claim the directory. This process keeps the lock until it ends. Return an exit code if nothing is left to do."""
         began = self.folder / "began"
         config = self.config.begun() if began.exists() else self.config
         if MODES[config.mode].about == "run" and is_finished(config.run):

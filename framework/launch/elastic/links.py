@@ -1,4 +1,4 @@
-"""Which nodes of an elastic run reach each other, and over which of their networks: each agent speaks with all, each second."""
+"""The links between the nodes of an elastic run, and the network of each. Each agent asks all other agents every second."""
 
 import asyncio
 import socket
@@ -13,20 +13,21 @@ import psutil
 Address = tuple[str, int]
 
 LOST_AFTER_S = 8.0  # without an answer: less than the default of `launch.timeout_s`, more than TCP needs to send again
-DOUBTFUL_AFTER_S = 3.0  # a round begins with nodes that have answered just now
+DOUBTFUL_AFTER_S = 3.0  # a round starts only with nodes that have answered recently
 _PING_S = 1.0
 _CONNECT_S = 3.0
-_MOST_BYTES = 1024  # of a line: anybody may send some
+_MOST_BYTES = 1024  # per line: anybody may send lines
 _FAULTS = (OSError, asyncio.TimeoutError, ValueError, EOFError)
 
 
 def own_addresses(interface: str | None = None) -> list[str]:
-    """Return this node's addresses, one network after the other, loopback last; of one `interface`, if that is given.
+    """Return this node's addresses, one network after the other, loopback last. With `interface`, return only its addresses.
 
-    Other nodes on the same machine can be reached over loopback; that an address is another machine's is asked there.
+    Other nodes on the same machine may be reachable over loopback. A node's answer shows whether an address is another
+    machine's.
     """
     found: list[str] = []
-    with suppress(OSError):  # first what the name means, which is what libraries take
+    with suppress(OSError):  # first the addresses of the host's name, which libraries use
         found = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     own = [entry.address for name, entries in psutil.net_if_addrs().items() for entry in entries
            if entry.family in (socket.AF_INET, socket.AF_INET6) and interface in (None, name)
@@ -40,23 +41,23 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address."""
+    """Return the name of the interface that has an address, or None."""
     owners = [name for name, entries in psutil.net_if_addrs().items() for entry in entries if entry.address == address]
     return owners[0] if owners else None
 
 
 class Links:
-    """One agent's connections to the others, in a thread of its own. `close` ends them.
+    """One agent's connections to the other agents, in a separate thread. `close` ends them.
 
-    It listens on this node's own addresses, on one of `ports` if there are any to choose from. A line that does not begin
-    with the run's secret ends its connection.
+    It listens on this node's addresses, on one of `ports` if ports are given. A line that does not begin with the run's secret
+    ends its connection.
     """
 
     def __init__(self, addresses: Sequence[str], *, ports: Iterable[int] = (0,)) -> None:
-        self.addresses: list[Address] = []  # where it listens
+        self.addresses: list[Address] = []  # the addresses on which it listens
         self._others: dict[int, list[Address]] = {}
-        self._heard: dict[int, float] = {}  # of each other node: when it last answered
-        self._local: dict[int, str] = {}  # over which of our addresses
+        self._heard: dict[int, float] = {}  # for each other node: the time of its last answer
+        self._local: dict[int, str] = {}  # for each other node: this node's address of the connection
         self._number, self._secret = 0, ""
         self._closed = threading.Event()
         ready = threading.Event()
@@ -66,17 +67,17 @@ class Links:
         ready.wait()
 
     def meet(self, others: Mapping[int, Sequence[Address]], *, number: int, secret: str) -> None:
-        """Keep connections to these nodes, by their numbers; `number` is this node's. Not waited for."""
+        """Keep connections to these nodes, by their numbers. `number` is this node's number. The call does not wait."""
         self._number, self._secret = number, secret
         self._others = {other: list(addresses) for other, addresses in others.items() if other != number}
 
     def answering(self, *, within_s: float) -> list[int]:
-        """Return the nodes that have answered within so many seconds."""
+        """Return the nodes that have answered within this number of seconds."""
         now = time.monotonic()
         return sorted(number for number, heard in list(self._heard.items()) if now - heard < within_s)
 
     def address(self, others: Iterable[int]) -> str | None:
-        """Return this node's address over which most of the others answer; None if none does."""
+        """Return this node's address over which most of the others answer, or None if no node answers."""
         used = Counter(address for number in others if (address := self._local.get(number)) is not None)
         return used.most_common(1)[0][0] if used else None
 
@@ -112,7 +113,7 @@ class Links:
             await asyncio.sleep(_PING_S / 4)
 
     async def _talk(self, number: int, address: Address) -> None:
-        """Ask a node each second whether it is there, as long as it answers; at an address that may be another's."""
+        """Ask a node every second whether it lives, until it does not answer. The address may belong to another process."""
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*address, limit=_MOST_BYTES), _CONNECT_S)
         try:
             while True:
@@ -132,7 +133,7 @@ class Links:
                     break
                 writer.write(f"{self._secret} {self._number} is here\n".encode())
                 await writer.drain()
-        except (*_FAULTS, asyncio.CancelledError):  # cancelled as this agent ends, of which asyncio would print
+        except (*_FAULTS, asyncio.CancelledError):  # cancelled at the agent's end; asyncio would print it
             pass
         finally:
             writer.close()

@@ -1,4 +1,4 @@
-"""Where the nodes of an elastic run agree: one record in a folder that all nodes share, and their signs of life."""
+"""The agreement of the nodes of an elastic run: one record in a folder that all nodes share, and the nodes' signs of life."""
 
 import itertools
 import json
@@ -23,51 +23,51 @@ from framework.runtime.lock import is_gone, process_identity
 Returned = TypeVar("Returned")
 
 _BLOCK = 1024
-_DEAD_AFTER_S = 8.0  # without a beat
+_DEAD_AFTER_S = 8.0  # without a sign of life
 _POLL_S = 0.05
-_NUM_CLAIMS = 100  # kept: a network file system may show the record as it was some seconds, and changes, ago
+_NUM_CLAIMS = 100  # how many claims are kept: a network file system may show the record of some seconds, and some changes, ago
 
 
 class Superseded(RunEnded):
-    """A newer attempt of the job has the run: this attempt was considered lost."""
+    """A newer attempt of the job has the run, because this attempt was considered lost."""
 
 
 class Meeting:
-    """One agent's access to the record: one file, which all agents read, and which one at a time changes.
+    """One agent's access to the record: a file that all agents read, and that one agent at a time changes.
 
-    Nothing hosts the record, and a change is a rename: any process may be killed, or frozen, at any moment. Who makes the
-    next change is told by who creates a file first, which holds on any file system, as locks do not. A node lives as long
-    as its file changes; no two machines' clocks are compared.
+    No process serves the record, and a change is a rename: any process may be killed or frozen at any moment. The agent that
+    creates a file first makes the next change. This works on any file system, unlike locks. A node lives as long as its file
+    changes. The clocks of two machines are never compared.
     """
 
     def __init__(
         self, folder: Path, *, node: Member, links: Links, sizes: list[int], num_workers: int, max_restarts: int
     ) -> None:
         self.folder = folder
-        self.number = 0  # this node's
+        self.number = 0  # this node's number
         self._file = folder / "membership.json"
         self._new = lambda: Membership(sizes, num_workers, max_restarts, secrets.token_hex(16), attempt=node.attempt)
         self._node, self._links = node, links
         self._came = time.monotonic()
         self._signs = Signs(folder, links)
-        self._claims: dict[Path, float] = {}  # of others, and when this process saw each first
+        self._claims: dict[Path, float] = {}  # claims of other agents, and when this process first saw each
         self._left = threading.Event()
 
     def enter(self) -> bool:
-        """Try to join the nodes that wait; False while an earlier attempt, which has ended, is still being removed.
+        """Try to join the waiting nodes. Return False while an earlier attempt, which has ended, is still being removed.
 
-        ValueError where the other nodes have another command; Superseded as from `look`.
+        Raise ValueError if the other nodes have another command, and Superseded as `look` does.
         """
 
         def join(membership: Membership) -> bool:
-            if not membership.nodes:  # no node is left of an earlier attempt
+            if not membership.nodes:  # no node of an earlier attempt is left
                 membership.restart(self._new())
                 for path in self.folder.iterdir():
                     if path != self._file and not path.name.startswith("change_"):
                         path.unlink(missing_ok=True)
             if membership.code is not None or not self._is_of_one_command(membership):
                 return False
-            if membership.attempt != self._node.attempt:  # ours is newer, and begins when the older nodes have left
+            if membership.attempt != self._node.attempt:  # this attempt is newer, and starts when the older nodes have left
                 membership.attempt, membership.stops = self._node.attempt, False
             self.number = membership.add(self._node)
             self._signs.give(self.number, 0)
@@ -83,12 +83,12 @@ class Meeting:
         mine = self._new()
         pairs = {"num_workers": (mine.num_workers, membership.num_workers), "sizes": (mine.sizes, membership.sizes)}
         differing = [f"{name} {here} here and {there} there" for name, (here, there) in pairs.items() if here != there]
-        if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # before, the other nodes may be dead
+        if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # before this time, the other nodes may be dead
             raise ValueError(f"another command than on the run's other nodes: {'; '.join(differing)}")
         return not differing
 
     def look(self) -> Membership:
-        """Return the present record, without the nodes that are dead by now. Superseded if it is a newer attempt's."""
+        """Return the present record without the dead nodes. Raise Superseded if it belongs to a newer attempt."""
         membership = self._read()
         if membership.attempt > self._node.attempt:
             raise Superseded(f"a newer attempt of this job, or a newer job, has the run in {self.folder}")
@@ -110,7 +110,7 @@ class Meeting:
         return membership
 
     def change(self, action: Callable[[Membership], Returned]) -> Returned:
-        """Change the record by `action`, and return what it returns. Where others change it first, it is called again."""
+        """Change the record by `action`, and return the action's result. If others change it first, call `action` again."""
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
             membership = self.look()
@@ -121,7 +121,7 @@ class Meeting:
                 try:
                     result = action(membership)
                     membership.version += 1
-                    if self._next_claim(claim).exists():  # we were frozen for so long that another has gone on
+                    if self._next_claim(claim).exists():  # this process was frozen for so long that another agent has continued
                         continue
                     write_atomically(self._file, MEMBERSHIP.dump_json(membership, indent=1).decode() + "\n")
                     self._write_claim(claim, is_done=True)
@@ -133,10 +133,10 @@ class Meeting:
                 time.sleep(_POLL_S)
 
     def _claim(self, version: int) -> Path | None:
-        """Claim the next change of the record as it is now; None while another node's claim may still lead to one.
+        """Claim the next change of the present record. Return None while another node's claim may still lead to a change.
 
-        A claim stays, so that nobody can make a change that has been made; whoever was killed, or frozen, before the change
-        is followed by the next to claim it.
+        A claim stays, so that nobody can repeat a finished change. If a node is killed or frozen before its change, the next
+        node claims after it.
         """
         path = self.folder / f"change_{version}_0"
         while True:
@@ -164,11 +164,11 @@ class Meeting:
         return not holder.get("is_done") and (silent_s > _DEAD_AFTER_S or is_gone(holder))
 
     def wait_for_next(self, membership: Membership) -> None:
-        """Become a node that waits, even if the others considered this node dead. Within `change`."""
+        """Become a waiting node, even if the others considered this node dead. Call this within `change`."""
         membership.nodes[self.number] = self._node
 
     def clear(self, membership: Membership) -> None:
-        """Remove the files that the workers of earlier rounds have left here, and old claims."""
+        """Remove the files of the workers of earlier rounds, and old claims."""
         ends = {"change": membership.version - _NUM_CLAIMS}
         for path in self.folder.iterdir():
             numbered = re.fullmatch(r"(store|failure|change)_(\d+).*", path.name)
@@ -176,13 +176,13 @@ class Meeting:
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Leave; the last node removes the folder. Errors of the disk do not matter: this node is soon considered dead."""
+        """Leave. The last node removes the folder. Disk errors do not matter: this node is soon considered dead."""
         self._left.set()
 
         def go(membership: Membership) -> None:
             membership.nodes.pop(self.number, None)
             self._signs.path(self.number).unlink(missing_ok=True)
-            if not membership.nodes:  # renamed: another node may be coming
+            if not membership.nodes:  # rename it: another node may be joining
                 trash = self.folder.rename(self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}"))
                 shutil.rmtree(trash, ignore_errors=True)
                 raise _Removed
@@ -194,11 +194,11 @@ class Meeting:
         return number != self.number and self._signs.silent_s(number) > _DEAD_AFTER_S
 
     def announce(self, round: int, address: tuple[str, int]) -> None:
-        """Tell the nodes of a round where its store is."""
+        """Publish the address of a round's store to the round's nodes."""
         write_atomically(self._store_of(round), json.dumps(address))
 
     def announced(self, round: int) -> tuple[str, int] | None:
-        """Return where the store of a round is; None while nobody has told."""
+        """Return the address of a round's store, or None if it is not published yet."""
         try:
             host, port = json.loads(self._store_of(round).read_text())
         except FileNotFoundError:
@@ -209,9 +209,9 @@ class Meeting:
         return self.folder / f"store_{round}.json"
 
     def addresses(self, number: int) -> list[tuple[str, int]]:
-        """Return where a node listens."""
+        """Return the addresses on which a node listens."""
         return self._signs.of(number).addresses
 
 
 class _Removed(Exception):
-    """The record is gone, and is not to be written again."""
+    """The record does not exist any more, and must not be written again."""

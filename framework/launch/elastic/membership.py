@@ -1,4 +1,4 @@
-"""What the nodes of an elastic run have agreed on: plain data, and the transitions between its states."""
+"""The agreement of the nodes of an elastic run: plain data, and the transitions between its states."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,37 +15,38 @@ class Member:
     host: str
     pid: int
     attempt: list[int] = field(default_factory=list)
-    machine: str = ""  # nodes of one machine reach each other over loopback
+    machine: str = ""  # nodes on the same machine reach each other over loopback
     waits: bool = True
 
 
 @dataclass
 class Membership:
-    """A round is a worker group's life: its number of nodes is fixed, and the next round begins when all nodes have left it.
+    """The nodes of a run. A round is the life of a worker group.
 
-    Plain data and the transitions between its states; a node's number is never used twice, and orders the ranks.
+    Its number of nodes is fixed, and the next round starts when all nodes have left it. The data are plain; a node's number is
+    never used twice, and decides the order of the ranks.
     """
 
-    sizes: list[int]  # numbers of nodes that a round may have, ascending
-    num_workers: int  # of each node
+    sizes: list[int]  # the allowed numbers of nodes in a round, ascending
+    num_workers: int  # per node
     max_restarts: int
-    secret: str = ""  # by which the nodes know each other on the network
+    secret: str = ""  # with it, the nodes recognise each other on the network
     version: int = 0  # the number of changes so far
-    attempt: list[int] = field(default_factory=list)  # of a Slurm job: a newer attempt takes the place of an older one
+    attempt: list[int] = field(default_factory=list)  # of a Slurm job: a newer attempt replaces an older attempt
     nodes: dict[int, Member] = field(default_factory=dict)
     num_nodes_ever: int = 0
     round: int = 0
     members: list[int] = field(default_factory=list)  # of the round, by rank, including nodes that have left it
-    hosts: list[str] = field(default_factory=list)  # of the members
-    verdicts: dict[int, str] = field(default_factory=dict)  # what the members have found of a hang, by node
+    hosts: list[str] = field(default_factory=list)  # hosts of the members
+    verdicts: dict[int, str] = field(default_factory=dict)  # the members' verdicts on a hang, by node
     broken: int = 0  # the newest round that has lost a worker
-    parted: int = 0  # the newest round whose nodes have lost each other
+    parted: int = 0  # the newest round with nodes that have lost each other
     cut: list[tuple[int, int]] = field(default_factory=list)  # pairs of nodes that do not reach each other (`Meeting.look`)
-    doubtful: list[tuple[int, int]] = field(default_factory=list)  # these, and pairs that have not for some seconds
-    regroups: int = 0  # the newest round that was asked to end after its step, so that more nodes can take part
-    stops: bool = False  # a person has asked the run to stop
+    doubtful: list[tuple[int, int]] = field(default_factory=list)  # these pairs, and pairs without contact for some seconds
+    regroups: int = 0  # the newest round that must end after its step, so that more nodes can take part
+    stops: bool = False  # a person has stopped the run
     failures: list[tuple[int, Failure]] = field(default_factory=list)  # by round; a lost node does not count
-    code: int | None = None  # how the run has ended
+    code: int | None = None  # the exit code, if the run has ended
     error: str | None = None
 
     @property
@@ -58,7 +59,7 @@ class Membership:
 
     @property
     def ready(self) -> list[int]:
-        """The nodes with which a round could begin: the largest number of waiting nodes that all reach each other."""
+        """The nodes with which a round could start: the largest set of waiting nodes that all reach each other."""
         return together(self.waiting, apart=self.doubtful)
 
     @property
@@ -76,7 +77,7 @@ class Membership:
 
     @property
     def lost_links(self) -> list[tuple[int, int]]:
-        """The pairs of nodes of the round that do not reach each other any more."""
+        """The pairs of nodes in the round that do not reach each other any more."""
         return [pair for pair in self.cut if set(pair) <= set(self.members)]
 
     @property
@@ -86,7 +87,7 @@ class Membership:
 
     @property
     def lost_nodes(self) -> list[str]:
-        """Which nodes of the round are dead, in words."""
+        """The dead nodes of the round, in words."""
         size, lost = self.num_workers, []
         for place, (number, host) in enumerate(zip(self.members, self.hosts)):
             if number not in self.nodes:
@@ -95,7 +96,7 @@ class Membership:
         return lost
 
     def restart(self, fresh: "Membership") -> None:
-        """Become another attempt's. The numbers of nodes and rounds stay used: some of their files may be left."""
+        """Change to another attempt. Numbers of nodes and rounds are not used again: files of them may still exist."""
         vars(self).update(vars(fresh) | {"num_nodes_ever": self.num_nodes_ever, "round": self.round, "version": self.version})
 
     def add(self, node: Member) -> int:
@@ -104,10 +105,10 @@ class Membership:
         return self.num_nodes_ever
 
     def start_round(self) -> None:
-        """Begin the next round with as many of the waiting nodes as can take part; the others continue to wait."""
+        """Start the next round with as many waiting nodes as possible. The other nodes continue to wait."""
         is_told = self.is_short or self.parted == self.round or self._has_failed(self.round)
         if self.broken == self.round > 0 and not is_told:
-            # no process died or has an error of its own: without a count this would repeat forever
+            # no process died or has an error; without a count, this would repeat forever
             self.note(Failure(0, "the nodes have lost each other, and no process has died", "the network"), self.round)
         if self.code is not None:
             return
@@ -118,7 +119,7 @@ class Membership:
             self.nodes[number].waits = False
 
     def note(self, failure: Failure, round: int) -> int:
-        """Count one failure a round; the last one allowed, or a repeated one, ends the run. Returns the number of failures."""
+        """Count one failure per round, and return the count. The last allowed failure, or a repeated failure, ends the run."""
         if not self._has_failed(round):
             before = self.failures[-1][1] if self.failures else None
             self.failures.append((round, failure))
@@ -128,7 +129,7 @@ class Membership:
         return len(self.failures)
 
     def end(self, code: int, *, error: str | None = None) -> None:
-        """Record how the run has ended, unless that is recorded."""
+        """Record how the run has ended, unless it is recorded already."""
         if self.code is None:
             self.code, self.error = code, error
 
@@ -139,13 +140,13 @@ class Membership:
         return max((size for size in self.sizes if size <= count), default=0)
 
 
-_MOST_EXACT = 20  # nodes without some link: up to so many, every choice is compared
+_MOST_EXACT = 20  # nodes without some link: up to this number, all choices are compared
 
 
 def together(numbers: Sequence[int], *, apart: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the largest set of nodes of which no two are `apart`, in order; of several such sets, that with the oldest nodes.
+    """Return the largest set of nodes of which no two are `apart`, in order. Of equal sets, take that with the oldest nodes.
 
-    Beyond some number of nodes without a link: a large one.
+    If many nodes lack a link, the set is large, but maybe not the largest.
     """
     without: dict[int, set[int]] = {number: set() for number in numbers}
     for one, other in apart:

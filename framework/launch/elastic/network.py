@@ -1,4 +1,4 @@
-"""The network over which a node's workers reach those of the others, for the libraries that do not look for it themselves."""
+"""The network between the workers of different nodes, for libraries that do not find it by themselves."""
 
 import os
 import socket
@@ -12,15 +12,15 @@ from framework.runtime.environment import node_name, variables
 from framework.runtime.lock import process_identity
 from framework.runtime.problem import Problem
 
-_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # of gloo, RPC and NCCL
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # variables of gloo, RPC and NCCL
 
 
 @dataclass(frozen=True)
 class Network:
-    """This node's networks, and which of the libraries' variables the user has set."""
+    """This node's networks, and the libraries' variables that the user has set."""
 
     addresses: list[str]
-    machine: str  # nodes of the same machine reach each other over loopback
+    machine: str  # nodes on the same machine reach each other over loopback
     given: tuple[str, ...]
 
     @classmethod
@@ -33,7 +33,7 @@ class Network:
         return cls(own_addresses(gloos or None), machine, given)
 
     def fault(self, nodes: Iterable[Member]) -> str | None:
-        """Return why no other host can reach this one, if there are other hosts; None if nothing speaks against it."""
+        """Return why no other host can reach this host, if there are other hosts. Return None if no reason is known."""
         others = [node.host for node in nodes if node.machine != self.machine]
         if not others or not all(map(is_loopback, self.addresses)):
             return None
@@ -43,21 +43,21 @@ class Network:
         return str(Problem("launch.nnodes", f"{chosen} is of {node_name()} alone, and {others[0]} is another host", cure))
 
     def towards(self, host: str) -> str | None:
-        """Return the interface over which `host` is reached; None if it is this machine by a name that means loopback."""
+        """Return the interface for connections to `host`. Return None if `host` is a loopback name of this machine."""
         with suppress(OSError):
             family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # of UDP: nothing is sent
+                probe.connect(address)  # with UDP, this sends nothing
                 own = str(probe.getsockname()[0])
             if not is_loopback(own):
                 return interface_of(own)
             if is_loopback(host) or host == "localhost":
                 return None
-        reached = [address for address in self.addresses if not is_loopback(address)]  # this is the host, by another name
+        reached = [address for address in self.addresses if not is_loopback(address)]  # `host` is another name of this machine
         return interface_of(reached[0]) if reached else None
 
     def use(self, interface: str | None, *, libraries: Iterable[str] = _VARIABLES) -> None:
-        """Have the workers that start next listen on an interface, where the user has chosen none; None: as if alone."""
+        """Make the next workers listen on an interface, unless the user has chosen one. None: remove this choice."""
         for name in libraries:
             if name in self.given:
                 continue

@@ -1,4 +1,4 @@
-"""The nodes' signs of life: each writes a file each second, which the others read; no two machines' clocks are compared."""
+"""The nodes' signs of life: each node writes a file every second, and the others read it. No clocks are compared."""
 
 import threading
 import time
@@ -11,18 +11,18 @@ from pydantic import TypeAdapter, ValidationError
 from framework.launch.elastic.links import DOUBTFUL_AFTER_S, LOST_AFTER_S, Address, Links
 
 _BEAT_S = 1.0
-_LOOK_S = 0.25  # between two looks at a file: of many nodes, each agent reads all
+_LOOK_S = 0.25  # between two reads of a file: each agent reads the files of all nodes
 _BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a node writes: that it lives, where it listens, and whom it reaches."""
+    """The content of a node's sign: it lives, the addresses on which it listens, and the nodes that it reaches."""
 
     beat: int
     addresses: list[Address]
-    reaches: frozenset[int]  # that have not been silent for so long that they are lost
-    hears: frozenset[int]  # that have answered just now
+    reaches: frozenset[int]  # nodes that were not silent long enough to count as lost
+    hears: frozenset[int]  # nodes that have answered recently
 
 
 _SIGN = TypeAdapter(Sign)
@@ -31,7 +31,7 @@ _NONE = Sign(0, [], frozenset(), frozenset())
 
 @dataclass
 class _Seen:
-    """What this process has seen of a node's file: its content, since when, and the latest sign that was whole."""
+    """This process's view of a node's file: its content, the time of its last change, and the latest complete sign."""
 
     content: str
     since: float
@@ -50,11 +50,11 @@ class Signs:
         return self._folder / f"node_{number}"
 
     def of(self, number: int) -> Sign:
-        """Return a node's latest sign, which may be a quarter of a second old."""
+        """Return a node's latest sign. It may be a quarter of a second old."""
         return self._look(number).sign
 
     def silent_s(self, number: int) -> float:
-        """Return for how many seconds this process has seen no other sign of a node."""
+        """Return for how many seconds this process has not seen a new sign of a node."""
         return time.monotonic() - self._look(number).since
 
     def _look(self, number: int) -> _Seen:
@@ -63,10 +63,10 @@ class Signs:
             return seen
         content = ""
         with suppress(FileNotFoundError):
-            content = self.path(number).read_text()  # opened, so that a network file system asks the server
+            content = self.path(number).read_text()  # open the file, so that a network file system asks the server
         if seen is None or seen.content != content:
             sign = _NONE if seen is None else seen.sign
-            with suppress(ValidationError):  # it is being written
+            with suppress(ValidationError):  # the file is being written
                 sign = _SIGN.validate_json(content)
             seen = _Seen(content, now, now, sign)
         seen.looked_at = now
@@ -77,11 +77,11 @@ class Signs:
         """Write this node's sign."""
         reaches, hears = (frozenset(self._links.answering(within_s=s)) for s in (LOST_AFTER_S, DOUBTFUL_AFTER_S))
         text = _SIGN.dump_json(Sign(beat, self._links.addresses, reaches, hears)).decode()
-        # of the same size, mostly: a network file system may show an old size
+        # mostly the same size: a network file system may show an old size
         self.path(number).write_text(text.ljust((len(text) // _BLOCK + 1) * _BLOCK))
 
     def keep_giving(self, number: int, *, until: threading.Event) -> None:
-        """Write it each second, and at once where there is news of a link."""
+        """Write this node's sign every second, and immediately when a link has changed."""
         beat, told, since = 0, list[int](), time.monotonic()
         while not until.wait(_BEAT_S / 5):
             heard = self._links.answering(within_s=DOUBTFUL_AFTER_S)
