@@ -78,7 +78,9 @@ def test_wandb_gets_a_table_with_pictures_and_the_report_shows_it(tmp_path: Path
     assert content["columns"] == ["sample", "class", "probability", "target", "image"]
     assert [row[:-1] for row in content["data"]] == [list(record.values()) for record in records]
     with Image.open(run.directory / "predictions" / "first_val.png") as strip:
-        assert [picture.tobytes() for picture in pictures] == [strip.crop((64 * n, 0, 64 * (n + 1), 64)).tobytes() for n in range(5)]
+        assert [picture.tobytes() for picture in pictures] == [
+            strip.crop((64 * n, 0, 64 * (n + 1), 64)).tobytes() for n in range(5)
+        ]
     ((shown,), _) = RunReader(run.root).read()
     assert [row["target"] for row in shown.predictions["first_val"]] == [row["target"] for row in records]
 
