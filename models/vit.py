@@ -64,7 +64,7 @@ class ViT(nn.Module):
         return [self.patches, self.dropout, *self.layers, self.norm, self.pool, self.head]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Say how to cut the linear layers: attention by heads, the MLP by its hidden units."""
+        """Return how to cut the linear layers: attention by heads, the MLP by its hidden units."""
         plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
         return plan | {"layers.*.attention.out": "rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
 
@@ -134,7 +134,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Widen each patch to four times `dim` and back."""
+    """Widen each patch to four times `dim`, and back."""
 
     def __init__(self, *, dim: int) -> None:
         super().__init__()
