@@ -16,7 +16,7 @@ MAX_GROUPS = 8
 
 
 class CNN(nn.Module):
-    """Classify an image with blocks of two convolutions, one block per entry of `channels`, then global average pooling.
+    """An image classifier: blocks of two convolutions, one block per entry of `channels`, then global average pooling.
 
     Between its convolutions, a block halves an image larger than 4 x 4, so that one setting works for 8 x 8 digits and
     28 x 28 photographs.

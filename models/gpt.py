@@ -18,7 +18,7 @@ ROTARY_BASE = 10_000.0
 
 
 class GPT(nn.Module):
-    """Predict the next token at each of up to `seq_len` positions."""
+    """A model that predicts the next token at each of up to `seq_len` positions."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Let every token read itself and the tokens before it."""
+    """Attention in which every token reads itself and the tokens before it."""
 
     def __init__(self, *, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Attention(nn.Module):
 
 
 class CausalMix(nn.Module):
-    """Give queries and keys their positions, shape (T,) or 0 to T - 1, then average the values.
+    """The part of attention that gives queries and keys their positions, (T,) or 0 to T - 1, and averages the values.
 
     It has no parameters. It is the only place where tokens meet: the rest of the model treats each token separately.
     """
@@ -147,7 +147,7 @@ class CausalMix(nn.Module):
 
 
 class MLP(nn.Module):
-    """Widen each token to four times `dim`, and back."""
+    """An MLP that widens each token to four times `dim`, and back."""
 
     def __init__(self, *, dim: int) -> None:
         super().__init__()

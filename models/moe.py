@@ -16,7 +16,7 @@ from models.gpt import INIT_STD, Attention
 
 
 class MoEGPT(nn.Module):
-    """Predict the next token at each of up to `seq_len` positions, like GPT; in each block, a token has `top_k` experts."""
+    """A model of the next token at up to `seq_len` positions, like GPT; in each block, a token has `top_k` experts."""
 
     def __init__(
         self,

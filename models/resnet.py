@@ -22,7 +22,7 @@ NUM_GROUPS = 32
 
 
 class ResNet(nn.Module):
-    """Classify an image of any size with a residual network.
+    """A residual network that classifies images of any size.
 
     `stem="cifar"` keeps the size of the image before the first block, for images up to 64 x 64. `stem="imagenet"` divides
     the size by four.
@@ -80,7 +80,7 @@ class ResNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Add two 3 x 3 convolutions ("basic") or a 1 x 1, 3 x 3, 1 x 1 bottleneck to the input, then ReLU."""
+    """Two 3 x 3 convolutions ("basic") or a 1 x 1, 3 x 3, 1 x 1 bottleneck, added to the input, then ReLU."""
 
     def __init__(self, kind: str, *, width_in: int, width: int, stride: int, norm: str) -> None:
         super().__init__()

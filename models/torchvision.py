@@ -13,7 +13,7 @@ OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googl
 
 
 class TorchvisionClassifier(nn.Module):
-    """Classify an image with torchvision's model `name`; images with one channel are repeated to three channels.
+    """An image classifier: torchvision's model `name`; images with one channel are repeated to three channels.
 
     Most of these architectures are made for 224 x 224 pixels, and most have BatchNorm or dropout.
     """

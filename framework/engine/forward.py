@@ -15,7 +15,7 @@ from framework.randomness import key, seed_generators
 
 
 class Draws(NamedTuple):
-    """What the random draws of a micro-batch depend on, and how often its step has called the model (0 without own calls)."""
+    """The key of a micro-batch's random draws, and how often its step has called the model (0 without own calls)."""
 
     at: tuple[int | str, ...]
     num_calls: int = 0

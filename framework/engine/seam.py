@@ -76,7 +76,7 @@ def says_itself(task: Task, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Demands:
-    """What a run needs from its strategy in addition to running the model. The strategy's `problems` may refuse it."""
+    """A run's demands on its strategy, in addition to running the model. The strategy's `problems` may refuse them."""
 
     eval_every: int | None  # in optimizer steps; null = only at the end
     checkpoint_every: int | None

@@ -29,7 +29,7 @@ REMEDIES = ({"find_unused_parameters": True},)  # options that let some models r
 
 
 class Buckets(TypedDict):
-    """How gradients are packed into messages: arguments of DistributedDataParallel."""
+    """The arguments of DistributedDataParallel that decide how gradients are packed into messages."""
 
     bucket_cap_mb: int
     gradient_as_bucket_view: bool

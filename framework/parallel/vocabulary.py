@@ -25,7 +25,7 @@ def stays_cut(task: Task) -> bool:
 
 @dataclass(eq=False)
 class Vocabulary(ParallelStyle):
-    """Cut an nn.Embedding, or an nn.Linear that gives the logits, by rows of the weight; the last process may have fewer rows.
+    """The cut of an nn.Embedding, or of an nn.Linear for the logits, by rows of the weight; the last process may have fewer.
 
     An embedding looks up its own tokens; the sum over the processes has all tokens. A head's logits are gathered; in training
     with `keeps_cut`, they stay cut (a DTensor, cut in its last dim). Both are exact: a sum has only one number that is not

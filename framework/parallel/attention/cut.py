@@ -14,7 +14,7 @@ from framework.engine.sums import Value
 
 @dataclass(kw_only=True)
 class Cut:
-    """How the current samples are cut: into runs of tokens, with sizes that differ by at most one; each rank has some runs."""
+    """The cut of the current samples: runs of tokens, with sizes that differ by at most one; each rank has some runs."""
 
     rank: int
     runs: Sequence[Sequence[int]]  # the numbers of each rank's runs, by their places in a sample

@@ -45,7 +45,7 @@ class _Window:
 
 @dataclass
 class _Call:
-    """How the forward calls a block: which argument is the hidden state, and which output is the new hidden state."""
+    """The call of a block in the forward: which argument is the hidden state, and in which outputs it is returned."""
 
     place: int | str
     outputs: Any

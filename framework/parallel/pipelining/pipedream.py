@@ -24,7 +24,7 @@ DRAIN_EVERY = 50  # steps; the default
 
 
 def num_due(num_under_way: int, *, delay: int, is_drained: bool) -> int:
-    """Return how many of its batches after the forward pass a stage runs backward in a step, oldest first."""
+    """Return how many batches a stage runs backward in a step, oldest first, of those with only a forward pass so far."""
     return max(0, num_under_way - (0 if is_drained else delay))
 
 

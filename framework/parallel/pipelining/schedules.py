@@ -47,7 +47,7 @@ def owners(name: str, *, num_ranks: int) -> list[int]:
 
 
 def make_schedule(name: str, stages: Sequence[Any], *, num_micro_batches: int) -> tuple[Any, str]:
-    """Return the schedule for stages of which the last returns the loss; if it is not the named one, also the rule it breaks.
+    """Return a schedule, and if it is not the named one, the named one's rule. The last stage must return the loss.
 
     It is the simple schedule of its kind if the named one cannot run this number of micro-batches: fewer than the stages, or
     not a multiple of its rounds. (An epoch's short micro-batch runs alone.)
@@ -69,7 +69,7 @@ def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> f
 
 
 def order_of(name: str, *, num_ranks: int, num_micro_batches: int) -> tuple[dict[int, list[Action]], str]:
-    """Return the actions of each process in a pass, in order, without a model or processes; and the rule of `make_schedule`.
+    """Return each process's actions in a pass, in order, without a model or processes; also the rule as in `make_schedule`.
 
     Schedule1F1B lists other actions than it runs (its last process starts with the second micro-batch). So a schedule with a
     single stage is run, and its calls to the stage are recorded. Schedules with several stages run the actions that they list.

@@ -73,7 +73,7 @@ def _sent(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Send rows of several tensors to other ranks. One node returns all their gradients, so all ranks use the same order."""
+    """The exchange of several tensors' rows. One node returns all their gradients, so all ranks use the same order."""
 
     @staticmethod
     def forward(ctx: Any, counts: Counts, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
