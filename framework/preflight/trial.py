@@ -228,7 +228,7 @@ def _halves(step: Step) -> list[Step]:
 
 
 def _buffers_after(player: Player, steps: list[Step]) -> dict[str, Tensor]:
-    """Return the model's buffers after evaluations; restore everything else."""
+    """Return the model's buffers as they are after evaluations, and restore the model."""
     with player.untouched():
         for step in steps:
             player.evaluate(step, shares=())
