@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from models.checks import require_at_least, require_probability
 
-# An image of this size is not halved: of what a 3 x 3 kernel sees in 2 x 2 pixels, more than half is padding.
+# An image of this size is not halved: of the input of a 3 x 3 kernel on 2 x 2 pixels, more than half is padding.
 LARGEST_SIZE_TO_KEEP = 4
 MAX_GROUPS = 8
 
 
 class CNN(nn.Module):
-    """Classify an image by blocks of two convolutions, one block per entry of `channels`, then global average pooling.
+    """An image classifier: blocks of two convolutions, one block per entry of `channels`, then global average pooling.
 
-    Between its convolutions a block halves an image larger than 4 x 4, so that one setting serves 8 x 8 digits and
+    Between its convolutions, a block halves an image larger than 4 x 4, so that one setting works for 8 x 8 digits and
     28 x 28 photographs.
     """
 
@@ -70,8 +70,8 @@ class CNN(nn.Module):
 
 
 def _convolution(width_in: int, *, width_out: int, norm: str) -> list[nn.Module]:
-    """Return convolution, normalisation and ReLU; the size of the image stays."""
-    # The shift of a normalisation takes the place of the convolution's bias, whose gradient would be zero.
+    """Return a convolution, a normalisation and a ReLU; the size of the image stays the same."""
+    # The shift of a normalisation replaces the convolution's bias, which would have a gradient of zero.
     convolution = nn.Conv2d(width_in, width_out, kernel_size=3, padding=1, bias=norm == "none")
     return [convolution, _normalisation(norm, num_channels=width_out), nn.ReLU()]
 

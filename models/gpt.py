@@ -18,7 +18,7 @@ ROTARY_BASE = 10_000.0
 
 
 class GPT(nn.Module):
-    """Predict the next token at each of up to `seq_len` positions."""
+    """A model that predicts the next token at each of up to `seq_len` positions."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class GPT(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Draw every matrix from N(0, 0.02^2); what is added to the residual stream from less.
+        """Draw every matrix from N(0, 0.02^2); matrices that add to the residual stream have a smaller deviation.
 
         The stream is a sum of 2 * num_layers terms: the factor keeps its variance independent of the depth.
         """
@@ -75,7 +75,7 @@ class GPT(nn.Module):
         return [module for module in self.modules() if isinstance(module, CausalMix)]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Say how to cut the layers: attention by heads, the MLP by its hidden units, embedding and logits by tokens."""
+        """Return how to cut the layers: attention by heads, the MLP by its hidden units, embedding and logits by tokens."""
         plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
         plan |= {"layers.*.attention.out": "rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
         return plan | {"embedding": "vocabulary", "head": "vocabulary"}
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Let every token read itself and the tokens before it."""
+    """Attention in which every token reads itself and the tokens before it."""
 
     def __init__(self, *, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -131,9 +131,9 @@ class Attention(nn.Module):
 
 
 class CausalMix(nn.Module):
-    """Give queries and keys their positions, shape (T,) or 0 to T - 1, then average the values.
+    """The part of attention that gives queries and keys their positions, (T,) or 0 to T - 1, and averages the values.
 
-    It has no parameters, and it is the only place where tokens meet: the rest of the model treats each on its own.
+    It has no parameters. It is the only place where tokens meet: the rest of the model treats each token separately.
     """
 
     def __init__(self, *, dropout: float) -> None:
@@ -147,7 +147,7 @@ class CausalMix(nn.Module):
 
 
 class MLP(nn.Module):
-    """Widen each token to four times `dim` and back."""
+    """An MLP that widens each token to four times `dim`, and back."""
 
     def __init__(self, *, dim: int) -> None:
         super().__init__()
@@ -161,11 +161,11 @@ class MLP(nn.Module):
 def rotate(x_BNTE: Tensor, positions: Tensor | None = None) -> Tensor:
     """Turn each pair (i, i + E/2) of a head by an angle proportional to the token's position.
 
-    The product of a turned query and a turned key then depends on the distance of the two tokens only. Positions: (T,), or
+    The product of a turned query and a turned key then depends only on the distance of the two tokens. Positions: (T,), or
     None for 0 to T - 1.
     """
     num_tokens, head_dim = x_BNTE.shape[-2:]
-    dtype = torch.promote_types(x_BNTE.dtype, torch.float32)  # a 16-bit cosine would blur far positions
+    dtype = torch.promote_types(x_BNTE.dtype, torch.float32)  # a 16-bit cosine would blur distant positions
     is_kept = type(x_BNTE) is Tensor or torch.compiler.is_dynamo_compiling()  # no tracer's stand-in, unless the compiler's
     table = kept_rotary_table if is_kept else rotary_table
     if positions is None:
@@ -176,13 +176,13 @@ def rotate(x_BNTE: Tensor, positions: Tensor | None = None) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BNTE.dtype)
 
 
-@torch.compiler.assume_constant_result  # a compiler would compute the angles again for every number of each query and key
+@torch.compiler.assume_constant_result  # else a compiler would compute the angles again for every number of each query and key
 def kept_rotary_table(*kind: Any) -> tuple[Tensor, Tensor]:
-    """Return `rotary_table`, which is the same for every layer and step, and is computed once."""
+    """Return `rotary_table`; it is the same for every layer and step, so it is computed once."""
     if (table := _ROTARY_TABLES.get(kind)) is None:
         table = rotary_table(*kind)
         if type(table[0]) is Tensor and not table[0].is_inference():
-            if len(_ROTARY_TABLES) == 16:  # lengths: samples of many are given many
+            if len(_ROTARY_TABLES) == 16:  # samples of many different lengths would fill the memory
                 _ROTARY_TABLES.clear()
             _ROTARY_TABLES[kind] = table
     return table
@@ -191,13 +191,13 @@ def kept_rotary_table(*kind: Any) -> tuple[Tensor, Tensor]:
 def rotary_table(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of the angles, each (T, E/2), computed in float64.
 
-    They are no buffers: `.to(dtype)` would round these, and they would never recover.
+    They are not buffers: `.to(dtype)` would round buffers, and the rounding could not be undone.
     """
     return rotary_angles(torch.arange(num_tokens, device=device), head_dim, dtype)
 
 
 def rotary_angles(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the same for tokens at some positions, (T,)."""
+    """Return the cosines and sines of the angles for tokens at these positions, (T,)."""
     pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
     angles = torch.outer(positions.double(), ROTARY_BASE ** (-2 * pairs / head_dim))
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -11,7 +11,7 @@ from models.checks import require_at_least, require_probability
 
 
 class MLP(nn.Module):
-    """Classify an image by `num_layers` hidden layers of `dim` units over its pixels."""
+    """An image classifier with `num_layers` hidden layers of `dim` units over the pixels."""
 
     def __init__(
         self, *, num_classes: int, in_channels: int, image_size: int, dim: int = 128, num_layers: int = 2, dropout: float = 0.0

@@ -1,4 +1,4 @@
-"""A causal language model whose MLPs are mixtures of experts: each token goes through a few of them, which a router chooses.
+"""A causal language model with mixtures of experts as MLPs: each token goes through a few experts, chosen by a router.
 
 Shapes: B samples, T tokens, D dim, N tokens of all samples, X experts, K experts of a token, H hidden units, V vocabulary.
 Source: Fedus et al. 2021 (Switch Transformers); Jiang et al. 2024 (Mixtral) for the weights of several experts.
@@ -16,7 +16,7 @@ from models.gpt import INIT_STD, Attention
 
 
 class MoEGPT(nn.Module):
-    """Predict the next token at each of up to `seq_len` positions, as GPT does; in each block a token has `top_k` experts."""
+    """A model of the next token at up to `seq_len` positions, like GPT; in each block, a token has `top_k` experts."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class MoEGPT(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Draw every matrix as GPT does."""
+        """Draw every matrix like GPT does."""
         residual_std = INIT_STD / math.sqrt(2 * len(self.layers))
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.out.weight", "experts.down_XDH")):
@@ -67,19 +67,19 @@ class MoEGPT(nn.Module):
         return list(self.layers)
 
     def experts(self) -> list[nn.Module]:
-        """List the modules that hold a layer's experts each, stacked."""
+        """List the modules that each hold the stacked experts of a layer."""
         return [module for module in self.modules() if isinstance(module, Experts)]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Say how to cut the layers: attention by heads, embedding and logits by tokens."""
+        """Return how to cut the layers: attention by heads, embedding and logits by tokens."""
         plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
         return plan | {"layers.*.attention.out": "rowwise", "embedding": "vocabulary", "head": "vocabulary"}
 
     def forward(self, tokens_BT: Tensor) -> Any:
         """Return the logits of the next token, shape (B, T, V), for token ids (int64).
 
-        In training, unless `balance` is 0, as {"logits", "aux_loss"}: the latter, shape (B,), is `balance` times the mean over
-        layers of `imbalance`, which the task adds to each sample's loss.
+        In training, unless `balance` is 0, return {"logits", "aux_loss"}. `aux_loss`, shape (B,), is `balance` times the mean
+        over layers of `imbalance`; the task adds it to each sample's loss.
         """
         if tokens_BT.shape[1] > self.seq_len:
             raise ValueError(
@@ -96,7 +96,7 @@ class MoEGPT(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """Attention, then a mixture of experts, each added to its input. Adds its `imbalance` to that of the blocks before it."""
+    """Attention, then a mixture of experts, each added to its input. The block adds its `imbalance` to the earlier blocks'."""
 
     def __init__(self, *, dim: int, num_heads: int, num_experts: int, top_k: int, dropout: float) -> None:
         super().__init__()
@@ -112,10 +112,10 @@ class MoEBlock(nn.Module):
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
         normed_BTD = self.experts_norm(x_BTD)
         logits_BTX = self.router(normed_BTD)
-        # 16 bits would tie experts
+        # 16 bits would give equal values for different experts
         shares_BTX = logits_BTX.softmax(dim=-1, dtype=torch.promote_types(logits_BTX.dtype, torch.float32))
         weights_BTK, index_BTK = shares_BTX.topk(self.top_k, dim=-1)
-        if self.top_k > 1:  # of one expert, the share itself teaches the router
+        if self.top_k > 1:  # with one expert, its share itself trains the router
             weights_BTK = weights_BTK / weights_BTK.sum(dim=-1, keepdim=True)
         flat = normed_BTD.flatten(0, 1), index_BTK.flatten(0, 1), weights_BTK.flatten(0, 1)
         mixed_BTD = self.experts(*flat).view(x_BTD.shape)
@@ -123,11 +123,11 @@ class MoEBlock(nn.Module):
 
 
 def imbalance(shares_BTX: Tensor, index_BTK: Tensor) -> Tensor:
-    """Return how unevenly each sample's tokens are spread over the experts, (B,): 1 if evenly, up to X if all have the same.
+    """Return how unevenly each sample's tokens are spread over the experts, (B,): 1 if evenly, up to X if all choose the same.
 
-    The number of experts times the sum over experts of the fraction of choices that fell on one, and its mean share. Over one
-    sample, not over a batch: so it does not depend on which samples a process has together. Source: Fedus et al. 2021,
-    equation 4; over a sequence, DeepSeek-AI 2024, "DeepSeek-V2".
+    It is the number of experts times the sum over experts of (the fraction of choices that chose the expert) x (its mean
+    share). It is over one sample, not over a batch, so it does not depend on which samples a process has. Source: Fedus et al.
+    2021, equation 4; over a sequence, DeepSeek-AI 2024, "DeepSeek-V2".
     """
     num_experts = shares_BTX.shape[-1]
     chosen_BX = F.one_hot(index_BTK.flatten(1), num_experts).to(shares_BTX.dtype).mean(dim=1)
@@ -135,21 +135,21 @@ def imbalance(shares_BTX: Tensor, index_BTK: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """MLPs as GPT's, stacked: each token goes through those that it has chosen, and their outputs are added by its weights."""
+    """Stacked MLPs like GPT's: each token goes through its chosen experts, and their outputs are added with its weights."""
 
     def __init__(self, *, dim: int, num_experts: int) -> None:
         super().__init__()
         self.up_XHD = nn.Parameter(torch.empty(num_experts, 4 * dim, dim))
         self.down_XDH = nn.Parameter(torch.empty(num_experts, dim, 4 * dim))
 
-    @torch.compiler.disable  # each number of tokens of an expert would be compiled for itself
+    @torch.compiler.disable  # otherwise each number of tokens of an expert would be compiled separately
     def forward(self, x_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():  # a program without loops over what numbers say
+        if torch.compiler.is_exporting():  # a program without loops that depend on numbers
             return self._through_all(x_ND, index_NK, weights_NK)
         chosen = index_NK.flatten()
         order = chosen.argsort(stable=True)
         num_experts, num_choices = len(self.up_XHD), index_NK.shape[1]
-        if chosen.is_meta:  # a count of operations: as if the experts were chosen equally often
+        if chosen.is_meta:  # a count of operations: as if all experts were chosen equally often
             runs = x_ND[order // num_choices].tensor_split(num_experts)
         else:
             runs = x_ND[order // num_choices].split(torch.bincount(chosen, minlength=num_experts).tolist())
@@ -158,7 +158,7 @@ class Experts(nn.Module):
         return (y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1)
 
     def _through_all(self, x_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Compute every expert of every token, those that it has not chosen with a weight of zero."""
+        """Compute every expert for every token; experts that the token has not chosen get a weight of zero."""
         hidden_XNH = F.gelu(torch.einsum("nd,xhd->xnh", x_ND, self.up_XHD))
         y_NXD = torch.einsum("xnh,xdh->nxd", hidden_XNH, self.down_XDH)
         y_NKD = y_NXD.gather(1, index_NK.unsqueeze(-1).expand(-1, -1, x_ND.shape[1]))

@@ -22,10 +22,10 @@ NUM_GROUPS = 32
 
 
 class ResNet(nn.Module):
-    """Classify an image of any size by a residual network.
+    """A residual network that classifies images of any size.
 
-    `stem="cifar"` keeps the size of the image before the first block, for images up to 64 x 64; `stem="imagenet"`
-    divides it by four.
+    `stem="cifar"` keeps the size of the image before the first block, for images up to 64 x 64. `stem="imagenet"` divides
+    the size by four.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, ResidualBlock) and zero_init_last_norm:
-                # Each block begins as the identity. Source: Goyal et al. 2017, section 5.1.
+                # Each block starts as the identity. Source: Goyal et al. 2017, section 5.1.
                 nn.init.zeros_(module.residual[-1].get_parameter("weight"))
 
     def blocks(self) -> list[nn.Module]:
@@ -80,7 +80,7 @@ class ResNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Add two 3 x 3 convolutions ("basic") or a 1 x 1, 3 x 3, 1 x 1 bottleneck to the input, then ReLU."""
+    """Two 3 x 3 convolutions ("basic") or a 1 x 1, 3 x 3, 1 x 1 bottleneck, added to the input, then ReLU."""
 
     def __init__(self, kind: str, *, width_in: int, width: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def _stem(stem: str, *, in_channels: int, norm: str) -> nn.Sequential:
 
 
 def _convolution(width_in: int, *, width_out: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
-    """Return a convolution and its normalisation; without a stride the size of the image stays."""
+    """Return a convolution and its normalisation; with a stride of 1, the size of the image stays the same."""
     convolution = nn.Conv2d(width_in, width_out, kernel, stride=stride, padding=kernel // 2, bias=False)
     return [convolution, _normalisation(norm, num_channels=width_out)]
 

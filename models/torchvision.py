@@ -1,4 +1,4 @@
-"""Any classification architecture of torchvision, untrained, by its name.
+"""Any classification architecture of torchvision, untrained, selected by name.
 
 Shapes: B samples, C channels, H height, W width, K classes.
 """
@@ -7,20 +7,20 @@ import difflib
 
 from torch import Tensor, nn
 
-# In training these two also return the logits of auxiliary heads, which no ordinary loss takes. Their
-# initialisation must be asked for: left out, torchvision warns that its default will change.
+# In training, these two also return the logits of auxiliary heads, which no ordinary loss accepts. Their initialisation
+# is set explicitly, because otherwise torchvision warns that its default will change.
 OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
 class TorchvisionClassifier(nn.Module):
-    """Classify an image by torchvision's model `name`; images of one channel are repeated to three.
+    """An image classifier: torchvision's model `name`; images with one channel are repeated to three channels.
 
     Most of these architectures are made for 224 x 224 pixels, and most have BatchNorm or dropout.
     """
 
     def __init__(self, *, num_classes: int, in_channels: int, name: str = "resnet18") -> None:
         super().__init__()
-        # Its import takes as long as torch's own, so only where it is needed.
+        # Its import takes as long as torch's own import, so import it only where it is needed.
         import torchvision  # type: ignore[import-untyped]  # it has no type information
 
         if in_channels not in (1, 3):

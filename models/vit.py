@@ -12,7 +12,7 @@ from models.checks import require_at_least, require_probability
 
 
 class ViT(nn.Module):
-    """Classify an image as a sequence of square patches of `patch_size` pixels."""
+    """A model that classifies an image as a sequence of square patches of `patch_size` pixels."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ViT(nn.Module):
         return [self.patches, self.dropout, *self.layers, self.norm, self.pool, self.head]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Say how to cut the linear layers: attention by heads, the MLP by its hidden units."""
+        """Return how to cut the linear layers: attention by heads, the MLP by its hidden units."""
         plan = {f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
         return plan | {"layers.*.attention.out": "rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
 
@@ -77,7 +77,7 @@ class ViT(nn.Module):
 
 
 class Patches(nn.Module):
-    """Project each square of `size` pixels to one token, and add the learned position."""
+    """A projection of each square of `size` pixels to one token, plus the learned position."""
 
     def __init__(self, *, in_channels: int, dim: int, size: int, num_patches: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Patches(nn.Module):
 
 
 class Pool(nn.Module):
-    """Average the tokens."""
+    """The average of the tokens."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.mean(dim=1)
@@ -112,7 +112,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Let every patch read every patch."""
+    """Attention in which every patch reads every patch."""
 
     def __init__(self, *, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Widen each patch to four times `dim` and back."""
+    """An MLP that widens each patch to four times `dim`, and back."""
 
     def __init__(self, *, dim: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""The composition root: from the configuration to objects."""
+"""The composition root: it turns the configuration into objects."""

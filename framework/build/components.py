@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from framework.loggers.sink import Sink
     from framework.optim.optimizers import BuildOptimizer
 
-# What other projects call the facts of a dataset.
+# The names that other projects use for the facts of a dataset.
 ALIASES = {
     "num_classes": ("num_labels", "n_classes", "num_class", "nb_classes", "n_class"),
     "in_channels": ("in_chans", "num_channels", "input_channels", "in_channel", "n_channels"),
@@ -34,15 +34,15 @@ _DATA = re.compile(r"\$\{data:(\w+)\}")
 
 
 def dataset(node: Node) -> Dataset:
-    """Build the dataset. It reads no file yet; torch is not imported. ValueError for bad arguments.
+    """Build the dataset. It reads no file yet, and torch is not imported. ValueError for bad arguments.
 
-    What is in an object store is fetched first, so that a dataset knows of paths alone.
+    Files in an object store are fetched first, so that a dataset only needs paths.
     """
     return component({name: with_copies(value, name) for name, value in node.items() if name not in OF_DATA})()
 
 
 def batch_transform(node: Node) -> Callable[[Any, Any], tuple[Any, Any]] | None:
-    """Return what is done to each training micro-batch of a dataset, if the node says so. ValueError for bad arguments."""
+    """Return the transform of each training micro-batch, if the dataset's node has one. ValueError for bad arguments."""
     transform: Callable[[Any, Any], tuple[Any, Any]] | None = instantiated(node.get("batch_transform"))
     return transform
 
@@ -53,12 +53,12 @@ def sampler(node: Node) -> Any:
 
 
 def loop_parts(nodes: Mapping[str, Node]) -> dict[str, Any]:
-    """Build the parts of the loop by name, anew at each call. ValueError, which says the key, for bad arguments."""
+    """Build new parts of the loop, by name, at each call. ValueError that names the key, for bad arguments."""
     return _built("part", nodes)
 
 
 def task(node: Node, *, seed: int) -> "Task":
-    """Build the task, what it draws drawn from the run's seed. ValueError for bad arguments."""
+    """Build the task; its random draws come from the run's seed. ValueError for bad arguments."""
     from framework.randomness import generator_states, key, seed_generators, set_generator_states
 
     before = generator_states()
@@ -70,7 +70,7 @@ def task(node: Node, *, seed: int) -> "Task":
 
 
 def metrics(nodes: Mapping[str, Node]) -> "dict[str, Metric]":
-    """Build the metrics by name. ValueError, which says the key, for what is no metric."""
+    """Build the metrics by name. ValueError that names the key, for an object that is not a metric."""
     built = _built("metric", nodes)
     for name, metric in built.items():
         if not all(hasattr(metric, method) for method in ("update", "compute", "reset", "metric_state")):
@@ -96,14 +96,14 @@ def pairs(task: "Task") -> Callable[[Any, Any], Any]:
 
 
 def derived(task: "Task") -> Callable[[dict[str, float]], dict[str, float]]:
-    """Return the task's function from the means over samples to the metrics that follow from them."""
+    """Return the task's function from the means over samples to the metrics that are derived from them."""
     return getattr(task, "derived", lambda means: {})
 
 
 def model(node: Node, *, seed: int, draws: int = 2, is_filled: bool = True) -> "nn.Module":
-    """Build the model, its weights drawn from the run's seed: the same on every rank, under every strategy.
+    """Build the model, with weights drawn from the run's seed: the same on every rank, with every strategy.
 
-    `draws`: in which format (`run.draws`). Not filled, in format 2, it has no numbers until `first_weights.fill`.
+    `draws` is the format of the draws (`run.draws`). In format 2, a model that is not filled has no numbers before `fill`.
     """
     import torch
 
@@ -121,22 +121,22 @@ def model(node: Node, *, seed: int, draws: int = 2, is_filled: bool = True) -> "
 
 
 def shapes_of(node: Node, *, seed: int) -> "nn.Module":
-    """Return the model without storage; of one whose constructor reads numbers, with what it reads and computes."""
+    """Return the model without storage; if its constructor reads numbers, the numbers that it reads and computes exist."""
     import torch
 
     try:
         with torch.device("meta"):
             return model(node, seed=seed)
-    except Exception:  # whatever is wrong, a constructor on the CPU says better
+    except Exception:  # whatever is wrong, a constructor on the CPU gives a better message
         return model(node, seed=seed, is_filled=False)
 
 
 def optimizer_builder(node: Node) -> "BuildOptimizer":
-    """Return a function that builds the node's optimizer of a list of `Trainable`.
+    """Return a function that builds the node's optimizer from a list of `Trainable`.
 
-    A target whose first argument is called `trained` gets this list, and applies the node's `groups` (options by patterns of
-    names) itself; any other gets torch's parameter groups. With `turns`, it builds one for each of them. ValueError as from
-    `locate`, and for turns that are not valid.
+    A target with the first argument `trained` gets this list, and applies the node's `groups` (options by patterns of names)
+    itself. Any other target gets torch's parameter groups. With `turns`, the function builds one optimizer for each turn.
+    ValueError as from `locate`, and for turns that are not valid.
     """
     from framework.optim.optimizers import param_groups, rules_of
     from framework.optim.turns import in_turns, turns_of
@@ -152,7 +152,7 @@ def optimizer_builder(node: Node) -> "BuildOptimizer":
 
 
 def share_of_peak(node: Node, *, total_steps: int, lr: float) -> Callable[[int], float]:
-    """Return the share of the peak learning rate `lr` by the step, counted from 0: a schedule of ours, or of torch's."""
+    """Return the share of the peak learning rate `lr` by step, counted from 0, for a schedule of this project or of torch."""
     from torch.optim.lr_scheduler import LRScheduler
 
     from framework.optim.schedules import tabulated
@@ -166,7 +166,7 @@ def share_of_peak(node: Node, *, total_steps: int, lr: float) -> Callable[[int],
 
 
 def example(info: Mapping[str, int], *, dtype: "torch.dtype | None" = None) -> "Tensor | None":
-    """Return the inputs of two samples, without storage, as a dataset's `info` describes them; None for other data."""
+    """Return the inputs of two samples, without storage, for a dataset's `info`; None for other kinds of data."""
     import torch
 
     if {"in_channels", "image_size"} <= info.keys():
@@ -177,7 +177,7 @@ def example(info: Mapping[str, int], *, dtype: "torch.dtype | None" = None) -> "
 
 
 def sinks(nodes: Mapping[str, Node]) -> "dict[str, Sink]":
-    """Return the run's sinks by name; each logger runs in a process of its own, which is forked here."""
+    """Return the run's sinks by name; each logger runs in its own process, which is forked here."""
     from framework.loggers.background import Background
     from framework.loggers.console import Console
 
@@ -218,10 +218,10 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
 
 
 def complete_model(model: Node, info: Mapping[str, int]) -> tuple[Node, list[Problem]]:
-    """Fill the facts of the data (`num_classes`, ...) into the model's node, for null and where a value is missing.
+    """Fill the facts of the data (`num_classes`, ...) into the model's node, where a value is null or missing.
 
-    An argument with a default gets a fact of its own name, not by an alias. In a node within the model's, only null is
-    filled. ValueError if the model cannot be imported.
+    An argument with a default gets only a fact of the same name, not of an alias. In a node inside the model's node, only null
+    values are filled. ValueError if the model cannot be imported.
     """
     signature = arguments_of(model, group="model")
     node = {name: _filled(value, info) for name, value in model.items()}
@@ -230,7 +230,7 @@ def complete_model(model: Node, info: Mapping[str, int]) -> tuple[Node, list[Pro
 
     def is_missing(name: str, argument: inspect.Parameter) -> bool:
         if name in node:
-            return argument.annotation in (int, float, str, bool)  # null is no value of these types
+            return argument.annotation in (int, float, str, bool)  # null is not a value of these types
         return argument.default is argument.empty and _is_fact(name)
 
     missing = [name for name, argument in signature.arguments.items() if node.get(name) is None and is_missing(name, argument)]
@@ -239,7 +239,7 @@ def complete_model(model: Node, info: Mapping[str, int]) -> tuple[Node, list[Pro
 
 
 def _filled(value: Any, info: Mapping[str, int]) -> Any:
-    """Return a value of the model's node with the facts for the null values of the nodes in it."""
+    """Return a value of the model's node, with facts for the null values of the nodes in it."""
     if isinstance(value, dict):
         is_node = "_target_" in value
         return {name: fact(name, info) if item is None and is_node else _filled(item, info) for name, item in value.items()}
@@ -257,10 +257,10 @@ def _offer(info: Mapping[str, int]) -> str:
 
 
 def with_init_digest(model: Node) -> tuple[Node, list[Problem]]:
-    """Return a model's node with the checksums of the files that it starts from: workers accept no others."""
+    """Return a model's node with the checksums of the files that it starts from: workers accept no other files."""
     return model | {"init_digest": init_contents(model["init_from"])} if model.get("init_from") else model, []
 
 
 def complete_task(task: Node, *, dataset: Dataset) -> tuple[Node, list[Problem]]:
-    """Fill what only the dataset knows (`bytes_per_token`) into the task's node, where the user gave no value."""
+    """Fill values that only the dataset knows (`bytes_per_token`) into the task's node, where the user gave no value."""
     return {name: getattr(dataset, name, None) if value is None else value for name, value in task.items()}, []

@@ -1,4 +1,4 @@
-"""What measures a run's speed."""
+"""The construction of the stop-watch that measures a run's speed."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,9 +21,9 @@ def stopwatch(
     precision: str,
     profile: tuple[bool | Literal["all"], Path],
 ) -> Speed:
-    """Return what measures a run's speed. The operations of `model()` are counted only if the device's peak is known.
+    """Return the stop-watch of a run. The operations of `model()` are counted only if the device's peak is known.
 
-    `profile` says whether, and where, steps are traced.
+    `profile` says whether steps are traced, and into which folder.
     """
     batch, needed = components.example(info), None
     peak = flops.peak_flops(world.device, precision=precision)

@@ -1,4 +1,4 @@
-"""What a configuration changes in a model before a strategy takes it: layers in 8 bits, recomputation, compilation."""
+"""The configuration's changes of a model before a strategy takes it: 8-bit layers, recomputation, compilation."""
 
 from pathlib import Path
 from typing import Literal
@@ -19,13 +19,13 @@ from framework.runtime.torch_compiler import has_compiler
 def change_model(
     model: nn.Module, trainer: TrainerSection, *, task: Task, linear: Literal["float8"] | None, world: World, compiled: Path
 ) -> None:
-    """Change the model in place; names and parameters stay. `compiled` is the folder of what is compiled.
+    """Change the model in place; names and parameters stay the same. `compiled` is the folder for compiled code.
 
-    With trainer.compile the task's `compile_loss`, if it has one, is called too.
+    With trainer.compile, also call the task's `compile_loss`, if it has this method.
     """
     convert_linear(model, to=linear, devices=world.devices)
     if not (trainer.activation_checkpointing or trainer.compile or trainer.activation_offload):
-        return  # to find the blocks, the model's forward is followed
+        return  # return early: to find the blocks, the model's forward would be traced
     blocks = blocks_of(model)
     if world.rank == 0 and (trainer.activation_checkpointing or trainer.compile):
         LOGGER.info("the model's blocks: %s", description(blocks, model))
@@ -36,7 +36,7 @@ def change_model(
     elif trainer.compile and world.rank == 0:
         LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
                        "without, at the model's own speed")  # fmt: skip
-    # outside of what is compiled: a compiler would take the buffers' copies and the CPU's memory for constants
+    # outside of the compiled code: a compiler would treat the copies of the buffers and the CPU's memory as constants
     if trainer.activation_checkpointing:
         recompute_activations(blocks, which=trainer.activation_checkpointing)
     if trainer.activation_offload:

@@ -1,4 +1,4 @@
-"""The arguments of a dataset that are URLs: local copies take their places, and their versions are facts of a run."""
+"""Dataset arguments that are URLs: local copies replace them, and their versions are facts of a run."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,11 +7,11 @@ from framework.config.schema import Node
 from framework.runtime.local_copy import local_copy
 from framework.runtime.objects import StoreFailed, is_url, url_problems
 
-_PATHS = ("root", "files", "tokenizer")  # the arguments of datasets that name files
+_PATHS = ("root", "files", "tokenizer")  # the dataset arguments that name files
 
 
 def with_copies(value: Any, name: str) -> Any:
-    """Return an argument of a dataset, local copies for the URLs in it. ValueError if there is nothing, or no right to it."""
+    """Return a dataset argument with local copies for the URLs in it. ValueError if a file is missing or access is denied."""
     if isinstance(value, dict):
         return {inner: with_copies(item, inner) for inner, item in value.items()}
     if isinstance(value, list):
@@ -29,7 +29,7 @@ def with_copies(value: Any, name: str) -> Any:
 
 
 def _urls(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the URLs of which a dataset gets copies."""
+    """Yield the URLs that a dataset gets copies of."""
     if isinstance(value, (dict, list)):
         for inner, item in value.items() if isinstance(value, dict) else ((name, item) for item in value):
             yield from _urls(item, inner)
@@ -41,13 +41,13 @@ OF_STORE = "data in the store"
 
 
 def store_facts(node: Node) -> dict[str, str]:
-    """Return what tells the versions of a dataset's data in stores, if it has any there; the copies are there already."""
+    """Return the versions of a dataset's data in object stores, if it has such data; the copies must already exist."""
     versions = [local_copy(url).version for url in _urls(node)]
     return {OF_STORE: "-".join(versions)} if versions else {}
 
 
 def with_urls(text: str, node: Node) -> str:
-    """Return a text that names files of a dataset's copies, so that it names what the user knows."""
+    """Return a text with the original URLs instead of the paths of a dataset's copies, because the user knows the URLs."""
     for url in _urls(node):
         text = text.replace(local_copy(url).path, url)
     return text

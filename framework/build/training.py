@@ -1,4 +1,4 @@
-"""The composition root: a run's configuration as the objects that train and measure it."""
+"""The composition root: it turns a run's configuration into the objects that train and measure it."""
 
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -62,14 +62,14 @@ from framework.training.trainer import Trainer
 
 
 class Builder:
-    """Builds what a frozen configuration names, on one rank of its world."""
+    """A builder of the objects that a frozen configuration names, on one rank of its world."""
 
     def __init__(self, config: RunConfig, *, world: World, token: str = "") -> None:
-        self.config, self.world, self._token = config, world, token  # of the claim to the run's directory
+        self.config, self.world, self._token = config, world, token  # the token of the claim to the run's directory
         self.precision = PRECISIONS[config.precision.name]
 
     def altered(self, *, world: World | None = None, **fields: Any) -> "Builder":
-        """Return what builds the same configuration with some of its fields changed, or in another world."""
+        """Return a builder for the same configuration with some fields changed, or in another world."""
         return Builder(self.config.model_copy(update=fields), world=world or self.world, token=self._token)
 
     @cached_property
@@ -82,7 +82,7 @@ class Builder:
 
     @cached_property
     def task(self) -> Task:
-        """Build the task. What its modules draw is drawn from the run's seed, as a model's weights are."""
+        """Build the task. The draws of its modules depend on the run's seed, like a model's weights."""
         task = components.task(self.config.task, seed=self.config.seed)
         for module in modules_of(task).values():
             torch_internals.cast(module, self.precision.parameters).to(self.world.device)
@@ -96,22 +96,22 @@ class Builder:
 
     @cached_property
     def answering(self) -> dict[str, Any]:
-        """The run's parts by name, for what they answer without a state."""
+        """The run's parts by name, for questions that they answer without a state."""
         return components.loop_parts(self.config.part)
 
     @cached_property
     def observers(self) -> list[Observe]:
-        """What takes the outputs in evaluations; the loop's parts join each engine's."""
+        """The functions that take the outputs in evaluations; the loop's parts are added for each engine."""
         return [self.metrics.observe] if self.config.metric else []
 
     def model(self, *, is_filled: bool = True) -> nn.Module:
-        """Return the model with weights drawn from the seed, in the precision's type; or to be filled, if its strategy does."""
+        """Return the model with weights drawn from the seed, in the precision's dtype; unfilled if its strategy fills it."""
         config, is_filled = self.config, is_filled or not hasattr(locate(self.config.parallel["_target_"]), "fills")
         model = components.model(config.model, seed=config.seed, draws=config.run.draws, is_filled=is_filled)
         return torch_internals.cast(model, self.precision.parameters)
 
     def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
-        """Return the model's modules in a table (framework/modules/summary.py); `example`: if the data tell no shapes."""
+        """Return a table of the model's modules (framework/modules/summary.py); `example` is for data without known shapes."""
         module = components.shapes_of(self.config.model, seed=self.config.seed)
         structure.freeze_parameters(module, self.config.trainer.freeze)
         return summary(module, example=components.example(self.dataset.info) if example is None else example)
@@ -142,7 +142,7 @@ class Builder:
         )  # fmt: skip
 
     def splits(self, engine: Engine) -> Splits:
-        """Return this rank's part of the dataset, loaded at its first use."""
+        """Return this rank's part of the dataset; a split is loaded when it is first used."""
         return Splits(partial(self._load, dp_rank=engine.dp_rank, dp_size=engine.dp_size))
 
     def _load(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
@@ -150,7 +150,7 @@ class Builder:
         return self.loader(load_shared(self.dataset, stored, world=self.world), split, dp_rank=dp_rank, dp_size=dp_size)
 
     def loader(self, source: Source, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
-        """Return a rank's part of a split that is loaded already."""
+        """Return a rank's part of a split that is already loaded."""
         config, is_training = self.config, split == "train"
         size, limit = config.global_batch_size, config.trainer.limit_batches
         if config.trainer.overfit_batches is not None:
@@ -202,7 +202,7 @@ class Builder:
         sinks = components.sinks(config.logger) if world.rank == 0 else {}
         recorder = Recorder(self.directory, world=world, sinks=sinks)
         module = self.model(is_filled=False)
-        module.train()  # once, as in any loop: a library may give it in eval mode, and an author may override train()
+        module.train()  # once, as in any loop: a library may return it in eval mode, and an author may override train()
         structure.freeze_parameters(module, config.trainer.freeze)
         if config.model.get("init_from") and store.is_empty:
             warm_start(module, entries_of(config.model["init_from"]), digests=config.model["init_digest"], world=world)

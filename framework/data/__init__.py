@@ -1,1 +1,1 @@
-"""Which samples make a step, and one dataset a file."""
+"""The samples of each step, and one file for each dataset."""

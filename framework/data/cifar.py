@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100: 60,000 photographs each, 32 x 32 pixels, in ten and in a hundred classes.
 
-It reads the binary version: the version "for Python" consists of pickles, which are programs.
-Source: www.cs.toronto.edu/~kriz/cifar.html: each record is a label (CIFAR-100: the coarse and the fine one), a byte
+The reader uses the binary version: the version "for Python" consists of pickles, and a pickle can run any program.
+Source: www.cs.toronto.edu/~kriz/cifar.html: each record is a label (CIFAR-100: the coarse and the fine label), one byte
 each, and 3 x 32 x 32 bytes of pixels.
 """
 
@@ -63,7 +63,7 @@ class _CIFAR(PublishedImages):
         if content.size == 0 or content.size % record:
             raise ValueError(f"{path} is damaged: {content.size} bytes are not images of {record} (delete it and get it again)")
         content = content.reshape(-1, record)
-        labels = content[:, self.num_labels - 1].astype(np.int64)  # the fine one is the last
+        labels = content[:, self.num_labels - 1].astype(np.int64)  # the fine label is the last
         if labels.max() >= self.info["num_classes"]:
             raise ValueError(f"{path} is damaged: it has class {labels.max()} of {self.info['num_classes']} "
                              "(delete it and get it again)")  # fmt: skip
@@ -82,7 +82,7 @@ class _CIFAR(PublishedImages):
 
 
 class CIFAR10(_CIFAR):
-    """The binary version's files, root/cifar-10-batches-bin; val is the last `num_val` of the training set."""
+    """The files of the binary version, in root/cifar-10-batches-bin; val is the last `num_val` samples of the training set."""
 
     info = {"in_channels": 3, "image_size": 32, "num_classes": 10}
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -93,7 +93,7 @@ class CIFAR10(_CIFAR):
 
 
 class CIFAR100(_CIFAR):
-    """The binary version's files, root/cifar-100-binary, fine labels; val is the last `num_val` of the training set."""
+    """The files of the binary version, in root/cifar-100-binary, fine labels; val is the last `num_val` training samples."""
 
     info = {"in_channels": 3, "image_size": 32, "num_classes": 100}
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)

@@ -1,4 +1,4 @@
-"""An image file as an array."""
+"""The conversion of an image file into an array."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def decode_image(path: str | Path, *, image_size: int, in_channels: int) -> np.n
     try:
         with Image.open(path) as file:
             image = file.convert("L" if in_channels == 1 else "RGB")
-    except (OSError, Image.DecompressionBombError) as error:  # PIL's errors about content do not all name the file
+    except (OSError, Image.DecompressionBombError) as error:  # not all of PIL's errors about content name the file
         raise ValueError(f"{path} cannot be read as an image: {error} (remove or replace it)") from error
     pixels = np.asarray(ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR))
     return pixels[None] if in_channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -1,4 +1,4 @@
-"""Digits: 1,797 scanned digits of 8 x 8 pixels, which come with this package (`digits.md` says from where)."""
+"""Digits: 1,797 scanned digits of 8 x 8 pixels, which are part of this package (`digits.md` names the source)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ FIRST_VAL, FIRST_TEST = 1258, 1438  # 70 % train, 10 % val, 20 % test
 class Digits(Images):
     """The test set of the UCI optical digits.
 
-    Grey values 0..16 are stretched to 0..255. The file is ordered by writer, so the splits are cut from one fixed
-    permutation of it, the same for every seed: runs that differ in their seed are compared on the same test set.
+    Grey values 0..16 are stretched to 0..255. The file is ordered by writer, so the splits are taken from one fixed
+    permutation of the file. It is the same for every seed, so that runs with different seeds use the same test set.
     """
 
     info = {"in_channels": 1, "image_size": 8, "num_classes": 10}

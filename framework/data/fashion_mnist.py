@@ -8,7 +8,7 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # the package dataset-fashio
 
 
 class FashionMNIST(IDXImages):
-    """The four IDX files in torchvision's place, root/FashionMNIST/raw, else in that of Debian's package."""
+    """The four IDX files, in torchvision's folder root/FashionMNIST/raw, or else in the folder of Debian's package."""
 
     name = "FashionMNIST"
     mean, std = (0.2860,), (0.3530,)

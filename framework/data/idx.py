@@ -1,4 +1,4 @@
-"""The IDX files of MNIST and its relatives."""
+"""The IDX files of MNIST and similar datasets."""
 
 import gzip
 import struct
@@ -10,14 +10,14 @@ import numpy as np
 
 from framework.data.source import Arrays, PublishedImages, Split
 
-# Not torchvision's reader: importing it costs as much as torch.
+# not torchvision's reader, because its import takes as long as the import of torch
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-UINT8 = 0x08  # the one element type in use
+UINT8 = 0x08  # the only element type in use
 
 
 class IDXImages(PublishedImages):
-    """A dataset in four files, each plain or as .gz, under the name that torchvision gives it."""
+    """A dataset in four files, each plain or as .gz, with the names that torchvision uses."""
 
     name: Literal["MNIST", "FashionMNIST"]
     info = {"in_channels": 1, "image_size": 28, "num_classes": 10}
@@ -26,7 +26,7 @@ class IDXImages(PublishedImages):
 
     @property
     def folders(self) -> list[Path]:
-        """The folders to look for the files in, in this order."""
+        """The folders to search for the files, in this order."""
         return [Path(self.root) / self.name / "raw"]
 
     def problems(self) -> list[str]:
@@ -60,7 +60,7 @@ class IDXImages(PublishedImages):
 def read_idx(path: Path) -> np.ndarray:
     """Read one file of unsigned bytes, plain or gzip.
 
-    Raises ValueError if it is anything else. Source: the file format section of yann.lecun.com/exdb/mnist: two zero
+    ValueError if it is anything else. Source: the file format section of yann.lecun.com/exdb/mnist: two zero
     bytes, element type, number of dims, the dims as big-endian uint32, then the elements.
     """
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Image folder: your own images, root/{train,val,test}/<class>/*.png (or .jpg, ...)."""
+"""Image folder: the user's own images, root/{train,val,test}/<class>/*.png (or .jpg, ...)."""
 
 import os
 import zlib
@@ -15,18 +15,18 @@ from framework.data.decode import SUFFIXES, decode_image
 from framework.data.source import SPLITS, Arrays, Files, Images, Source, Split, require_at_least
 
 STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0.226,))}  # of ImageNet
-CARVED: dict[str, range] = {"val": range(10), "test": range(10, 20)}  # per cent of train, if there is not a folder
+CARVED: dict[str, range] = {"val": range(10), "test": range(10, 20)}  # percent of train, if the folder is missing
 
 
 @dataclass(kw_only=True, eq=False)
 class ImageFolder(Images):
-    """Classes are the folders in root/train, numbered in the order of their names.
+    """Image files in a folder for each class. The classes are the folders in root/train, numbered in the order of their names.
 
-    A missing root/val or root/test is carved out of train, 10 % each: a checksum of a file's name (`class/file`) decides.
-    So no file changes its split when others are added or removed.
+    If root/val or root/test is missing, it is taken from train, 10 % each. A checksum of a file's name (`class/file`) decides,
+    so no file changes its split when files are added or removed.
 
-    A split of up to `decode_once_gib` decoded is decoded when it is loaded and stays in memory; the samples of a larger
-    split are decoded at each use, so it needs `num_workers`.
+    A split that needs at most `decode_once_gib` decoded is decoded when it is loaded, and stays in memory. The samples of a
+    larger split are decoded at each use, so such a split needs `num_workers`.
     """
 
     root: str = "data"
@@ -73,17 +73,17 @@ class ImageFolder(Images):
         files = Files([path for path, _ in samples], np.array([label for _, label in samples], dtype=np.int64), decode)
         if len(files) * self.in_channels * self.image_size**2 > self.decode_once_gib * 2**30:
             return files
-        with ThreadPoolExecutor() as pool:  # PIL decodes outside the interpreter's lock
+        with ThreadPoolExecutor() as pool:  # PIL releases the interpreter's lock while it decodes
             return Arrays(np.stack(list(pool.map(decode, files.paths))), files.targets)
 
     def _samples(self, split: Split) -> Iterator[tuple[str, int]]:
-        """List the split's files and class numbers in order of class and name, a class at a time."""
+        """Yield the split's files and class numbers in the order of class and name, one class at a time."""
         root = Path(self.root)
         carved = {name: part for name, part in CARVED.items() if not (root / name).is_dir()}
         folder = root / ("train" if split in carved else split)
         for label, name in enumerate(_folders(root / "train")):
             entries = list(os.scandir(folder / name)) if (folder / name).is_dir() else []
-            files = sorted(entry.name for entry in entries if entry.is_file())  # a pipe would be waited for
+            files = sorted(entry.name for entry in entries if entry.is_file())  # a pipe would block
             for file in files:
                 percent = zlib.crc32(f"{name}/{file}".encode()) % 100
                 taken_by = next((other for other, part in carved.items() if percent in part), "train")

@@ -1,4 +1,4 @@
-"""Images, a batch at a time: from uint8 to normalised float32, and augmentation seeded by sample."""
+"""Images, one batch at a time: from uint8 to normalised float32, and augmentation with a seed for each sample."""
 
 import functools
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from framework.randomness import random_integers
 
 
 def normalise(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return `(images / 255 - mean) / std` in float32; images: uint8 (B, C, H, W), a mean and std for each channel."""
+    """Return `(images / 255 - mean) / std` in float32; images: uint8 (B, C, H, W), with a mean and std for each channel."""
     scale, shift = _scale_and_shift(tuple(mean), tuple(std), images.device)
     # Two kernels, not a fused multiply-add: it can round differently in the last lanes of a batch, and a sample's bits
-    # must not depend on its place.
+    # must not depend on its place in the batch.
     return images.float().mul_(scale).add_(shift)
 
 
@@ -28,9 +28,9 @@ def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: to
 
 
 def augment(images: Tensor, keys: np.ndarray, *, padding: int, flip: bool) -> Tensor:
-    """Shift each image by up to `padding` pixels either way, filled with zeros, and mirror half of them if `flip`.
+    """Shift each image by up to `padding` pixels in each direction, filled with zeros, and mirror half of them if `flip`.
 
-    images: uint8 (B, C, H, W); keys: uint64 (B,). The changes of an image depend on its key only.
+    images: uint8 (B, C, H, W); keys: uint64 (B,). The changes of an image depend only on its key.
     Source: He et al. 2016, section 4.2 (crop from the padded image, horizontal flip).
     """
     draws = [random_integers(keys, high=high, draw=draw) for draw, high in enumerate((2 * padding + 1,) * 2 + (2,))]

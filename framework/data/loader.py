@@ -1,4 +1,4 @@
-"""From the order of samples to this rank's micro-batches, as tensors on its device, for each split of a dataset."""
+"""The way from the order of samples to this rank's micro-batches, as tensors on its device, for each split of a dataset."""
 
 import dataclasses
 import multiprocessing
@@ -31,7 +31,7 @@ _FORK_S = 5.0  # a new process that has done nothing for so long hangs
 
 @dataclass(eq=False)
 class Loader:
-    """One rank's view of one split. The content of a batch depends on its position only, so a run can start anywhere."""
+    """One rank's view of one split. A batch depends only on its position, so a run can start at any step."""
 
     dataset: Dataset
     source: Source
@@ -43,11 +43,11 @@ class Loader:
     device: torch.device
     dtype: torch.dtype
     batch_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of a micro-batch's inputs and targets, in training
-    channels_last: bool = False  # in which order images lie in memory: their shape stays (B, C, H, W)
+    channels_last: bool = False  # the memory format of images; their shape stays (B, C, H, W)
 
     def __post_init__(self) -> None:
         transforms_anywhere = is_vectorised(self.dataset.transform) and self.batch_transform is None
-        self._later = transforms_anywhere and self.device.type == "cuda"  # is a batch transformed where the model is?
+        self._later = transforms_anywhere and self.device.type == "cuda"  # whether a batch is transformed on the model's device
         needs_none = transforms_anywhere and is_in_memory(self.source)
         self.num_workers = 0 if needs_none else int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", True))
@@ -58,7 +58,7 @@ class Loader:
         return self._run(partial(self._positions, samples_seen), self.train_step)
 
     def evaluate(self) -> Iterator[Step]:
-        """Yield batches that hold, over all ranks, each sample of the split once, in its stored order.
+        """Yield batches that hold, over all ranks, each sample of the split once, in the stored order.
 
         Micro-batches are numbered over the whole split.
         """
@@ -72,7 +72,7 @@ class Loader:
         return self._run(partial(range, 0, len(self.source), size), fetch)
 
     def close(self) -> None:
-        """End the loader's processes. They ignore signals, so at exit, after an error, Python would wait for them forever."""
+        """Stop the loader's processes. They ignore signals, so after an error, Python would wait for them forever at exit."""
         for steps in list(self._running):
             shut_down_loader(steps)
         self._running.clear()
@@ -83,14 +83,14 @@ class Loader:
             samples_seen += self.order.size(samples_seen)
 
     def train_step(self, samples_seen: int, *, later: int = 0, first: int = 0) -> Step:
-        """Return the step after `samples_seen` samples; the same samples some epochs `later`, or numbered from `first` on."""
+        """Return the step after `samples_seen` samples; the same samples `later` epochs later, or with numbers from `first`."""
         epoch, samples = self.order.batch(samples_seen)
         epoch += later
         return self._step(epoch, samples, self.order.draws(samples_seen), at=("data", epoch, samples_seen), first=first)
 
     def _step(self, epoch: int, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int], first: int = 0) -> Step:
         mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
-        fetched: dict[int, MicroBatch] = {}  # by number: padding repeats a micro-batch
+        fetched: dict[int, MicroBatch] = {}  # by number, because padding repeats a micro-batch
         for part in mine:
             if part.number not in fetched:
                 span = slice(part.start, part.stop)
@@ -101,7 +101,7 @@ class Loader:
         return Step(epoch, len(samples), micro_batches, is_even=is_even)
 
     def _micro_batch(self, part: Part, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int]) -> MicroBatch:
-        """Return these samples: padded, for example, by the longest of them, whatever else this rank has."""
+        """Return the micro-batch of these samples. Its padding depends only on these samples, not on others of this rank."""
         is_training, epoch, start = at[0] == "data", at[1], at[2]
         one_by_one: Any = getattr(self.source, "sample", None)
         fetched: list[Any] = []
@@ -151,17 +151,17 @@ class Loader:
     def _fork(self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore) -> Iterator[Step]:
         def begin(_: int) -> None:
             begun.release()
-            die_with_parent()  # torch's watchdog looks every five seconds, and a queue may break before
+            die_with_parent()  # torch's watchdog checks every five seconds, and a queue may break earlier
             report_what_cannot_be_sent()
 
         loader = DataLoader(
             _AtPosition(fetch),
             batch_size=None,
-            sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, its length is not read
+            sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, and its length is not read
             num_workers=self.num_workers,
             collate_fn=lambda step: step,
             worker_init_fn=begin,
-            pin_memory=self.device.type == "cuda",  # in a thread of the reader
+            pin_memory=self.device.type == "cuda",  # in a thread of the reading process
             multiprocessing_context="fork",
         )
         open_files()
@@ -176,7 +176,7 @@ class Loader:
 
 
 def as_tensors(stored: Any) -> Any:
-    """Return arrays as tensors, which share their memory, in any tree."""
+    """Return arrays in any tree as tensors that share their memory."""
     if isinstance(stored, np.ndarray):
         return torch.from_numpy(stored)
     if isinstance(stored, dict):
@@ -194,19 +194,19 @@ class _AtPosition(torch.utils.data.Dataset[Step]):
 
 @dataclass(eq=False)
 class Splits:
-    """One rank's loaders by split; `load` makes each at its first use."""
+    """One rank's loaders by split; `load` makes a loader when it is first used."""
 
     load: Callable[[Split], Loader]
     _loaders: dict[Split, Loader] = field(default_factory=dict, init=False)
 
     def loader(self, split: Split) -> Loader:
-        """Return the loader of a split. Collective at its first use."""
+        """Return the loader of a split. Collective when it is first used."""
         if split not in self._loaders:
             self._loaders[split] = self.load(split)
         return self._loaders[split]
 
     def close(self) -> None:
-        """End the loaders' processes."""
+        """Stop the loaders' processes."""
         for loader in self._loaders.values():
             loader.close()
 
@@ -215,14 +215,14 @@ class Splits:
 
 
 def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
-    """Load a split; on each node one process decodes it and the others map its memory. Collective.
+    """Load a split; on each node one process decodes it, and the other processes map its memory. Collective.
 
-    A source that is no dataclass shows nothing to map: then each process loads it.
+    A source that is not a dataclass has no fields to map; then each process loads it.
     """
     if world.world_size == 1:
         return dataset.load(split)
     source = None
-    for is_my_turn in (world.rank == 0, world.rank != 0):  # rank 0 before the other nodes: it may download the files
+    for is_my_turn in (world.rank == 0, world.rank != 0):  # rank 0 before the other nodes, because it may download the files
         if is_my_turn and world.local_rank == 0:
             source = dataset.load(split)
         world.agreement.barrier()
@@ -245,12 +245,12 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
     }
     world.agreement.barrier()
     for descriptor in descriptors.values():
-        os.close(descriptor)  # the mappings stay; the memory is freed with the last of them
+        os.close(descriptor)  # the mappings stay; the memory is freed with the last mapping
     return kind(**rest, **mapped)
 
 
 def arrays_of(source: Source) -> dict[str, np.ndarray]:
-    """Return the fields of a source that are arrays in this process's memory: not mapped from a file."""
+    """Return the fields of a source that are arrays in this process's memory, not mapped from a file."""
     arrays = {name: value for name, value in _fields(source).items() if isinstance(value, np.ndarray)}
     return {name: array for name, array in arrays.items() if not isinstance(array, np.memmap) and not array.dtype.hasobject}
 
@@ -260,7 +260,7 @@ def _fields(source: Source) -> dict[str, Any]:
 
 
 def _memory_file(array: np.ndarray) -> int:
-    """Write an array to a file in memory without a name (no file can be left behind); return its descriptor."""
+    """Write an array to a file in memory without a name, so that no file can be left behind; return its descriptor."""
     descriptor = os.memfd_create("steadfast_data")
     with open(descriptor, "wb", closefd=False) as file:
         np.save(file, array, allow_pickle=False)

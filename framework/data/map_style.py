@@ -1,4 +1,4 @@
-"""Map-style data: any torch.utils.data.Dataset, any dataset of Hugging Face, any sequence of samples, as it is."""
+"""Map-style data: any torch.utils.data.Dataset, any dataset of Hugging Face, or any sequence of samples, unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,26 +13,27 @@ from framework.runtime.log import LOGGER
 if TYPE_CHECKING:
     pass
 
-Key = str | int  # of a value in a sample: a name, or a place
+Key = str | int  # of a value in a sample: a name, or an index
 Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(kw_only=True, eq=False)
 class MapStyle:
-    """What `dataset[i]` gives is a sample: inputs and targets, or a mapping or sequence with `inputs` and `targets` as keys.
+    """A dataset with samples `dataset[i]`: inputs and targets, or a mapping or sequence with the keys `inputs` and `targets`.
 
-    What makes a split (`train`, ...) is called when the split is loaded. A missing `val` or `test` is a share of train, the
-    same samples for every seed. What `dataset[i]` draws from torch, numpy or random depends on the seed, the epoch and i alone.
+    The function for a split (`train`, ...) is called when the split is loaded. If `val` or `test` is missing, it is a share of
+    train, with the same samples for every seed. Random draws of `dataset[i]` from torch, numpy or random depend only on the
+    seed, the epoch and i.
     """
 
     train: Callable[[], Any]
     val: Callable[[], Any] | None = None
     test: Callable[[], Any] | None = None
-    shares: Mapping[str, float] = field(default_factory=lambda: {"val": 0.1, "test": 0.1})  # of train, where a split is missing
+    shares: Mapping[str, float] = field(default_factory=lambda: {"val": 0.1, "test": 0.1})  # of train, for a missing split
     inputs: Key | Sequence[Key] | None = None
     targets: Key | Sequence[Key] | None = None
-    collate: Any = None  # from a list of samples to a batch; None = torch's default
-    on_error: Literal["raise", "skip"] = "raise"  # a damaged sample: skip takes the next one in its place
+    collate: Any = None  # turns a list of samples into a batch; None = torch's default
+    on_error: Literal["raise", "skip"] = "raise"  # for a damaged sample: skip uses the next sample instead
     facts: Mapping[str, int] = field(default_factory=dict)
     num_workers: int = 0
 
@@ -66,7 +67,7 @@ class MapStyle:
                        skips=self.on_error == "skip")  # fmt: skip
 
     def _carved(self, split: Split, length: int) -> np.ndarray | None:
-        """Return the numbers of the split's samples among those that it shares with others; None: it has its own."""
+        """Return the numbers of the split's samples among the samples of train; None if the split has its own samples."""
         missing = [name for name, make in (("val", self.val), ("test", self.test)) if make is None]
         if not missing or split not in ("train", *missing):
             return None
@@ -81,7 +82,7 @@ class MapStyle:
 
 
 class OneByOne:
-    """A source whose samples are fetched one by one: `sample(i)`, and `collate` makes a batch of some."""
+    """A source that fetches samples one by one with `sample(i)`; `collate` makes a batch of several samples."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class OneByOne:
         return self.collate([self.sample(int(index)) for index in indices])
 
     def sample(self, index: int) -> Any:
-        """Return a sample. ValueError, which names it, if it is damaged; with `on_error=skip` a warning, and the next one."""
+        """Return a sample. If it is damaged: ValueError that names it; with `on_error=skip`, a warning and the next one."""
         for number in (*range(index, len(self)), *range(index)):
             stored = number if self._numbers is None else int(self._numbers[number])
             try:
@@ -118,7 +119,7 @@ class OneByOne:
         raise ValueError(f"dataset.{self._split}: every sample is damaged")
 
     def collate(self, samples: list[Any]) -> tuple[Any, Any]:
-        """Return the inputs and targets of some samples."""
+        """Return the inputs and targets of these samples."""
         batch = (self._collate or default_collate)(samples)
         if self._inputs is None:
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
@@ -129,9 +130,9 @@ class OneByOne:
         return _chosen(batch, self._inputs), _chosen(batch, self._targets)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a value of every sample, by its key; `targets` is what dataset.targets names.
+        """Return a value of every sample, by its key; the key `targets` means dataset.targets.
 
-        From a table's column, or an attribute of the dataset with as many values, if there is one.
+        It uses a table's column, or an attribute of the dataset with a value for every sample, if there is one.
         """
         key: Any = name if name != "targets" else 1 if self._targets is None else self._targets
         if key in (getattr(self.samples, "column_names", None) or ()):
@@ -143,7 +144,7 @@ class OneByOne:
         return values if self._numbers is None else values[self._numbers]
 
     def _attribute(self, name: str) -> np.ndarray | None:
-        """Return a value of every sample that the dataset keeps in an attribute, as torchvision's do their targets."""
+        """Return a value of every sample from an attribute of the dataset; torchvision's datasets keep their targets so."""
         if name == "targets" and self._targets is not None:
             return None
         found: Any = getattr(self.samples, name, None)
@@ -152,7 +153,7 @@ class OneByOne:
 
     @property
     def groups(self) -> np.ndarray:
-        """The ends of consecutive groups of samples: shards, or datasets that were put together; or all are one group."""
+        """The ends of consecutive groups of samples (shards, concatenated datasets); without groups, the end of all samples."""
         ends = getattr(self.samples, "cumulative_sizes", None)
         if ends is None:
             return np.array([len(self)])
@@ -160,7 +161,7 @@ class OneByOne:
 
 
 def _chosen(batch: Any, keys: Key | Sequence[Key] | None) -> Any:
-    """Return a batch's value of a key; of several names a dictionary, as a model takes named arguments; of places a tuple."""
+    """Return a batch's value of a key; for several names a dictionary (for named arguments); for several indices a tuple."""
     if isinstance(keys, (str, int)):
         return batch[keys]
     chosen = {key: batch[key] for key in keys or ()}
@@ -168,7 +169,7 @@ def _chosen(batch: Any, keys: Key | Sequence[Key] | None) -> Any:
 
 
 def default_collate(samples: list[Any]) -> Any:
-    """Do what torch's does, but take a list of numbers in a sample for an array."""
+    """Collate as torch does, but treat a list of numbers in a sample as an array."""
     from torch.utils.data import default_collate as collate
 
     return collate([_with_arrays(sample) for sample in samples])

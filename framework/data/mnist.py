@@ -4,7 +4,7 @@ from framework.data.idx import IDXImages
 
 
 class MNIST(IDXImages):
-    """The four IDX files in torchvision's place, root/MNIST/raw."""
+    """The four IDX files, in torchvision's folder root/MNIST/raw."""
 
     name = "MNIST"
     mean, std = (0.1307,), (0.3081,)

@@ -1,4 +1,4 @@
-"""Which samples make step t, and which rank runs which samples: pure functions of the seed and of `samples_seen`."""
+"""The samples of step t, and the samples of each rank: pure functions of the seed and of `samples_seen`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import numpy as np
 from framework.data.permutation import Permutation
 from framework.randomness import key
 
-_MOST_KEPT = 1 << 20  # samples: a permutation of so many is drawn in 60 ms, and takes 8 MiB
+_MOST_KEPT = 1 << 20  # samples: a permutation of this size is drawn in 60 ms, and takes 8 MiB
 
 
 class Part(NamedTuple):
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 
 class Numbers(Protocol):
-    """The numbers of an epoch's samples, in their order: an array, or what gives an array for each of its slices."""
+    """The numbers of an epoch's samples, in order: an array, or an object that returns an array for each slice."""
 
     def __len__(self) -> int: ...
 
@@ -31,14 +31,14 @@ class Numbers(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Order:
-    """The order of samples: `draw(epoch)`, or a permutation, cut into global batches; the last one of an epoch is short."""
+    """The order of samples: `draw(epoch)`, or a permutation, cut into global batches; an epoch's last batch may be short."""
 
     num_samples: int
     global_batch_size: int
     seed: int
     drop_last: bool
     limit: int | None = None  # batches of an epoch
-    draw: Callable[[int], Numbers] | None = None  # a pure function; all epochs are of one length
+    draw: Callable[[int], Numbers] | None = None  # a pure function; all epochs must have the same length
     grow: Callable[[int], int] | None = None  # a pure function of `samples_seen`: a batch's size, at most `global_batch_size`
 
     format: int = field(default=0, init=False)  # of the permutation: 1, drawn by numpy and kept; 2, computed where it is used
@@ -61,11 +61,11 @@ class Order:
 
     @property
     def facts(self) -> dict[str, int]:
-        """What a checkpoint says of its data, and of their order."""
+        """The values that a checkpoint stores about its data and their order."""
         return {"num_samples": self.num_samples} | ({"order": self.format} if self._is_large else {})
 
     def take_up(self, facts: Mapping[str, Any]) -> dict[str, int]:
-        """Go on in the order of a checkpoint with these facts (there was only format 1 once); return the facts of it."""
+        """Continue in the order of a checkpoint with these facts (old ones have format 1); return the facts of this order."""
         self.format, self._epoch = int(facts.get("order", 1)), -1
         return self.facts
 
@@ -80,7 +80,7 @@ class Order:
         return steps
 
     def first(self, num_batches: int) -> np.ndarray:
-        """Return the numbers of the samples in the first batches, of one epoch at most."""
+        """Return the numbers of the samples in the first batches, at most one epoch."""
         return self._permuted(0)[: num_batches * self.global_batch_size]
 
     def size(self, samples_seen: int) -> int:
@@ -99,8 +99,9 @@ class Order:
         return epoch, self._numbers[offset : offset + self.size(samples_seen)]
 
     def draws(self, samples_seen: int) -> np.ndarray:
-        """Return what tells the draws of that batch apart in their epoch, shape (n,): the samples' numbers, or, where a sampler
-        may have drawn one several times, their places."""
+        """Return numbers that distinguish the batch's draws within their epoch, shape (n,).
+
+        They are the samples' numbers; with a sampler, which may draw a sample several times, their places in the epoch."""
         if self.draw is None:
             return self.batch(samples_seen)[1]
         offset = samples_seen % self.epoch_size
@@ -109,17 +110,17 @@ class Order:
     def _permuted(self, epoch: int) -> Numbers:
         if self.format == 2:
             return Permutation(self.num_samples, seed=self.seed, epoch=epoch)
-        # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed under any numpy
+        # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed with any numpy version
         seed = key(self.seed, "order", epoch)
         return np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).permutation(self.num_samples)
 
 
 def parts(num_samples: int, *, micro_batch_size: int | None, dp_rank: int, dp_size: int) -> list[Part]:
-    """Cut a global batch into micro-batches and return those of `dp_rank`.
+    """Cut a global batch into micro-batches and return the micro-batches of `dp_rank`.
 
-    With `micro_batch_size`, each rank takes contiguous whole micro-batches, which do not depend on `dp_size`; without it,
-    one contiguous slice of samples. Counts differ by one at most; low ranks have more, so rank 0 always runs micro-batch
-    0. Every rank gets the same NUMBER of parts, since each may hold collectives: the missing parts are padding, a
+    With `micro_batch_size`, each rank takes contiguous whole micro-batches, which do not depend on `dp_size`. Without it, each
+    rank takes one contiguous slice of samples. Counts differ by at most one; low ranks have more, so rank 0 always runs
+    micro-batch 0. Every rank gets the same NUMBER of parts, because each part may run collectives: a missing part is padding, a
     repetition with weight zero.
     """
     if micro_batch_size is None:

@@ -1,4 +1,4 @@
-"""A permutation of any number of samples that is computed where it is looked at, and not kept."""
+"""A permutation of any number of samples that is computed on demand and not kept in memory."""
 
 import math
 
@@ -7,14 +7,15 @@ import numpy as np
 from framework.randomness import key, random_bits
 
 _NUM_ROUNDS = 8
-_BLOCK = 8192  # numbers, computed at once: a batch alone would be all overhead
+_BLOCK = 8192  # this many numbers are computed at once; for one batch, most of the time would be overhead
 
 
 class Permutation:
     """A permutation of range(size), one for each seed and epoch: a Feistel network over Z_a x Z_b (Black and Rogaway 2002).
 
-    Each round adds to one half of a number what a keyed hash makes of the other, modulo a or b, which can be undone: so it is a
-    bijection of range(a * b), with a * b hardly more than `size`. What leads out of range(size) is walked on until it is back.
+    Each round adds a keyed hash of one half of a number to the other half, modulo a or b. This can be inverted, so it is a
+    bijection of range(a * b), with a * b only a little larger than `size`. A result outside of range(size) is mapped again
+    until it is inside.
     """
 
     def __init__(self, size: int, *, seed: int, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Records in shards: tar files (WebDataset's layout), lines of JSON, Parquet. Each record can be reached by its number."""
+"""Records in shards: tar files (WebDataset's layout), lines of JSON, Parquet. Each record can be read by its number."""
 
 import bisect
 import glob
@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 Record = Mapping[str, Any]
-_OPEN = 16  # shards that a process keeps open
+_OPEN = 16  # the number of shards that a process keeps open
 
 
 class Shards:
-    """A map-style dataset of the records in files, in the order of the files' names. `decode` makes a sample of a record.
+    """A map-style dataset of the records in files, in the order of the file names. `decode` turns a record into a sample.
 
-    `cumulative_sizes` are the shards' ends, which a windowed order keeps together (framework/samplers/windowed.py).
+    `cumulative_sizes` has the ends of the shards, which a windowed order keeps together (framework/samplers/windowed.py).
     """
 
     def __init__(self, files: str | Sequence[str], *, decode: Callable[[Record], Any] | None = None) -> None:
@@ -49,7 +49,7 @@ class Shards:
         return shard, number - (self.cumulative_sizes[shard - 1] if shard else 0)
 
     def name_of(self, number: int) -> str:
-        """Return where a record is, for messages."""
+        """Return the place of a record, for messages."""
         shard, place = self._place(number)
         return f"{self.files[shard]}, record {place}"
 
@@ -67,17 +67,17 @@ class Shards:
 
 
 class Tar(Shards):
-    """Tar files in WebDataset's layout: files with one name up to the first dot are a record, with a value for each ending."""
+    """Tar files in WebDataset's layout: files with the same name up to the first dot are a record, with a value per ending."""
 
     def __init__(self, files: str | Sequence[str], *, decode: Callable[[Record], Any] | None = None) -> None:
-        self._members: dict[str, list[list[tuple[str, int, int]]]] = {}  # of a shard's records: ending, offset, size
+        self._members: dict[str, list[list[tuple[str, int, int]]]] = {}  # for each record of a shard: ending, offset, size
         super().__init__(files, decode=decode)
 
     def count(self, path: str) -> int:
         records: list[list[tuple[str, int, int]]] = []
         before = None
         try:
-            with tarfile.open(path, "r:") as archive:  # no compression: a record can be read by itself
+            with tarfile.open(path, "r:") as archive:  # no compression, so that one record can be read alone
                 for member in archive:
                     if not member.isfile():
                         continue
@@ -133,7 +133,7 @@ class JsonLines(Shards):
 
 
 class Parquet(Shards):
-    """Parquet files, a record a row (of all columns, or `columns`). A row group is read at once: keep it together."""
+    """Parquet files: each row is a record (all columns, or `columns`). A row group is read at once: keep its rows together."""
 
     def __init__(
         self, files: str | Sequence[str], *, columns: list[str] | None = None, decode: Callable[[Record], Any] | None = None
@@ -167,7 +167,7 @@ class Parquet(Shards):
 
 
 def value_of(ending: str, content: bytes) -> Any:
-    """Return what a file of a tar record holds, by its ending: an image as uint8 (C, H, W), an array, JSON, a number, text."""
+    """Return the content of a file in a tar record, by its ending: an image as uint8 (C, H, W), array, JSON, number or text."""
     last = ending.rpartition(".")[2]
     if last in ("jpg", "jpeg", "png", "ppm", "pgm", "webp", "bmp"):
         from PIL import Image
@@ -185,7 +185,7 @@ def value_of(ending: str, content: bytes) -> Any:
 
 
 def write_tar(path: Path, records: Sequence[Record]) -> None:
-    """Write a tar file of records, whose values are arrays, numbers, text or bytes, in WebDataset's layout."""
+    """Write records to a tar file in WebDataset's layout; the values must be arrays, numbers, text or bytes."""
     with tarfile.open(path, "w") as archive:
         for number, record in enumerate(records):
             for ending, value in record.items():

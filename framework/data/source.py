@@ -1,4 +1,4 @@
-"""The seam of the data: the protocols of a dataset and of one loaded split (a source), and the common sources."""
+"""The data interface: the protocols of a dataset and of one loaded split (a source), and the common sources."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_VECTORISED: set[Any] = set()  # functions, by themselves: functools.wraps would copy an attribute to what calls one
+_VECTORISED: set[Any] = set()  # the functions, not an attribute: functools.wraps would copy an attribute to a wrapper
 
 
 def vectorised(method: _Method) -> _Method:
-    """Mark a `gather` or `transform` that takes a whole batch in a few operations; a transform draws from its keys alone.
+    """Mark a `gather` or `transform` that handles a whole batch in a few operations; a transform draws only from its keys.
 
-    A loader process would only make such a gather dearer where the samples are in memory, so none is started for it; such a
-    transform works on tensors of any device, so a GPU does it, and the stored bytes are what goes there. What overrides or
-    wraps a marked method is not marked.
+    If the samples are in memory, a loader process would only make such a gather slower, so none is started. Such a transform
+    works on tensors on any device, so a GPU runs it, and the stored bytes are sent there. A method that overrides or wraps a
+    marked method is not marked.
     """
     _VECTORISED.add(method)
     return method
@@ -35,7 +35,7 @@ def is_vectorised(method: Callable[..., Any]) -> bool:
 
 
 def is_in_memory(source: Any) -> bool:
-    """Return whether a source's samples are rows of arrays in memory, which a marked method gathers."""
+    """Return whether a source's samples are rows of arrays in memory, gathered by a marked method."""
     stored = getattr(source, "selected_from", source)
     if not is_vectorised(stored.gather) or hasattr(stored, "sample"):
         return False
@@ -43,23 +43,23 @@ def is_in_memory(source: Any) -> bool:
 
 
 class Source(Protocol):
-    """One split, loaded: a dataclass, whose arrays the processes of a node share."""
+    """One loaded split: a dataclass; the processes of a node share its arrays."""
 
     def __len__(self) -> int: ...
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """Return the inputs and targets of these samples, batch dim first, in the dtype they are stored in.
+        """Return the inputs and targets of these samples, batch dim first, in the stored dtype.
 
-        Each is an array or a tensor, or a dictionary, tuple or list of them.
+        Each is an array or a tensor, or a dictionary, tuple or list of these.
         """
         ...
 
-    # It may have `sample(index)` and `collate(samples) -> (inputs, targets)` (framework/data/map_style.py): then each sample is
-    # fetched by itself, after the generators of torch, numpy and random have been seeded by its number.
+    # A source may also have `sample(index)` and `collate(samples) -> (inputs, targets)` (framework/data/map_style.py). Then
+    # each sample is fetched separately, after the generators of torch, numpy and random have been seeded by its number.
 
 
 class Selected:
-    """Some samples of a source, by their numbers: a source itself."""
+    """A source of some samples of another source, by their numbers."""
 
     def __init__(self, source: Source, numbers: np.ndarray) -> None:
         self.selected_from, self._numbers = source, numbers
@@ -75,51 +75,50 @@ class Selected:
 
 
 class Dataset(Protocol):
-    """What a `conf/dataset/*.yaml` names. Its constructor stores and checks its arguments and reads no file.
+    """The class that a `conf/dataset/*.yaml` names. Its constructor stores and checks its arguments and reads no file.
 
-    At its top, its module imports only the standard library and numpy (torch and similar libraries inside functions): the
-    preflight imports it to call `problems()`, which must not take seconds.
+    The top of its module may import only the standard library and numpy; torch and similar libraries are imported inside
+    functions. The preflight imports the module to call `problems()`, which must not take seconds.
     """
 
     num_workers: int
-    task: str  # the framework's task that its targets are made for; optional
+    task: str  # the framework's task for its targets; optional
 
     @property
     def info(self) -> Mapping[str, int]:
-        """What a model can take from the data: `in_channels`, `image_size`, `num_classes`, `vocab_size`, `seq_len`, ...
+        """The facts of the data that a model can use: `in_channels`, `image_size`, `num_classes`, `vocab_size`, `seq_len`...
 
-        Costs a directory listing at most. A fact that cannot be known because of a problem is left out.
+        It may list a directory, but not do more. A fact that cannot be known because of a problem is left out.
         """
         ...
 
     def problems(self) -> list[str]:
-        """Return why the data cannot be loaded here, a line each: `key: what (remedy)`. Reads almost nothing."""
+        """Return why the data cannot be loaded here, one line each: `key: what (remedy)`. It must read almost nothing."""
         ...
 
     def load(self, split: Split) -> Source:
-        """Load one split. Raises ValueError if a file is damaged or the split has no sample."""
+        """Load one split. ValueError if a file is damaged or the split has no sample."""
         ...
 
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
         """Turn a gathered batch into the model's inputs and targets.
 
-        keys: uint64 (B,), one per sample, from which all randomness of that sample's augmentation derives; None in
-        evaluation.
+        keys: uint64 (B,), one per sample; all randomness of that sample's augmentation comes from its key. None in evaluation.
         """
         ...
 
-    # It may have `decode(tokens) -> str` for integer inputs (T,): loggers then show samples as text, not as ids; and
-    # `read_folder(folder) -> (names, source)`, the samples in a folder, for mode=predict: ValueError if there are none.
+    # A dataset may also have `decode(tokens) -> str` for integer inputs (T,), so that loggers show samples as text, not ids;
+    # and `read_folder(folder) -> (names, source)` for mode=predict, the samples in a folder (ValueError if there are none).
 
 
 @dataclass(kw_only=True, eq=False)
 class Images:
-    """What datasets of images share: their task, two arguments, and how a batch of uint8 becomes a model's inputs."""
+    """The common base of image datasets: their task, two arguments, and the conversion of a uint8 batch to a model's inputs."""
 
     task = "classification"
     mean: Sequence[float] = field(init=False)
     std: Sequence[float] = field(init=False)
-    padding: int = field(init=False)  # the most pixels by which an augmented image is shifted
+    padding: int = field(init=False)  # the largest shift of an augmented image, in pixels
     flip = True  # half of the augmented images are mirrored
 
     augment: bool = False
@@ -137,7 +136,7 @@ class Images:
         return normalise(inputs, mean=self.mean, std=self.std), targets
 
     def read_folder(self, folder: Path) -> tuple[list[str], "Files"]:
-        """Return the images in a folder and its subfolders, by their sorted paths in it; all targets are 0."""
+        """Return the images in a folder and its subfolders, in the order of their paths in the folder; all targets are 0."""
         info: Mapping[str, int] = self.info  # type: ignore[attr-defined]  # a dataset's own
         if self.task != "classification" or info["in_channels"] not in (1, 3):
             raise ValueError("its samples are not images of 1 or 3 channels, as a file can hold them")
@@ -151,7 +150,7 @@ class Images:
 
 @dataclass(kw_only=True, eq=False)
 class TokenSequences:
-    """What datasets of tokens share: their task, two arguments, and integers of a model's type."""
+    """The common base of token datasets: their task, two arguments, and the conversion to integers for a model."""
 
     task = "language_modeling"
 
@@ -169,7 +168,7 @@ class TokenSequences:
 
 @dataclass(kw_only=True, eq=False)
 class PublishedImages(Images):
-    """The arguments of a dataset that is published as a training and a test set; val is the last `num_val` of the first."""
+    """The common base of datasets with a training and a test set; val is the last `num_val` samples of the training set."""
 
     root: str = "data"
     download: bool = False
@@ -180,14 +179,14 @@ class PublishedImages(Images):
         require_at_least(1, self, "num_val")
 
     def part(self, images: np.ndarray, labels: np.ndarray, split: Split) -> "Arrays":
-        """Return the part of the files' content that is the split."""
+        """Return the split's part of the files' content."""
         parts = {"train": slice(None, -self.num_val), "val": slice(-self.num_val, None), "test": slice(None)}
         return Arrays(np.ascontiguousarray(images[parts[split]]), labels[parts[split]])
 
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """Samples that are rows of arrays, such as images uint8 (N, C, H, W) and targets int64 (N,)."""
+    """Samples that are rows of arrays, for example images uint8 (N, C, H, W) and targets int64 (N,)."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -207,8 +206,8 @@ class Arrays:
 class Windows:
     """A stream of tokens (1-D, array or memmap) cut into windows; the targets are the inputs shifted by one.
 
-    Sample i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`: neighbours share one token, the last target of the first and
-    the first input of the second. Tokens at the end that do not fill a window are left out.
+    Sample i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`. Neighbours share one token: it is the last target of the first
+    sample and the first input of the second. Tokens at the end that do not fill a window are left out.
     """
 
     tokens: np.ndarray
@@ -229,16 +228,16 @@ class Windows:
 
     def windows(self, indices: np.ndarray) -> np.ndarray:
         """Return whole windows, (B, seq_len + 1)."""
-        # a view: only the windows asked for are read, also from a memory-mapped file
+        # a view: only the requested windows are read, also from a memory-mapped file
         windows = np.lib.stride_tricks.sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
         return windows[indices]
 
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """Samples that are files, decoded at each use."""
+    """Samples that are files; they are decoded at each use."""
 
-    paths: Sequence[str]  # a million of these take half the memory of Path objects
+    paths: Sequence[str]  # a million strings take half the memory of Path objects
     targets: np.ndarray
     decode: Callable[[str], np.ndarray]  # of one file; it must be picklable, for loader processes
 
@@ -259,19 +258,19 @@ def _require_pairs(inputs: Sized, targets: Sized, *, what: str) -> None:
 
 
 def num_windows(num_tokens: int, *, seq_len: int) -> int:
-    """Return how many samples a stream of `num_tokens` holds; the last token is a target only."""
+    """Return the number of samples in a stream of `num_tokens`; the last token is only a target."""
     return max(0, num_tokens - 1) // seq_len
 
 
 def contiguous_split(length: int, split: Split) -> slice:
-    """Return the part of a stream of this length that is the split: the first 90 %, the next 5 % or the last 5 %."""
+    """Return the split's part of a stream of this length: the first 90 %, the next 5 % or the last 5 %."""
     bounds = [0, length * 90 // 100, length * 95 // 100, length]
     part = SPLITS.index(split)
     return slice(bounds[part], bounds[part + 1])
 
 
 def require_at_least(minimum: int, dataset: object, *names: str) -> None:
-    """Raise ValueError for the first of a dataset's arguments that is smaller than `minimum`; null is accepted."""
+    """Raise ValueError for the first of these dataset arguments that is smaller than `minimum`; null is accepted."""
     for name in names:
         value = getattr(dataset, name)
         if value is not None and value < minimum:

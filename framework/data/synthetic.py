@@ -1,4 +1,4 @@
-"""Synthetic: learnable data of any size, made up on the spot, the same for every seed and on every machine."""
+"""Synthetic: learnable data of any size, computed on demand, the same for every seed and on every machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 MEAN, STD = 0.5, 0.204  # of the average of two uniform draws
 TASKS = {"images": "classification", "tokens": "language_modeling", "vectors": "regression"}
-SHARED = 2**48  # the first key of what all samples share; the keys of samples count up from 0
+SHARED = 2**48  # the first key of values that all samples share; the keys of samples count up from 0
 
 
 @dataclass(kw_only=True, eq=False)
 class Synthetic(Images):
-    """A sample depends on its number only; train, val and test are consecutive numbers.
+    """Generated samples. A sample depends only on its number; train, val and test have consecutive numbers.
 
-    - images: the average of an image of the class and of noise; the target is the class.
-    - tokens: a walk around a fixed circle of all tokens: seven times of eight one step forward, else a jump to any token.
+    - images: the average of the class's image and of noise; the target is the class.
+    - tokens: a walk around a fixed circle of all tokens: in seven of eight cases one step forward, else a jump to any token.
     - vectors: `num_features` inputs in [-1, 1) and `num_outputs` float targets, tanh of a fixed linear map of the inputs
       (for task=regression). For a model, a vector is an image of one pixel, and its outputs are the "classes".
     """
@@ -83,7 +83,7 @@ class Synthetic(Images):
         return Arrays(pictures[classes] // 2 + _random_bytes(samples, shape=shape) // 2, classes)
 
     def _tokens(self, samples: np.ndarray) -> Windows:
-        # one walk through all samples: only the first token of a split is free
+        # one walk through all samples: only the first token of a split is random without a predecessor
         keys = np.arange(samples[0] * self.seq_len, (samples[-1] + 1) * self.seq_len + 1)
         jumps = random_integers(keys, high=8) == 0
         steps = np.where(jumps, random_integers(keys, high=self.vocab_size, draw=1), 1)

@@ -1,4 +1,4 @@
-"""Text: the bytes of any text files, or their tokens; by default the Python standard library's own sources."""
+"""Text: the bytes of any text files, or their tokens; the default is the source code of Python's standard library."""
 
 import os
 import sysconfig
@@ -13,18 +13,18 @@ import numpy as np
 
 from framework.data.source import Split, TokenSequences, Windows, contiguous_split, num_windows, require_at_least
 
-# In the standard library: what is not its own, not meant to be read, or not installed everywhere.
+# folders in the standard library that are not part of it, not meant to be read, or not installed everywhere
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _IGNORED = -100  # the target of a token that does not count
 
 
 @dataclass(kw_only=True, eq=False)
 class Text(TokenSequences):
-    """The files are joined in the order of their names; the stream of bytes is cut 90 % / 5 % / 5 %.
+    """The joined text files, in the order of their names; the stream of bytes is cut 90 % / 5 % / 5 %.
 
-    One token is one byte; or what a `tokenizer` of Hugging Face makes of each line, without special tokens: a file
-    (tokenizer.json) or a folder with one. With `root: null`, the text is the running Python's standard library: another version
-    is another text.
+    A token is one byte. With a `tokenizer` of Hugging Face, a file (tokenizer.json) or a folder with one, the tokens are those
+    of each line, without special tokens. With `root: null`, the text is the standard library of the running Python: another
+    version has another text.
     """
 
     root: str | None = None
@@ -41,7 +41,7 @@ class Text(TokenSequences):
     def info(self) -> Mapping[str, int]:
         try:
             vocab_size = 256 if self._tokenizer is None else self._tokenizer.vocab_size
-        except ValueError:  # `problems` says it
+        except ValueError:  # `problems` reports it
             return {"seq_len": self.seq_len}
         return {"vocab_size": vocab_size, "seq_len": self.seq_len}
 
@@ -76,7 +76,7 @@ class Text(TokenSequences):
             if self.max_bytes is not None and len(content) >= self.max_bytes:
                 del content[self.max_bytes :]
                 break
-        # a copy, so that the rest of the text is freed
+        # a copy, so that the memory of the other text is freed
         part = np.frombuffer(content, dtype=np.uint8)[contiguous_split(len(content), split)].copy()
         if self._tokenizer is not None:
             part = self._tokenizer.encode(part.tobytes().decode(errors="replace"))
@@ -86,11 +86,11 @@ class Text(TokenSequences):
         return Windows(part, self.seq_len)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return a text's tokens."""
+        """Return the tokens of a text."""
         return np.frombuffer(text.encode(), dtype=np.uint8) if self._tokenizer is None else self._tokenizer.encode(text)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Return a sample's tokens as text."""
+        """Return the text of a sample's tokens."""
         if self._tokenizer is not None:
             return self._tokenizer.decode(tokens)
         return bytes(tokens.tolist()).decode(errors="replace")
@@ -106,16 +106,16 @@ class Text(TokenSequences):
         skipped = SKIPPED if self.root is None else set()
         found = []
         for folder, folders, names in os.walk(self._folder()):
-            folders[:] = [name for name in folders if name not in skipped]  # os.walk enters the others
+            folders[:] = [name for name in folders if name not in skipped]  # os.walk enters the remaining folders
             found += [Path(folder, name) for name in names if any(fnmatch(name, p) for p in self.patterns)]
         return sorted(found)
 
 
 class Tokenizer:
-    """A tokenizer of Hugging Face, from its file (tokenizer.json) or a folder with one. Nothing is loaded from a hub."""
+    """A tokenizer of Hugging Face, from its file (tokenizer.json) or a folder with this file. Nothing is loaded from a hub."""
 
     def __init__(self, path: str) -> None:
-        """ValueError, which says `tokenizer`, for what is none."""
+        """Load the tokenizer. ValueError that names `tokenizer` if the path is not a tokenizer."""
         try:
             import tokenizers
         except ImportError:
@@ -125,17 +125,17 @@ class Tokenizer:
             raise ValueError(f"tokenizer: {file} is not there (a tokenizer.json of Hugging Face, or a folder with one)")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # it has no class of its own
+        except Exception as error:  # the library has no own error class
             why = " ".join(str(error).split())[:200]
             raise ValueError(f"tokenizer: {file} is not a tokenizer of Hugging Face ({why})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(ids, default=-1) + 1  # the ids need not be without gaps
+        self.vocab_size = max(ids, default=-1) + 1  # ids may have gaps
         self._dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text's tokens, line by line: a line's do not depend on what surrounds it."""
+        """Return the ids of a text's tokens, line by line: the ids of a line do not depend on other lines."""
         lines = (self._tokenizer.encode(line, add_special_tokens=False).ids for line in text.splitlines(keepends=True))
         return np.fromiter((number for ids in lines for number in ids), dtype=self._dtype)
 
@@ -144,9 +144,9 @@ class Tokenizer:
 
 
 class TokenizedRecord:
-    """Makes a sample of language modelling of a record with a text: for `decode` of shards (framework/data/shards.py).
+    """A function from a record with text to a language-modelling sample, for `decode` of shards (framework/data/shards.py).
 
-    (length,) int64 inputs and targets. A longer text is cut; behind a shorter one the targets do not count.
+    Inputs and targets are int64 (length,). A longer text is cut; after the end of a shorter text, the targets do not count.
     """
 
     def __init__(self, *, tokenizer: str, length: int, field: str = "text") -> None:

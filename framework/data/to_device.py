@@ -1,4 +1,4 @@
-"""From this process's memory to a CUDA device, while the step before is computed there: pinned, on a stream of its own."""
+"""The copy from this process's memory to a CUDA device, on its own stream, while the device computes the step before."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from framework.modules.tensors import moved
 
 
 class ToDevice:
-    """Copies steps to a device, where `finish` makes of each micro-batch what a model takes. The host waits for nothing."""
+    """A copy of steps to a device, where `finish` makes the model's inputs of each micro-batch. The host does not wait."""
 
     def __init__(self, device: torch.device, *, finish: Callable[[MicroBatch], MicroBatch]) -> None:
         self._device, self._finish = device, finish
@@ -37,5 +37,5 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _used_on(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
-    tensor.record_stream(stream)  # its memory goes back to the copies' stream, but not before this one is done with it
+    tensor.record_stream(stream)  # the copy stream gets the memory back, but only after this stream has used it
     return tensor

@@ -1,4 +1,4 @@
-"""Tokens: memory-mapped token ids, as a tokenizer wrote them into a flat binary file."""
+"""Tokens: memory-mapped token ids that a tokenizer has written to a flat binary file."""
 
 import functools
 from collections.abc import Mapping
@@ -10,16 +10,16 @@ import numpy as np
 
 from framework.data.source import SPLITS, Split, TokenSequences, Windows, contiguous_split, num_windows, require_at_least
 
-NUM_CHECKED = 2**20  # tokens at either end of each file that the preflight checks, in milliseconds
+NUM_CHECKED = 2**20  # tokens at each end of each file that the preflight checks, in milliseconds
 
 
 @dataclass(kw_only=True, eq=False)
 class Tokens(TokenSequences):
-    """`root` is a folder with train.bin, val.bin and optionally test.bin, or one file, which is cut 90 % / 5 % / 5 %.
+    """A dataset of token ids. `root` is a folder with train.bin, val.bin and optionally test.bin, or one file, cut 90/5/5 %.
 
-    Without test.bin, val is the first half of val.bin and test the second. Ids are unsigned integers in the machine's
-    byte order, without a header. They must be below `vocab_size`: before the start, the first and last million of each
-    file are checked, later every batch that is read.
+    Without test.bin, val is the first half of val.bin and test is the second half. Ids are unsigned integers in the machine's
+    byte order, without a header. They must be below `vocab_size`: the first and last million ids of each file are checked
+    before the start, and every batch is checked when it is read.
     """
 
     root: str = "data"
@@ -55,12 +55,12 @@ class Tokens(TokenSequences):
     def load(self, split: Split) -> "MappedWindows":
         if problems := self.problems():
             raise ValueError(problems[0])
-        assert self.vocab_size is not None  # else there is a problem
+        assert self.vocab_size is not None  # otherwise there is a problem
         path, start, stop = self._part(split)
         return MappedWindows(path, self.dtype, start, stop, seq_len=self.seq_len, vocab_size=self.vocab_size)
 
     def _part(self, split: Split) -> tuple[Path, int, int]:
-        """Return the file that holds the split, and where in it the split starts and ends, in tokens."""
+        """Return the split's file, and the split's start and end in the file, in tokens."""
         root = Path(self.root)
         if root.is_file():
             part = contiguous_split(self._num_tokens(root), split)
@@ -87,9 +87,9 @@ class Tokens(TokenSequences):
 
 @dataclass(frozen=True)
 class MappedWindows:
-    """`Windows` over a part of a file, which each process maps once.
+    """`Windows` over a part of a file; each process maps the file once.
 
-    It holds the path, not a memmap: pickling a memmap (for a loader process) copies the data.
+    It holds the path, not a memmap, because pickling a memmap (for a loader process) copies the data.
     """
 
     path: Path
@@ -104,7 +104,7 @@ class MappedWindows:
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         windows = Windows(_mapped(self.path, self.dtype)[self.start : self.stop], self.seq_len).windows(indices)
-        batch = windows.astype(np.int64)  # inputs and targets share its memory, also on the way from a loader process
+        batch = windows.astype(np.int64)  # inputs and targets share its memory, also when a loader process sends them
         if (largest := batch.max(initial=0)) >= self.vocab_size:
             raise ValueError(f"{self.path} has token id {largest}: dataset.vocab_size={self.vocab_size} must be above it")
         return batch[:, :-1], batch[:, 1:]

@@ -1,1 +1,1 @@
-"""The seam between the loop and the strategies, and what the strategies share."""
+"""The interface between the loop and the strategies, and the code that the strategies share."""

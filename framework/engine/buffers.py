@@ -1,4 +1,4 @@
-"""The buffers of a model in a step: what its forward changes in them does not depend on which rank ran it, or when."""
+"""The buffers of a model in a step: how a forward pass changes them does not depend on the rank or the time."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -10,11 +10,11 @@ from framework.runtime.torch_internals import UNREAD_STATISTICS, copy_all, versi
 
 
 class Buffers:
-    """The buffers in the state dicts of some modules, or those `among` them with these ids.
+    """The buffers in the state dicts of some modules; with `among`, only the buffers with these ids.
 
-    Every micro-batch of a step reads those of the step's start, and those at its end are what micro-batch 0 has made of
-    them. A forward may change them in place, also through `.data`, or put another tensor in their place. `broadcast` sends
-    rank 0's tensors to the other ranks in each step.
+    Every micro-batch of a step reads the buffers' values at the start of the step. At the end of the step, the buffers have
+    the values that micro-batch 0 has given them. A forward pass may change a buffer in place, also through `.data`, or replace
+    the buffer by another tensor. `broadcast` sends rank 0's tensors to the other ranks in each step.
     """
 
     def __init__(
@@ -34,46 +34,46 @@ class Buffers:
         self._read = [i for i, forward in enumerate(forwards) if forward not in UNREAD_STATISTICS]
         unread = (owner for (owner, _), forward in zip(self._places, forwards) if forward in UNREAD_STATISTICS)
         self._unread = list(dict.fromkeys(unread)) if broadcast is not None else []
-        self._behind: set[nn.Module] = set()  # those whose statistics rank 0 alone has
+        self._behind: set[nn.Module] = set()  # modules with statistics that only rank 0 has
         self._broadcast = broadcast if self._read else None
-        self._moving: set[int] | None = None  # those that the first step has changed
+        self._moving: set[int] | None = None  # the buffers that the first step has changed
         self._is_alone = False
         self._start: list[Tensor] = []
         self._versions: list[int] = []
-        self._values: list[Tensor] | None = None  # at the step's start
-        self._left: list[Tensor] | None = None  # by micro-batch 0
+        self._values: list[Tensor] | None = None  # at the start of the step
+        self._left: list[Tensor] | None = None  # the values that micro-batch 0 has given
 
     @property
     def tensors(self) -> list[Tensor]:
         return [getattr(owner, name) for owner, name in self._places]
 
     def values(self) -> list[Tensor]:
-        """Return copies."""
+        """Return copies of the buffers."""
         copies = [torch.empty_like(tensor) for tensor in self.tensors]
         copy_all(copies, self.tensors)
         return copies
 
     def set(self, values: Sequence[Tensor], *, onto: Sequence[Tensor] | None = None) -> None:
-        """Give the buffers these values, in the tensors that they are or in others that they were."""
+        """Give the buffers these values, in their current tensors or in the earlier tensors `onto`."""
         targets, sources = [], []
         for place, tensor, value in zip(self._places, onto or self.tensors, values):
             fits = tensor.shape == value.shape and tensor.dtype == value.dtype
             if not fits or getattr(*place) is not tensor:
                 setattr(*place, tensor if fits else value.clone())
             if fits:
-                targets.append(tensor.data)  # a backward pass that needs the buffer does not notice
+                targets.append(tensor.data)  # through .data, a backward pass that needs the buffer does not notice the change
                 sources.append(value)
         copy_all(targets, sources)
 
     def begin_step(self, *, is_alone: bool) -> None:
-        """Note the values that every micro-batch reads. `is_alone`: this rank runs micro-batch 0 and no other."""
+        """Store the values that every micro-batch reads. `is_alone`: this rank runs only micro-batch 0."""
         self._is_alone, self._start, self._left = is_alone, self.tensors, None
         self._versions = [version_of(tensor) for tensor in self._start]
         needs_values = not is_alone or (self._moving is None and self._broadcast is not None)
         self._values = self.values() if needs_values else None
 
     def end_forward(self, micro_batch: int | None) -> None:
-        """Note what micro-batch 0 has left, and put back what the next one reads. None is padding."""
+        """Store the values after micro-batch 0, and restore the values for the next micro-batch. None is padding."""
         if self._values is None or self._is_alone:
             return
         if micro_batch == 0:
@@ -81,13 +81,13 @@ class Buffers:
         self.set(self._values, onto=self._start)
 
     def synchronised(self) -> None:
-        """Note that every rank has rank 0's buffers."""
+        """Record that every rank has rank 0's buffers."""
         self._behind.clear()
 
     def end_step(self) -> None:
-        """Leave what micro-batch 0 has left; on every rank, where the next step's forward may read it. Collective.
+        """Set the buffers to their values after micro-batch 0, on every rank that may read them in the next step. Collective.
 
-        Unfit if a layer of running statistics has changed its mode, and reads them: other ranks have old ones.
+        Unfit if a layer with running statistics changes to evaluation mode and so reads them: other ranks have old statistics.
         """
         for layer in self._unread:
             if not layer.training and layer in self._behind:

@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 class DataParallelEngine(Engine):
     """The Engine of every strategy in which a rank runs the whole model on its own samples.
 
-    `model` is what is called: a wrapper; without it, `module` itself. `set_sync(True)` is called before the last micro-batch,
-    whose backward pass completes the gradients of all ranks, `set_sync(False)` before the others. Gradients are averaged
-    over `averaged_over` ranks (None: `dp_size`); a loss here is a sum over the GLOBAL count, so this average is undone first.
-    Where they are summed, it is 1: a backward pass then has the gradients that it has on one process. Of ranks that work on
-    the same samples (tensor parallelism), one has `is_counted`. `warm_up` is called before the first step, `finish` after
-    each step's last backward pass. Ranks that do not `meet_in_steps` get rank 0's buffers only with `sync_buffers`, and
-    see no other's samples. `data_group` has the ranks of the other parts of the global batch: all ranks, if it is None.
-    `forget` is called before the weights are exchanged for their average: nothing computed from them may be left.
+    `model` is the wrapper to call; without it, `module` is called. `set_sync(True)` is called before the last micro-batch,
+    because its backward pass completes the gradients of all ranks; `set_sync(False)` before the others. Gradients are averaged
+    over `averaged_over` ranks (None: `dp_size`). The loss is divided by the GLOBAL number of samples, so it is first
+    multiplied by `averaged_over`. Where gradients are summed, this is 1: each backward pass has the gradients that it has in
+    one process. Of the ranks that work on the same samples (tensor parallelism), one has `is_counted`. `warm_up` is called
+    before the first step, `finish` after each step's last backward pass. Ranks without `meet_in_steps` get rank 0's buffers
+    only in `sync_buffers`, and see no samples of other ranks. `data_group` has the ranks with the other parts of the global
+    batch (None: all ranks). `forget` is called before the weights are exchanged for their average: it must drop everything
+    computed from the weights.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class DataParallelEngine(Engine):
         self._has_others = dp_size > 1 and meet_in_steps
         self._forget = forget
         self._average: Average | None = None
-        self.no_gather = ""  # why a step of the task's own cannot see the other samples
+        self.no_gather = ""  # why a step of the task's own cannot read the other samples
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self.buffers.begin_step(is_alone=[m.number for m in step.micro_batches if not m.is_padding] == [0])
@@ -84,7 +85,7 @@ class DataParallelEngine(Engine):
         return sums
 
     def run_micro_batches(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        """Do what `forward_backward` does, within a step of `buffers` that the caller has begun."""
+        """Do the work of `forward_backward`, within a step of `buffers` that the caller has started."""
         scale = loss_scale * self.averaged_over / step.num_samples
         if self._forward.trains_by_step:
             return self._run_own_steps(step, index=index, scale=scale)
@@ -118,12 +119,12 @@ class DataParallelEngine(Engine):
         return gather_rows(own, group=self._data_group) if self._has_others else own
 
     def _averaged(self, compute: Callable[[], Tree]) -> Tree:
-        """Return what `compute` returns with the averaged weights, without gradients."""
+        """Return the result of `compute` with the averaged weights, without gradients."""
         if self._average is None:
             raise Unfit("trainer.ema_decay: null, but the task's step asks for the averaged weights (such as 0.99)")
         buffers, start = self.buffers.tensors, self.buffers.values()
         self._forget()
-        with torch.no_grad(), same_versions(self._parameters):  # a backward pass that needs the weights finds them again
+        with torch.no_grad(), same_versions(self._parameters):  # a later backward pass needs the same versions
             with without_modes():
                 self._average.swap()
             outputs = compute()

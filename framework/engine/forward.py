@@ -1,4 +1,4 @@
-"""One micro-batch through the model."""
+"""The run of one micro-batch through the model."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from framework.randomness import key, seed_generators
 
 
 class Draws(NamedTuple):
-    """Which micro-batch draws, and how often its step has called the model: once, unless it says so."""
+    """The key of a micro-batch's random draws, and how often its step has called the model (0 without own calls)."""
 
     at: tuple[int | str, ...]
     num_calls: int = 0
@@ -27,7 +27,7 @@ class Draws(NamedTuple):
 
 @dataclass(eq=False)
 class Forward:
-    """One micro-batch through the model: random draws keyed, autocast on, sums over samples out."""
+    """The run of one micro-batch through the model: it seeds random draws, applies autocast and returns sums over samples."""
 
     task: Task
     _: KW_ONLY
@@ -36,18 +36,18 @@ class Forward:
     autocast: torch.dtype | None
     example: Tensor | None = None  # the inputs of two samples, without storage; None if their kind is not known
     observers: list[Observe] = field(default_factory=list)  # as Engine.observers
-    is_padding: bool = field(default=False, init=False)  # the current micro-batch; for layers that use other ranks' samples
-    draws: Draws = field(default=Draws(()), init=False)  # what the draws of the current micro-batch's units depend on
+    is_padding: bool = field(default=False, init=False)  # of the current micro-batch; for layers that use other ranks' samples
+    draws: Draws = field(default=Draws(()), init=False)  # the random draws of the current micro-batch's units depend on this
 
     def __post_init__(self) -> None:
         self.device = self.devices[0]
-        self.module = self.task if isinstance(self.task, nn.Module) else None  # the task's
+        self.module = self.task if isinstance(self.task, nn.Module) else None  # the task's module
         self.trains_by_step = callable(getattr(self.task, "step", None))
         self._takes_16_bits = says_itself(self.task, "takes_16_bits")
         self.measures_by_step = self.trains_by_step and not measures(self.task)
 
     def seed_draws(self, *, step: int | None, micro_batch: int, turn: str = "") -> None:
-        """Seed what the model draws by step and micro-batch, not by rank. Step None: an evaluation."""
+        """Seed the model's random draws by step and micro-batch, not by rank. Step None: an evaluation."""
         at: tuple[int | str, ...] = ("forward", step, micro_batch) if step is not None else ("evaluation", micro_batch)
         self.draws = Draws((*at, "turn", turn) if turn else at)
         self._seed(*self.draws.key)
@@ -57,7 +57,7 @@ class Forward:
         self.draws = self.draws._replace(num_calls=self.draws.num_calls + 1)
 
     def key_draws(self, units: Sequence[nn.Module]) -> None:
-        """Seed the draws of each unit, and of what follows the last, by its number too: in a pipeline, not by its rank."""
+        """Seed the draws of each unit, and the draws after the last unit, also by its number, so not by rank in a pipeline."""
 
         def seed_unit(*_: object, number: int) -> None:
             self._seed(*self.draws.key, number)
@@ -71,17 +71,17 @@ class Forward:
         seed_generators(key(self.seed, *parts), devices=self.devices)
 
     def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
-        """Return the sum of the losses, of which to take the gradient, and all sums: with `measure` also the metrics."""
+        """Return the sum of the losses, for the backward pass, and all sums, with `measure` also those of the metrics."""
         self.is_padding = micro_batch.is_padding
         return self.measured(self.for_loss(lambda: call(model, micro_batch.inputs)), micro_batch, measure=measure)
 
     def outputs(self, model: Callable[..., Any], micro_batch: MicroBatch) -> Tree:
-        """Return what the model returns."""
+        """Return the model's outputs."""
         self.is_padding = micro_batch.is_padding
         return self.in_precision(lambda: call(model, micro_batch.inputs))
 
     def measured(self, outputs: Tree, micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
-        """Return the same for outputs that are there already."""
+        """Return the loss and the sums, as a call of this object does, for outputs that already exist."""
         loss = self.task.loss(outputs, micro_batch.targets)
         sums = as_sums({"loss": loss})
         if measure and (metrics := getattr(self.task, "metrics", None)) is not None:
@@ -89,25 +89,25 @@ class Forward:
         return loss[0] if isinstance(loss, tuple) else loss, sums
 
     def evaluated(self, outputs: Tree, micro_batch: MicroBatch) -> Sums:
-        """Return all sums of a micro-batch that counts, in an evaluation."""
+        """Return all sums of a micro-batch with a weight above zero, in an evaluation."""
         _, sums = self.measured(outputs, micro_batch, measure=True)
         for observe in self.observers:
             observe(outputs, micro_batch)
         return sums
 
     def for_loss(self, compute: Callable[[], Tree]) -> Tree:
-        """Return what `compute` returns in the type that the task's loss takes: float32, or autocast's own."""
+        """Return the result of `compute` in the dtype that the task's loss takes: float32, or the dtype of autocast."""
         return self.under_autocast(compute) if self._takes_16_bits else self.in_precision(compute)
 
     def in_precision(self, compute: Callable[[], Tree]) -> Tree:
-        """Return what `compute` returns: computed under autocast, if that is on, and then in float32."""
+        """Return the result of `compute`, computed under autocast if autocast is on, and then converted to float32."""
         outputs = self.under_autocast(compute)
         if self.autocast is None:
             return outputs
         return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)
 
     def under_autocast(self, compute: Callable[[], Tree]) -> Tree:
-        """Return what `compute` returns, in the types in which it is computed."""
+        """Return the result of `compute`, in the dtypes in which it is computed."""
         if self.autocast is None:
             return compute()
         with torch.autocast(self.device.type, dtype=self.autocast):
@@ -115,13 +115,13 @@ class Forward:
 
 
 def measures(task: object) -> bool:
-    """Return whether a task says how outputs are measured; if not, its step is what an evaluation runs too."""
+    """Return whether a task defines how to measure outputs; if not, an evaluation runs the task's step too."""
     has = {name: callable(getattr(task, name, None)) for name in ("loss", "metrics", "step")}
     return has["loss"] and (has["metrics"] or not has["step"])
 
 
 def modules_of(task: object) -> dict[str, nn.Module]:
-    """Return the modules of a task, such as a teacher, by the names of its attributes; of a task that is a module, itself."""
+    """Return the modules of a task (such as a teacher) by attribute name; if the task is a module, return the task itself."""
     if isinstance(task, nn.Module):
         return {"": task}
     return {name: value for name, value in getattr(task, "__dict__", {}).items() if isinstance(value, nn.Module)}

@@ -1,4 +1,4 @@
-"""A task's own step: the model called as often as wanted, other samples' tensors, the averaged weights, draws by key."""
+"""A task's own step: it may call the model several times, read other samples' tensors and use averaged weights."""
 
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,22 +30,22 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """What a task's step can use besides the model and its batch."""
+    """The values and functions that a task's step can use in addition to the model and its batch."""
 
-    step: int  # optimizer steps taken before this one; 0 in an evaluation
+    step: int  # optimizer steps taken before this step; 0 in an evaluation
     epoch: int
     is_training: bool
     turn: str  # the name of the turn (optimizer.turns) whose parameters this step moves; empty without turns and in evaluations
     num_samples: int  # in the global batch
-    start: int  # the place of the batch's first sample in the global batch
-    generator: torch.Generator  # its draws depend on the seed, the step and the micro-batch, on nothing else
+    start: int  # the index of the batch's first sample in the global batch
+    generator: torch.Generator  # its draws depend only on the seed, the step and the micro-batch
     averaged: Call  # calls the model with the averaged weights (trainer.ema_decay), without gradients; its buffers do not move
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all samples of the global batch, in its order: (B, ...) -> (N, ...). Differentiable.
+        """Return the rows of all samples of the global batch, in its order: (B, ...) -> (N, ...). Differentiable. Collective.
 
-        The micro-batches of a step wait here for each other, so their activations are in memory together. Every micro-batch
-        must call it as often as the others.
+        The micro-batches of a step wait here for each other, so their activations are in memory at the same time. Every
+        micro-batch must call this method equally often.
         """
         if tensor.ndim == 0:
             raise TypeError("gather() joins the rows of samples, and a number has none: unsqueeze(0) makes it a row")
@@ -57,7 +57,7 @@ class Context:
 
 
 class Result(NamedTuple):
-    """What a task's step has returned for a micro-batch: the sum of its losses, and all sums."""
+    """The result of a task's step for a micro-batch: the sum of its losses, and all sums."""
 
     micro_batch: MicroBatch
     loss: Tensor
@@ -76,7 +76,7 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What a micro-batch's step reads and changes around it, when another takes its turn."""
+    """The state around a micro-batch's step, which is saved while another micro-batch runs."""
 
     is_grad_enabled: bool
     generators: Any
@@ -86,9 +86,9 @@ class _Surroundings:
 
 @dataclass(eq=False)
 class OwnSteps:
-    """Runs a task's step on the micro-batches of a rank.
+    """A runner of a task's step on the micro-batches of a rank.
 
-    `exchange` joins the rows of all ranks that have parts of the global batch, from this rank's.
+    `exchange` joins this rank's rows with the rows of all ranks that have other parts of the global batch.
     """
 
     forward: Forward
@@ -98,7 +98,7 @@ class OwnSteps:
     averaged: Callable[[Callable[[], Any]], Any]
 
     def run(self, step: Step, *, index: int | None) -> Iterator[list[Result]]:
-        """Yield what the step returns: of each micro-batch, or of all together if they wait for each other.
+        """Yield the results of the step: for each micro-batch alone, or for all together if they wait for each other.
 
         Index None: an evaluation.
         """
@@ -126,7 +126,7 @@ class OwnSteps:
                 return
 
     def _go_on(self, item: _Waiting, gathered: Tensor) -> Result | None:
-        """Let a micro-batch go on; return its result, or None if it waits again."""
+        """Continue a micro-batch; return its result, or None if it waits again."""
         then = item.surroundings
         torch.set_grad_enabled(then.is_grad_enabled)
         set_generator_states(then.generators, devices=self.forward.devices)
@@ -172,7 +172,7 @@ class OwnSteps:
         return Result(micro_batch, loss[0] if isinstance(loss, tuple) else loss, as_sums(values))
 
     def _call(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model: one argument as the loop would, tuples and mappings taken apart; several, or names, as they are."""
+        """Call the model: one argument as in the loop (tuples and mappings are unpacked); several, or named ones, unchanged."""
         self.forward.begin_call()
         is_tree = len(inputs) == 1 and not named
         return self.forward.in_precision(lambda: call(self.model, inputs[0]) if is_tree else self.model(*inputs, **named))
@@ -186,9 +186,9 @@ def _require(are_alike: bool) -> None:
 
 
 def gather_rows(own: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
-    """Return all ranks' rows (n, ...), in the order of the ranks, of which each may have another number. Collective.
+    """Return all ranks' rows (n, ...), in rank order; ranks may have different numbers of rows. Collective.
 
-    Differentiable, collective too: a row's gradient is the sum of what all ranks do with it.
+    Differentiable; the backward pass is collective too. The gradient of a row is the sum of the gradients of all ranks.
     """
     counts = [torch.zeros(1, dtype=torch.long, device=own.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, torch.tensor([len(own)], device=own.device), group=group)

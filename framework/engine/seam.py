@@ -1,4 +1,4 @@
-"""The seam between the loop and the strategies: an Engine turns micro-batches into gradients, whatever runs where."""
+"""The interface between the loop and the strategies: an Engine turns micro-batches into gradients, on any layout of ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(NamedTuple):
-    """What goes through the model at once. `number` counts the micro-batches of the global batch; it seeds randomness."""
+    """The samples that go through the model at once. `number` is the place in the global batch; it seeds random draws."""
 
     number: int
     inputs: Tree
     targets: Tree
     num_samples: int
-    start: int  # the place of its first sample in the global batch
-    is_padding: bool = False  # has weight zero: every rank then enters the same collectives
-    keys: np.ndarray | None = None  # of its samples' augmentation, until that is done
+    start: int  # the index of its first sample in the global batch
+    is_padding: bool = False  # has weight zero: it lets every rank run the same collectives
+    keys: np.ndarray | None = None  # for the augmentation of its samples, until the augmentation is done
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """Return the micro-batch with `function` applied to each of its tensors."""
@@ -42,9 +42,9 @@ class Step(NamedTuple):
     epoch: int
     num_samples: int  # of the global batch, over all ranks
     micro_batches: Sequence[MicroBatch]
-    turn: str = ""  # whose parameters it moves; all, if it is empty
-    is_last: bool = False  # of the run, as it is planned
-    is_even: bool = True  # are all micro-batches of one size, on all ranks? Then all ranks cut a step in the same way
+    turn: str = ""  # the turn whose parameters it moves; empty: all parameters
+    is_last: bool = False  # the last step of the run, as planned
+    is_even: bool = True  # all micro-batches on all ranks have the same size; then all ranks cut a step in the same way
 
     @property
     def num_own_samples(self) -> int:
@@ -53,54 +53,54 @@ class Step(NamedTuple):
 
 
 class Task(Protocol):
-    """What the numbers mean: the loss and the metrics. All are SUMS over samples, shape ().
+    """The meaning of the outputs: the loss and the metrics. All values are SUMS over samples, shape ().
 
-    A sum is divided by the number of samples, or by its own weight if it comes with one, as (sum, weight): by the number of
-    tokens that count, for example. The weight of a step is added up over the whole global batch before it divides.
+    A sum is divided by the number of samples. If a value is a pair (sum, weight), the sum is divided by its weight, for
+    example by the number of tokens that count. The weights of a step are first added up over the whole global batch.
     """
 
     def loss(self, outputs: Any, targets: Any) -> Value: ...
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Value]: ...
 
-    # It may have `step(call, batch, context)`, which trains in place of one forward and `loss` (framework/engine/own_step.py),
-    # `derived(means) -> dict[str, float]`, `predictions(outputs, targets)`: what a metric's update() takes, as a tuple or, by
-    # names, a mapping; `written(outputs) -> dict[str, Tensor]`: what mode=predict writes of a batch; `compile_loss()`, called
-    # with trainer.compile=true; and `takes_16_bits = True`: in training its loss takes outputs as autocast computed them.
+    # A task may also have: `step(call, batch, context)`, which replaces one forward and `loss` (framework/engine/own_step.py);
+    # `derived(means) -> dict[str, float]`; `predictions(outputs, targets)`, the arguments of a metric's update(), as a tuple or
+    # a mapping of names; `written(outputs) -> dict[str, Tensor]`, what mode=predict writes for a batch; `compile_loss()`, which
+    # trainer.compile=true calls; `takes_16_bits = True`: in training, its loss takes outputs in the dtype of autocast.
 
 
 def says_itself(task: Task, name: str) -> bool:
-    """Return whether the task's own class, not its base, sets this to True: a subclass may use outputs otherwise."""
+    """Return whether the task's own class, not a base class, sets this to True: a subclass may use outputs differently."""
     return bool(vars(type(task)).get(name, False))
 
 
 @dataclass(frozen=True)
 class Demands:
-    """What a run needs of its strategy, in addition to running the model: the strategy's `problems` may refuse it."""
+    """A run's demands on its strategy, in addition to running the model. The strategy's `problems` may refuse them."""
 
     eval_every: int | None  # in optimizer steps; null = only at the end
     checkpoint_every: int | None
     sync_batchnorm: bool
-    averages: tuple[str, object] | None  # the key of what averages the weights, and its value
+    averages: tuple[str, object] | None  # the key of the option that averages the weights, and its value
     grad_noise: float | None
     scales_loss: bool
     recovers: str | None  # skip or rollback, after a step that is not finite
     bitwise: bool
-    own_step: bool = False  # the task's
-    turns: bool = False  # of a step
-    observes: str | None = None  # the key (metric, mode, part.NAME) of what takes the model's outputs, of whole samples
-    parts: tuple[str, ...] = ()  # the names of the run's
-    averages_itself: bool = False  # the optimizer: it must hold all parameters that are evaluated
+    own_step: bool = False  # the task has its own step
+    turns: bool = False  # a step has turns
+    observes: str | None = None  # the key (metric, mode, part.NAME) of what needs the model's outputs for whole samples
+    parts: tuple[str, ...] = ()  # the names of the run's parts
+    averages_itself: bool = False  # the optimizer does: it must hold all parameters that are evaluated
 
 
 Observe = Callable[[Tree, MicroBatch], None]
 
 
 class Engine(Protocol):
-    """A model under a strategy. Methods are collective: every rank calls them, in the same order.
+    """A model under a strategy. All methods are collective: every rank calls them, in the same order.
 
     `module` holds this rank's parameters (plain tensors or DTensor shards) under the model's own names. `task` is the task if
-    it is a module: its buffers are state as the model's are.
+    it is a module: its buffers are state, like the model's buffers.
     """
 
     module: nn.Module
@@ -108,27 +108,27 @@ class Engine(Protocol):
     mesh: "DeviceMesh | None"
     dp_rank: int
     dp_size: int
-    observers: list[Observe]  # take the outputs of each micro-batch of an evaluation that counts, on one of its ranks
+    observers: list[Observe]  # called with the outputs of each micro-batch of an evaluation that counts, on one of its ranks
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        """Leave in `.grad` the gradient of the global batch's sum of losses, divided by its samples, times `loss_scale`.
+        """Put into `.grad` the gradient of the global batch's sum of losses, divided by its samples, times `loss_scale`.
 
-        `index` is the number of the step. Returns this rank's sums over its samples: the loss, and with `measure`
-        the task's metrics.
+        `index` is the number of the step. Return this rank's sums over its samples: the loss, and with `measure` the task's
+        metrics.
         """
 
     def weigh(self, sums: Sums, *, num_samples: int) -> None:
-        """Divide the gradients by the loss's weight, if it has one, in place of the number of samples.
+        """Divide the gradients by the weight of the loss instead of the number of samples, if the loss has a weight.
 
-        `sums` are what `forward_backward` has returned.
+        `sums` is the result of `forward_backward`.
         """
         weigh_gradients(self.module, sums, num_samples=num_samples, among_ranks=dist.is_initialized())
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
-        """Evaluate: the same sums, without gradients; all zero for padding."""
+        """Evaluate: return the same sums, without gradients; all are zero for padding."""
 
     def evaluate(self, step: Step) -> Sums:
-        """Evaluate this rank's part of a batch: the sums over it."""
+        """Evaluate this rank's part of a batch: return the sums over this part."""
         sums: Sums = {}
         for micro_batch in step.micro_batches:
             add(sums, self.forward(micro_batch))
@@ -136,52 +136,52 @@ class Engine(Protocol):
 
     @property
     def is_padding(self) -> bool:
-        """Whether the micro-batch under way has weight zero: a repetition, so that every rank enters the same collectives."""
+        """Whether the current micro-batch has weight zero: a repetition that lets every rank run the same collectives."""
         return False
 
     def outputs(self, inputs: Tree) -> Tree:
-        """Return what the model returns for inputs that are the same on every rank, without gradients.
+        """Return the model's outputs for inputs that are the same on every rank, without gradients.
 
-        Unfit where no rank has the whole model's outputs.
+        Unfit if no rank has the outputs of the whole model.
         """
         raise Unfit("parallel: no process has the outputs of the whole model, which a part of the run asks for (ddp or fsdp)")
 
     def use_average(self, average: Average | None) -> None:
-        """Let a task's own step call the model with these weights too."""
+        """Let a task's own step also call the model with these weights."""
         return
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Scale the gradients so that their global L2 norm is at most `max_norm`; return the norm before, shape ()."""
+        """Scale the gradients so that their global L2 norm is at most `max_norm`; return the norm before scaling, shape ()."""
 
     def warm_up(self, step: Step) -> None:
-        """Run once, before the first step, what must not happen in it. Leaves no trace in the model."""
+        """Do once, before the first step, the work that must not happen in the step. It must not change the model."""
         return
 
     @property
     def measured(self) -> dict[str, int]:
-        """What was measured at the run's start and decides the last bits: each checkpoint has it."""
+        """The values measured at the start of the run that decide the last bits; every checkpoint holds them."""
         return {}
 
     def take_up(self, measured: Mapping[str, int]) -> None:
-        """Go on with what a checkpoint has of it; called before `warm_up`."""
+        """Use these values of a checkpoint; called before `warm_up`."""
         return
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
 
     def meet(self, step: int, *, is_last: bool) -> bool:
-        """Let ranks that train apart agree after this many steps, taken or left out, if it is time; after the last, it is.
+        """Let ranks that train separately agree after this many steps (taken or skipped), if it is time or the last step.
 
-        Returns whether any strategy can continue from the state.
+        Return whether any strategy can continue from this state.
         """
         return True
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        """Build the optimizer of what this rank updates. `trained` are the parameters in `module`."""
+        """Build the optimizer of the parameters that this rank updates. `trained` are the parameters in `module`."""
 
 
 class EngineAround(Engine):
-    """An Engine that passes every call on to the engine inside; a subclass defines the calls that it changes."""
+    """An Engine that passes every call to the engine inside it; a subclass overrides the calls that it changes."""
 
     def __init__(self, engine: Engine) -> None:
         self.module, self.task = engine.module, engine.task
@@ -235,9 +235,9 @@ class EngineAround(Engine):
 
 
 def weigh_gradients(module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool) -> None:
-    """Let the weight of the loss, if it has one, divide the gradients in place of the number of samples.
+    """Divide the gradients by the weight of the loss, if it has a weight, instead of the number of samples.
 
-    The weight of all ranks (collective then), or this rank's own. A weight of zero leaves no gradient.
+    With `among_ranks`, the weight of all ranks (collective); else this rank's own weight. A weight of zero leaves no gradient.
     """
     if (weight := sums.get(weight_of("loss"))) is None:
         return
@@ -245,8 +245,8 @@ def weigh_gradients(module: nn.Module, sums: Sums, *, num_samples: int, among_ra
         weight = weight.clone()
         dist.all_reduce(weight)
     factor = torch.where(weight > 0, num_samples / weight, 0.0)
-    if factor.device.type != "cpu" or factor != 1.0:  # of a GPU's number, it would have to be waited for
+    if factor.device.type != "cpu" or factor != 1.0:  # do not compare a number on a GPU: the comparison would wait for the GPU
         for gradients in by_mesh(p.grad for p in module.parameters() if p.grad is not None):
-            # a factor of another type would make CUDA multiply the gradients one by one
+            # CUDA would multiply the gradients one by one by a factor of another dtype
             for kind in {(gradient.device, gradient.dtype) for gradient in gradients}:
                 multiply_all([g for g in gradients if (g.device, g.dtype) == kind], factor.to(*kind))

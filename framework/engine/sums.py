@@ -1,16 +1,16 @@
-"""Sums over samples: what a task measures. Their means are taken over the samples, or by weights of the task's own."""
+"""Sums over samples, which a task measures. Their means divide by the number of samples, or by the task's own weights."""
 
 import math
 from collections.abc import Mapping
 
 from torch import Tensor
 
-Value = Tensor | tuple[Tensor, Tensor]  # what a task returns: a sum over samples, or a sum and its weight; all of shape ()
-Sums = dict[str, Tensor]  # by name; a weight under `weight_of` the name
+Value = Tensor | tuple[Tensor, Tensor]  # a task returns a sum over samples, or a sum and its weight; both have shape ()
+Sums = dict[str, Tensor]  # by name; the weight of a sum has the name that `weight_of` gives
 
 
 def over_turns(earlier: Sums, later: Sums) -> Sums:
-    """Return the sums of a step's turns: losses are added up; of all else, the last turn's that has it, with its own weight."""
+    """Return the sums of a step's turns: losses are added; other values and weights are from the last turn that has them."""
     loss = ("loss", weight_of("loss"))
     stale = {weight_of(name) for name in later} - {*loss}
     added = {name: earlier[name] + later[name] for name in loss if name in earlier and name in later}
@@ -18,12 +18,12 @@ def over_turns(earlier: Sums, later: Sums) -> Sums:
 
 
 def weight_of(name: str) -> str:
-    """Return the name under which the weight of a sum is kept."""
+    """Return the name of the weight of a sum."""
     return f"weight of {name}"
 
 
 def as_sums(values: Mapping[str, Value]) -> Sums:
-    """Return a task's values as sums and their weights, without gradients. TypeError for what is neither."""
+    """Return a task's values as sums and their weights, without gradients. TypeError for any other value."""
     sums: Sums = {}
     for name, value in values.items():
         total, weight = value if isinstance(value, tuple) else (value, None)
@@ -44,7 +44,7 @@ def add(sums: Sums, more: Sums) -> None:
 
 
 def means(sums: Sums, *, num_samples: int) -> dict[str, float]:
-    """Return the means that follow from the sums over all ranks; nan where the weight is zero."""
+    """Return the means of the sums over all ranks; nan if a weight is zero."""
     totals = {name: total.item() for name, total in sums.items()}
     weights = {weight_of(name) for name in totals}
     found: dict[str, float] = {}

@@ -1,1 +1,1 @@
-"""What the workers of a run do, one file a mode."""
+"""The work of a run's workers, one file for each mode."""

@@ -1,4 +1,4 @@
-"""mode=bench: how long a back end's collectives take between the processes of a run, by their size. Nothing is trained."""
+"""mode=bench: measure the time of a back end's collectives between a run's processes, by size. Nothing is trained."""
 
 import time
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from framework.runtime.exits import Exit, Interrupted, Unfit
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_internals import all_gather_single, reduce_scatter_single
 
-_FIRST = 1 << 10  # bytes; each next message is eight times as large
-_LONG_S, _MOST = 0.2, 100  # of a measurement: how long it should take, and how often it repeats at most
+_FIRST = 1 << 10  # bytes; each following message is eight times as large
+_LONG_S, _MOST = 0.2, 100  # of a measurement: its intended seconds, and its largest number of repeats
 
 
 class Collective(NamedTuple):
-    """What is timed: `run` gets a tensor of as many bytes as the table says, and this rank's part of it."""
+    """A collective to time: `run` gets a tensor with the table's number of bytes, and this rank's part of it."""
 
     name: str
     run: Callable[[Tensor, Tensor], object]
@@ -56,7 +56,7 @@ def bench(build: Builder) -> Exit:
             part = torch.zeros(per_rank, device=world.device)
             try:
                 seconds = _timed(lambda: collective.run(whole, part), world=world)  # noqa: B023  # called at once
-            except (RuntimeError, NotImplementedError) as error:  # on every rank: the back end does not have it
+            except (RuntimeError, NotImplementedError) as error:  # on every rank: the back end does not support it
                 _print(world, f"{collective.name:18} {'-':>12}  {' '.join(str(error).split())[:80]}")
                 break
             rate = collective.share(world.world_size) * whole.nbytes / seconds / 1e9
@@ -68,7 +68,7 @@ def bench(build: Builder) -> Exit:
 
 
 def _to_the_next(whole: Tensor) -> None:
-    """Send to the next rank while the one before sends: a ring."""
+    """Send to the next rank while the previous rank sends: a ring."""
     rank, size = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(whole)
     exchanges = [dist.P2POp(dist.isend, whole, (rank + 1) % size), dist.P2POp(dist.irecv, received, (rank - 1) % size)]
@@ -77,7 +77,7 @@ def _to_the_next(whole: Tensor) -> None:
 
 
 def _timed(run: Callable[[], object], *, world: World) -> float:
-    """Return the seconds that a call takes on the slowest rank, in the mean over many. Collective."""
+    """Return the seconds of a call on the slowest rank, as a mean over many calls. Collective."""
     if any(world.agreement.any_flags(PREEMPTION.requested)):
         raise Interrupted("stopped; nothing was written")
     _repeat(run, 1, world=world)

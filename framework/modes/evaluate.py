@@ -1,4 +1,4 @@
-"""mode=eval: measure a run's model again, under any strategy and on any number of processes. The run is only read."""
+"""mode=eval: measure a run's model again, with any strategy and any number of processes. The run is only read."""
 
 import gc
 import json
@@ -50,7 +50,7 @@ def evaluate(build: Builder) -> Exit:
         world.agreement.on_rank_0(lambda: _append(directory.evaluations, row), what="the result not written")
     finally:
         splits.close()
-        # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
+        # DDP's reducer and the shards must be deleted before their process groups, because exit can hang (pytorch#56297)
         del engine, splits, model
         gc.collect()
     if world.rank == 0:
@@ -59,7 +59,7 @@ def evaluate(build: Builder) -> Exit:
 
 
 def until_signal(loader: Loader, world: World) -> Iterator[Step]:
-    """Yield the batches until any rank receives a signal: then all ranks raise Interrupted before the same batch."""
+    """Yield the batches until any rank receives a signal; then raise Interrupted on all ranks before the same batch."""
     for step in loader.evaluate():
         if any(world.agreement.any_flags(PREEMPTION.requested)):
             raise Interrupted("stopped; nothing was written")

@@ -1,4 +1,4 @@
-"""mode=export: a run's model for use elsewhere: safetensors, a torch.export program, ONNX, a folder of its library's."""
+"""mode=export: write a run's model for other uses: safetensors, a torch.export program, ONNX, or a folder of its library."""
 
 import io
 import warnings
@@ -31,11 +31,11 @@ _NUM_SAMPLES = 8
 _TOLERANCES = {torch.float64: 1e-10}  # relative to the largest output
 _TOLERANCE = 1e-4
 
-Program: TypeAlias = Callable[[Tree], list[Tensor]]  # an exported program: its outputs on inputs
+Program: TypeAlias = Callable[[Tree], list[Tensor]]  # an exported program: it returns the outputs for inputs
 
 
 def export(build: Builder) -> Exit:
-    """Write the formats of `export.formats` into the run's `export/`, each once it has been compared. One process."""
+    """Write the formats of `export.formats` into the run's `export/`, each after it has been compared. One process."""
     directory, world = build.directory, build.world
     model = load_run(build)
     model.module.eval()
@@ -59,7 +59,7 @@ def export(build: Builder) -> Exit:
 
 
 def _require_pretrained(module: nn.Module, *, freeze: list[str]) -> None:
-    """Refuse, before anything is written, a model whose library writes no folder, or not all that was trained."""
+    """Refuse, before anything is written, a model whose library cannot save it, or cannot save all that was trained."""
     freeze_parameters(module, freeze)
     try:
         path = pretrained_part(module)
@@ -72,7 +72,7 @@ def _require_pretrained(module: nn.Module, *, freeze: list[str]) -> None:
 
 
 def _possible() -> list[str]:
-    """Return the formats whose packages are installed, and log which packages the others need."""
+    """Return the formats with installed packages, and log which packages the other formats need."""
     if names := missing("export"):
         LOGGER.info("no ONNX: that needs %s (%s)", " and ".join(names), install_command("export"))
     return ["safetensors", "pt2", *(["onnx"] if not names else [])]
@@ -86,7 +86,7 @@ def _write(path: Path, content: bytes, remark: str) -> str:
 
 
 def _write_folder(path: Path, module: nn.Module, samples: Tree) -> str:
-    """Write the folder that the model's library reads, once what it reads has been compared."""
+    """Write the folder that the model's library reads, after the loaded model has been compared."""
     with replacing_directory(path) as beside:
 
         def write() -> Program:
@@ -124,16 +124,16 @@ def _made(name: str, model: LoadedModel, *, samples: Tree, build: Builder) -> tu
 
 
 def _compared(name: str, make: Callable[[], Program], module: nn.Module, samples: Tree) -> str:
-    """Return a text about how equal the outputs of what `make` exports are. Unfit if it cannot, or they are not."""
+    """Return a text about how equal the outputs of the export are. Unfit if the export fails, or the outputs are not equal."""
     try:
         difference, allowed = _compare(make(), module, samples)
     except OSError:
         raise
-    except Exception as error:  # tracing a model of the user's can raise any error
+    except Exception as error:  # tracing a user's model can raise any error
         text = " ".join(str(error).split())[:300]
         raise Unfit(f"export.formats: {name}: {type(module).__name__} cannot be exported "
                     f"({type(error).__name__}: {text})") from error  # fmt: skip
-    if not difference <= allowed:  # also if it is not a number
+    if not difference <= allowed:  # also if the difference is not a number
         raise Unfit(f"export.formats: {name}: the outputs differ from the model's by {difference:.2g}, which is more "
                     f"than {allowed:.2g}; nothing is written")  # fmt: skip
     return f", outputs within {difference:.2g} of the model's"
@@ -141,7 +141,7 @@ def _compared(name: str, make: Callable[[], Program], module: nn.Module, samples
 
 def _safetensors(model: LoadedModel, build: Builder) -> bytes:
     facts = {"run_id": build.config.run.id, "config_hash": digest_of(recall(build.directory.path)), "step": str(model.step)}
-    weights = {name: value.clone() for name, value in state_of(model.module).items()}  # tied ones must not share memory
+    weights = {name: value.clone() for name, value in state_of(model.module).items()}  # tied weights must not share memory
     return save(weights, metadata={"format": "pt"} | facts)
 
 
@@ -151,7 +151,7 @@ def _pt2(module: nn.Module, samples: Tree) -> tuple[bytes, Program]:
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     buffer.seek(0)
-    # from memory, not from a file that somebody else may have written
+    # from memory, not from a file that another program may have written
     again = torch.export.load(buffer).module()
     return buffer.getvalue(), lambda inputs: _tensors(call(again, inputs))
 
@@ -160,7 +160,7 @@ def _onnx(module: nn.Module, samples: Tree) -> tuple[bytes, Program]:
     import onnxruntime
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's exporter uses what torch has deprecated
+        warnings.simplefilter("ignore")  # torch's exporter uses deprecated parts of torch
         program = torch.onnx.export(_traced(module, samples), dynamo=True, verbose=False)
     assert program is not None  # because no file was given
     content = program.model_proto.SerializeToString()
@@ -184,7 +184,7 @@ def _traced(module: nn.Module, samples: Tree) -> torch.export.ExportedProgram:
 
 
 def _compare(run: Program, module: nn.Module, samples: Tree) -> tuple[float, float]:
-    """Return a program's largest difference from the model's outputs, and the allowed one: over batches of two sizes."""
+    """Return a program's largest difference from the model's outputs, and the allowed difference, for two batch sizes."""
     differences, largest, dtype = [], 1.0, torch.float32
     for inputs in (samples, map_tensors(lambda tensor: tensor[:1], samples)):
         with torch.no_grad():

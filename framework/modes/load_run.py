@@ -1,4 +1,4 @@
-"""A run's model with the weights of one of its checkpoints: complete, before any strategy splits it."""
+"""A run's model with the weights of one of its checkpoints, complete, before a strategy cuts it."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -20,17 +20,17 @@ from framework.runtime.plain import Invalid
 
 
 class LoadedModel(NamedTuple):
-    """A model as training evaluates it (with the average of the weights, if the run has it), and its checkpoint."""
+    """A model as training evaluates it (with the average of the weights, if the run has one), and its checkpoint."""
 
     module: nn.Module
     path: Path
-    step: int | None  # None: the file does not give it
+    step: int | None  # None: the file does not contain it
 
 
 def load_run(build: Builder) -> LoadedModel:
-    """Build the run's model and load what `run.checkpoint` names. Collective: the ranks share the work of verifying it.
+    """Build the run's model and load the checkpoint that `run.checkpoint` names. Collective: the ranks verify it together.
 
-    NoValidCheckpoint if it is damaged, or of another model.
+    NoValidCheckpoint if it is damaged, or from another model.
     """
     directory, world = build.directory, build.world
     if world.rank == 0 and (lines := Provenance(directory.path).changes(build.config.targets())):

@@ -1,4 +1,4 @@
-"""The opening of a run's record: what the run says of itself first, and what its loggers get."""
+"""The start of a run's record: the first facts that the run prints, and the facts that its loggers get."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from framework.training.trainer import Trainer
 
 
 def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str, str]]) -> None:
-    """Start or continue the record, and say what runs. Collective; rank 0 needs the `places` of all ranks: host and device."""
+    """Start or continue the record, and print what runs. Collective; rank 0 needs all ranks' `places` (host and device)."""
     config, directory, world = build.config, build.directory, build.world
     shown = trainer.splits.loader("train") if world.rank == 0 and config.logger else None
     info = RunInfo(
@@ -36,7 +36,7 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
         trainer.progress.began = min(trainer.progress.began, before)
     sizes: dict[str, tuple[int, bool]] = {}
     own = {name: (p.numel(), p.requires_grad) for name, p in trainer.engine.module.named_parameters()}
-    for part in world.agreement.distinct(own).values():  # a stage of a pipeline has a part of the parameters
+    for part in world.agreement.distinct(own).values():  # a stage of a pipeline has only a part of the parameters
         sizes |= part
     num_parameters = sum(size for size, _ in sizes.values())
     num_trained = sum(size for size, is_trained in sizes.values() if is_trained)
@@ -97,7 +97,7 @@ def _last(node: dict[str, Any]) -> str:
 
 
 def _warn_of_low_rate(trainer: Trainer) -> None:
-    """Warn if the schedule never brings the learning rate near its peak: a warm-up longer than the run."""
+    """Warn if the schedule never brings the learning rate near its peak: the warm-up is longer than the run."""
     total = trainer.plan.total_steps
     highest = max(trainer.update.schedule(step) for step in {0, total - 1, *range(0, total, max(1, total // 1000))})
     if highest < 0.5:

@@ -1,4 +1,4 @@
-"""mode=predict: write what a run's model says of each sample of a split, or of a folder of files. The run is only read."""
+"""mode=predict: write a run's predictions for each sample of a split, or of a folder of files. The run is only read."""
 
 import gc
 from contextlib import nullcontext
@@ -49,7 +49,7 @@ def predict(build: Builder) -> Exit:
             world.agreement.on_rank_0(picture, what="the predictions not written")
     finally:
         loader.close()
-        # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
+        # DDP's reducer and the shards must be deleted before their process groups, because exit can hang (pytorch#56297)
         del engine, model
         gc.collect()
     if file is not None:
@@ -63,11 +63,11 @@ def _finish(file: PredictionsFile, source: Source, dataset: Any, picture: Path) 
 
 
 def _samples(build: Builder) -> tuple[list[str], Source]:
-    """Return the samples, and before them the names of their files, if they are not a split's. Collective."""
+    """Return the names of the samples' files (empty for a split), and the samples. Collective."""
     wanted = build.config.predict
     if wanted.files is None:
         return [], load_shared(build.dataset, wanted.split, world=build.world)
-    names, source = build.dataset.read_folder(Path(wanted.files))  # type: ignore[attr-defined]  # the preflight has looked
+    names, source = build.dataset.read_folder(Path(wanted.files))  # type: ignore[attr-defined]  # the preflight has checked it
     if len(build.world.agreement.distinct(names)) > 1:
         raise Unfit("predict.files: the folder changes while it is listed")
     return names, source
@@ -78,7 +78,7 @@ def _facts(build: Builder, model: LoadedModel) -> dict[str, str]:
 
 
 def _write(recording: "Recording", file: PredictionsFile | None, world: World) -> None:
-    """Let rank 0 write what the ranks have recorded of a batch. Collective. Unfit on every rank if it cannot be written."""
+    """Let rank 0 write the records of a batch from all ranks. Collective. Unfit on every rank if this is not possible."""
     found = gathered(recording.taken(), world=world)
     rows = dict(zip(found.kinds, found.tensors))
     fault = next(filter(None, world.agreement.distinct(recording.fault).values()), "")
@@ -90,7 +90,7 @@ def _write(recording: "Recording", file: PredictionsFile | None, world: World) -
 
 
 class Recording:
-    """Is in the place of the task, which has nothing to measure here, and keeps what is to be written of each micro-batch."""
+    """A stand-in for the task: it measures nothing, and keeps the values to write for each micro-batch."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -107,10 +107,10 @@ class Recording:
         try:
             for name, value in written_outputs(self._task, outputs, num_samples=micro_batch.num_samples).items():
                 self._rows[f"{micro_batch.start}/{name}"] = value.cpu().contiguous()
-        except (ValueError, TypeError, AttributeError) as error:  # raised when all ranks know of it
+        except (ValueError, TypeError, AttributeError) as error:  # raised when all ranks know the error
             self.fault = str(error)
 
     def taken(self) -> dict[str, Tensor]:
-        """Return what was recorded since the last call, as `FIRST SAMPLE IN THE BATCH/NAME`."""
+        """Return the values recorded since the last call, as `FIRST SAMPLE IN THE BATCH/NAME`."""
         rows, self._rows = self._rows, {}
         return rows

@@ -1,4 +1,4 @@
-"""One run in one worker: build, continue from its newest checkpoint, train, write the results."""
+"""One run in one worker: build, continue from the newest checkpoint, train, write the results."""
 
 import gc
 import json
@@ -38,12 +38,12 @@ from framework.training.trainer import Trainer
 
 
 def train(build: Builder) -> Exit:
-    """Train the run. Collective. Returns how it ended; an unexpected error is raised."""
+    """Train the run. Collective. Return how it ended; raise an unexpected error."""
     directory, world = build.directory, build.world
     places = world.agreement.to_rank_0((socket.gethostname(), device_name(world.device)))
     if places:
         Provenance(directory.path).add_workers(hosts=[host for host, _ in places], devices=[device for _, device in places])
-    gc.freeze()  # what has been imported stays: no collection need look at it
+    gc.freeze()  # imported objects stay, so no garbage collection needs to look at them
     trainer = build.trainer()
     try:
         _continue(trainer, build)
@@ -59,7 +59,7 @@ def train(build: Builder) -> Exit:
             LOGGER.info("stopped after step %d; the same command continues from step %d, of which there is a checkpoint",
                         trainer.progress.step, trainer.saver.last.step)  # fmt: skip
         _close_record(trainer, "finished" if is_finished else "preempted")
-        if is_finished and world.rank == 0:  # last: nothing of a terminal's live line is below it
+        if is_finished and world.rank == 0:  # last, so that no part of a terminal's live line is below it
             files = f"{directory.weights.name}, {directory.metrics.name} and {directory.curves.name}"
             log_wrapped(f"finished: {files} are in {directory.path}", hang=2)
             say(result(directory, root=build.config.run.root))
@@ -72,7 +72,7 @@ def train(build: Builder) -> Exit:
         return end.code
     except Exception as error:
         world.report_error(error)
-        # without the counters, which may be collective: but the sinks (and a terminal's cursor) must be closed
+        # without the counters, which may be collective; but the sinks (and a terminal's cursor) must be closed
         trainer.recorder.close(status="failed", error=headline(error))
         raise
     finally:
@@ -80,7 +80,7 @@ def train(build: Builder) -> Exit:
         if trainer.speed.profile is not None:
             trainer.speed.profile.close()
         trainer.splits.close()
-        # DDP's reducer and the shards must go before the process groups they use: exit can hang (pytorch#56297)
+        # DDP's reducer and the shards must be deleted before their process groups, because exit can hang (pytorch#56297)
         del trainer
         gc.collect()
         gc.unfreeze()
@@ -92,7 +92,7 @@ def _what_is_left(directory: RunDirectory) -> str:
 
 
 def _continue(trainer: Trainer, build: Builder) -> None:
-    """Load this run's newest checkpoint that is valid and fits; if it has none, what `run.resume` names. Collective."""
+    """Load this run's newest checkpoint that is valid and fits; without one, load what `run.resume` names. Collective."""
     directory, world = build.directory, build.world
     found = trainer.saver.store.newest_valid(unfit=partial(_foreign_or_unfit, trainer, build.config.run.id))
     resume = build.config.run.resume
@@ -125,7 +125,7 @@ def _continue(trainer: Trainer, build: Builder) -> None:
 
 
 def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str, Any]) -> str | None:
-    """Return why a checkpoint in this run's directory cannot be loaded. Collective; NoValidCheckpoint if it is another's."""
+    """Return why a checkpoint in this run's directory cannot be loaded. NoValidCheckpoint if another run's. Collective."""
     writer = str(state.get("record_id") or run_id).partition("-")[0]
     if writer != run_id:
         what = f"{path} was written by another run ({writer}, this is {run_id})"
@@ -144,9 +144,9 @@ def _unfit(trainer: Trainer, path: Path, state: dict[str, Any]) -> str | None:
 
 
 def _require_known_code(build: Builder) -> None:
-    """End a run that goes on with modules that it had not loaded before, unless that is accepted: plug-ins in a folder, say.
+    """End a run that continues with newly loaded modules, for example plug-ins in a folder, unless the user accepts them.
 
-    What a component's imports lead to was compared before the start.
+    The imports of a component were compared before the start.
     """
     lines, run = list[str](), build.config.run
     if build.world.rank == 0 and (loaded := loaded_unseen()):
@@ -160,7 +160,7 @@ def _require_known_code(build: Builder) -> None:
 
 
 def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
-    """Return the valid checkpoint that `path`, a run or a checkpoint, names, changed as this run starts from it. Collective."""
+    """Return the valid checkpoint of `path` (a run or a checkpoint), changed for a start of this run from it. Collective."""
     world = build.world
     store = CheckpointStore(checkpoints_of(path), world=world, keep_last=1, keep_best=0, mode="min")
     found = store.named(path) if step_of(path) is not None else store.newest_valid()
@@ -189,7 +189,7 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
 
 
 def _leave_results(trainer: Trainer, build: Builder) -> None:
-    """Write the weights and the curves. Collective: the weights are gathered."""
+    """Write the weights and the curves. Collective, because the weights are gathered."""
     run, saving, directory = build.config.run, build.config.checkpoint, build.directory
     world, module = trainer.world, trainer.engine.module
     world.at("the results", step=trainer.progress.step)
@@ -210,15 +210,15 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
 
 
 def _write_weights(weights: OnRank0, directory: RunDirectory, *, world: World, metadata: dict[str, str]) -> None:
-    """Write the weights on rank 0, as they come. Collective."""
+    """Write the weights on rank 0 as they arrive. Collective."""
     try:
         if world.rank == 0:
             with replacing(directory.weights) as beside:
-                beside.unlink()  # write_safetensors makes its file
+                beside.unlink()  # write_safetensors creates its file
                 write_safetensors(beside, weights.kinds, weights.tensors, metadata=metadata)
             flush_directory(directory.path)
     finally:
-        weights.drain()  # where nothing can be written, too: others send
+        weights.drain()  # even if nothing can be written, because the other ranks send
 
 
 def _close_record(trainer: Trainer, status: str, **values: Any) -> None:

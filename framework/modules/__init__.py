@@ -1,1 +1,1 @@
-"""Module trees and (sharded, nested) tensors: what they show, and how they are changed."""
+"""Module trees and tensors (sharded or nested): how to inspect and change them."""

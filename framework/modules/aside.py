@@ -1,4 +1,4 @@
-"""What objects keep beside what a checkpoint holds: attributes, closures, globals; as digests, by their paths."""
+"""Digests, by path, of the values that objects keep outside of a checkpoint: in attributes, closures and globals."""
 
 import array
 import functools
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from framework.modules.tensors import local
 from framework.runtime.torch_compiler import OF_OPTIMIZERS
 
-_MOST = 20_000  # objects that are looked at
-_LONG = 1000  # items of a list, or of a dictionary, that are looked at one by one
-_LARGEST = 1 << 26  # bytes of an object that are looked at
-_GLANCE = 1 << 20  # the same, at a glance; of a larger tensor, so many bytes here and there
+_MOST = 20_000  # the largest number of objects to look at
+_LONG = 1000  # the items of a longer list or dictionary are not looked at one by one
+_LARGEST = 1 << 26  # the largest number of bytes of an object to look at
+_GLANCE = 1 << 20  # the same limit at a glance; a larger tensor is sampled
 _OF_MODULES = set(vars(nn.Module()))
 
-GENERATOR = "generator"  # how the digest of one begins
+GENERATOR = "generator"  # a generator's digest begins with this word
 Memory = dict[str, str]  # digests by paths such as `layers.0.count`
 
 
 def kept_aside(root: object, *, own: Iterable[str] = (), at_a_glance: bool = False, without: Iterable[object] = ()) -> Memory:
-    """Return what an object keeps in plain attributes, and what they refer to; of a model, what each of its modules keeps.
+    """Return digests of what an object keeps in plain attributes and what these refer to; of a model, for each of its modules.
 
-    Numbers, texts, arrays, generators, models that are no part of the model; in lists, dictionaries, other objects, functions,
-    and the classes of the modules `own`. What torch keeps in parameters, buffers and an optimizer's state is left out.
-    `at_a_glance`: of large tensors and arrays, a sample of their numbers.
-    The objects `without`, and what only they refer to, are left out.
+    The digests cover numbers, texts, arrays, generators, and models that are not part of the model. They may be in lists,
+    dictionaries, other objects, functions, and the classes of the Python modules `own`. Parameters, buffers and an optimizer's
+    state, which torch keeps, are left out. `at_a_glance`: use only a sample of the numbers of large tensors and arrays. The
+    objects `without`, and objects that only they refer to, are left out.
     """
     walk = _Walk(set(own), at_a_glance=at_a_glance)
     walk.seen |= set(map(id, without))
@@ -53,8 +53,9 @@ def kept_aside(root: object, *, own: Iterable[str] = (), at_a_glance: bool = Fal
 
 
 def digests(values: Iterable[object]) -> set[str]:
-    """Return the digests of all that these values hold, in lists and dictionaries too. Of numbers and lists of them also those
-    of the arrays that they may have been, and the other way round.
+    """Return the digests of everything in these values, also in lists and dictionaries.
+
+    For numbers and lists of numbers, also the digests of the arrays that they may have been, and the other way round.
     """
     found: set[str] = set()
     walk = _Walk(set(), at_a_glance=False, see=lambda value: found.update(_digests_of_numbers(value)))
@@ -66,14 +67,14 @@ def _digests_of_numbers(value: object) -> Iterator[str]:
     if isinstance(value, (Tensor, np.ndarray)) and len(value.shape) == 0:
         yield repr(value.item())
     if isinstance(value, (int, float, list, tuple)):
-        with suppress(ValueError, TypeError, OverflowError, RuntimeError):  # a list of shards, for one, has no numbers here
+        with suppress(ValueError, TypeError, OverflowError, RuntimeError):  # a list of shards, for example, has no numbers here
             numbers = np.asarray(value)
             if numbers.dtype.kind in "bif":
                 yield from (str(_plain(numbers.astype(kind))) for kind in ("float64", "float32", "int64", "bool"))
 
 
 def kept_by_modules(modules: Mapping[str, ModuleType], *, at_a_glance: bool = False) -> Memory:
-    """Return what is kept in the globals of Python modules, in the attributes of their classes and functions."""
+    """Return digests of the values in the globals of Python modules, and in the attributes of their classes and functions."""
     walk = _Walk(set(modules), at_a_glance=at_a_glance)
     for name, module in modules.items():
         for key, value in list(vars(module).items()):
@@ -86,10 +87,10 @@ class _Walk:
     def __init__(self, own: set[str], *, at_a_glance: bool, see: Callable[[object], object] = lambda value: None) -> None:
         self.found: Memory = {}
         self.seen: set[int] = set()
-        self.saved: set[int] = set()  # where parameters and buffers are
+        self.saved: set[int] = set()  # the memory addresses of parameters and buffers
         self._own = own  # names of Python modules
         self._most, self._see = (_GLANCE if at_a_glance else _LARGEST), see
-        self._alive: list[Any] = []  # so that no id is used twice
+        self._alive: list[Any] = []  # keeps objects alive, so that no id is used twice
 
     def value(self, value: Any, path: str) -> None:
         if isinstance(value, Tensor) and _place_of(value) in self.saved:
@@ -100,7 +101,7 @@ class _Walk:
             return
         if id(value) in self.seen or len(self.seen) > _MOST or isinstance(value, (ModuleType, torch.dtype, torch.device)):
             return
-        if type(value).__module__.startswith("torch.distributed."):  # a strategy's, which it makes anew
+        if type(value).__module__.startswith("torch.distributed."):  # an object of a strategy, which the strategy makes again
             return
         self.seen.add(id(value))
         self._alive.append(value)
@@ -111,7 +112,7 @@ class _Walk:
             self.value(item, f"{path}{name}")
 
     def hooks(self, value: object, path: str) -> None:
-        """Look at what the user's own hooks keep."""
+        """Look at the values that the user's own hooks keep."""
         dictionaries = [item for name, item in vars(value).items() if name.endswith("_hooks") and isinstance(item, dict)]
         dictionaries += [value._backward_hooks] if isinstance(value, Tensor) and value._backward_hooks else []
         for hook in (hook for hooks in dictionaries for hook in hooks.values()):
@@ -131,7 +132,7 @@ class _Walk:
         self.value(type(value), f"{path}.{type(value).__name__}" if path else type(value).__name__)
 
     def _within(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield what an object refers to, with the end of its path."""
+        """Yield the objects that an object refers to, with the last part of their paths."""
         if isinstance(value, Mapping):
             yield from (
                 (f"[{key!r}]" if isinstance(key, (str, int)) else f"[{n}]", item)
@@ -141,7 +142,7 @@ class _Walk:
             yield from ((f"[{number}]", item) for number, item in enumerate(list(value)))
         elif isinstance(value, (set, frozenset)):
             yield "", str(sorted(map(repr, value)))
-        elif isinstance(value, nn.Module):  # one that is no part of the model
+        elif isinstance(value, nn.Module):  # a module that is not part of the model
             yield from ((f".{name}", tensor) for name, tensor in value.state_dict(keep_vars=True).items())
             for prefix, part in value.named_modules():
                 own = ((name, item) for name, item in vars(part).items() if name not in _OF_MODULES)
@@ -182,7 +183,7 @@ def _content(cell: Any) -> Any:
 
 
 def _as_json(value: Any) -> str | None:
-    """Return a list or a dictionary as text, soon; None if it holds other things than numbers, text, lists and dictionaries."""
+    """Return a list or dictionary as text; None if it holds anything but numbers, text, lists and dictionaries."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -190,7 +191,7 @@ def _as_json(value: Any) -> str | None:
 
 
 def _parts_of_closed(value: Any) -> tuple[Any, ...]:
-    """Return what makes up an object that shows no attributes, as those of C do; as it tells those who want to copy it."""
+    """Return the parts of an object without visible attributes, such as an object of C: the parts that a copy is made from."""
     try:
         reduced = value.__reduce_ex__(4)
     except Exception:  # an object may raise anything
@@ -199,11 +200,11 @@ def _parts_of_closed(value: Any) -> tuple[Any, ...]:
 
 
 def _plain(value: Any, *, most: int = _LARGEST) -> str | None:
-    """Return a digest of a value that holds no other; None of others. Of arrays of more than `most` bytes, of a sample."""
+    """Return a digest of a value that holds no other values, else None. Arrays above `most` bytes are sampled."""
     if isinstance(value, (str, bytes)) and len(value) > _LONG:
         return f"text {_digest(lambda: value.encode(errors='replace') if isinstance(value, str) else value)}"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
-        return repr(value)  # nan is nan
+        return repr(value)  # the text of nan equals the text of nan
     if isinstance(value, array.array):
         return f"array {value.typecode} {_digest(lambda: value.tobytes())}"
     if isinstance(value, Tensor):
@@ -225,7 +226,7 @@ def _plain(value: Any, *, most: int = _LARGEST) -> str | None:
 def _of_tensor(tensor: Tensor, *, most: int) -> str:
     kind = f"array {str(tensor.dtype).removeprefix('torch.')}"
     is_plain = tensor.layout == torch.strided and not tensor.is_nested
-    # a sample says nothing of what was written elsewhere; torch counts that, if it sees it
+    # a sample does not show changes of other elements; torch counts the changes that it sees
     written = "" if is_plain and tensor.nbytes <= most or most == _LARGEST or tensor.is_inference() else tensor._version
     if not is_plain:
         return f"{kind} {tensor.layout} {written} {_digest(lambda: _bytes_of(tensor.to_dense(), most=most))}"
@@ -233,7 +234,7 @@ def _of_tensor(tensor: Tensor, *, most: int) -> str:
 
 
 def _place_of(tensor: Tensor) -> int:
-    """Return where a tensor's memory is; 0 if it has none."""
+    """Return the address of a tensor's memory; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -241,13 +242,13 @@ def _place_of(tensor: Tensor) -> int:
 
 
 def _bytes_of(tensor: Tensor, *, most: int) -> bytes:
-    mine = local(tensor.detach())  # of a shard, what is here: nothing is sent
-    if mine.untyped_storage().nbytes() < mine.nbytes:  # fsdp has freed it
+    mine = local(tensor.detach())  # of a shard, only this rank's part: nothing is sent
+    if mine.untyped_storage().nbytes() < mine.nbytes:  # fsdp has freed the memory
         return b""
     flat = mine.reshape(-1)
     size = flat.numel() * flat.element_size()
     sample = flat[:: -(-size // most)] if size > most else flat
-    copy = sample.to("cpu", copy=True)  # torch lets no memory grow or shrink that numpy has seen
+    copy = sample.to("cpu", copy=True)  # a copy, because torch cannot resize memory that numpy has seen
     return bytes(copy.contiguous().view(torch.uint8).numpy())
 
 

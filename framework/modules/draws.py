@@ -1,8 +1,8 @@
-"""A model's first weights, each drawn by a key of its own name when it is needed: a rank has only those that it keeps.
+"""A model's first weights, each drawn with its own name as key when it is needed: a rank holds only its own weights.
 
-A constructor runs as it is. What it would write at random into a new tensor, in place, is noted instead of carried out: the
-memory of such a tensor is not touched, and so not taken from the machine, until the tensor is drawn. A tensor that the
-constructor reads is drawn at once. Whoever draws a weight, in whatever order, draws the same numbers; of a large one, a part.
+A constructor runs unchanged. When it would write random numbers into a new tensor in place, the operation is recorded instead.
+The memory of such a tensor is not touched until the tensor is drawn, so the machine does not use it. A tensor that the
+constructor reads is drawn immediately. Draws in any order give the same numbers; of a large tensor, a part can be drawn.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,17 +20,17 @@ from framework.runtime.torch_memory import HeldMemory, as_one_operation, memory_
 
 aten = torch.ops.aten
 
-# what makes a tensor without numbers
+# operations that make a tensor without numbers
 _EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
           aten.new_empty_strided.default}  # fmt: skip
-# what makes a tensor of drawn numbers: to be drawn later as by what draws them in place
+# operations that make a tensor of random numbers, and the in-place operation that draws these numbers later
 _DRAWN = {aten.randn.default: aten.normal_.default, aten.rand.default: aten.uniform_.default}
-# what takes a tensor for its shape and type alone
+# operations that read only the shape and dtype of a tensor
 _UNREAD = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
            aten.new_ones.default, aten.new_full.default}  # fmt: skip
-# what leaves nothing of the numbers before it
+# operations that overwrite all earlier numbers
 _OVERWRITES = {aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default, aten.exponential_.default}
-# what treats each number alone, so that a tensor may be drawn a block at a time
+# operations that treat each number separately, so that a tensor can be drawn one block at a time
 _ALONE = {"normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_", "random_", "fill_",
           "zero_", "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "exp_", "log_", "sqrt_", "erfinv_", "tanh_",
           "sigmoid_", "clamp_", "clamp_min_", "clamp_max_", "_no_grad_trunc_normal_"}  # fmt: skip
@@ -39,18 +39,18 @@ _BLOCK = 1 << 20  # numbers; larger tensors are drawn in blocks of whole rows
 
 @dataclass
 class _Later:
-    """What is still to be written into a piece of memory: operations in their order, each on the whole of it or on a view."""
+    """The operations that still have to write into a piece of memory, in order; each writes into all of it or into a view."""
 
     held: HeldMemory
     operations: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
     @property
     def whole(self) -> Tensor:
-        """What the first operation writes into."""
+        """The tensor that the first operation writes into."""
         return self.operations[0][1][0]  # type: ignore[no-any-return]
 
     def blocks(self) -> list[range]:
-        """Return the rows of the blocks that have keys of their own: one block, of a small tensor, or of one not so made."""
+        """Return the rows of the blocks with own keys: one block for a small tensor, or if an operation needs all rows."""
         count = self.whole.shape[0] if self.whole.ndim else 1
         size = max(1, _BLOCK * count // max(self.whole.numel(), 1))
         is_made_so = all(
@@ -61,15 +61,15 @@ class _Later:
 
     @torch.no_grad()
     def write(self, *block: Tensor) -> None:
-        """Carry the operations out on what they were given, or on a block instead."""
+        """Run the operations on their own tensors, or on a block instead."""
         for function, args, kwargs in self.operations:
             function(*(block or args[:1]), *args[1:], **kwargs)
 
 
 class LaterDraws(TorchDispatchMode):
-    """Notes, within its context, what is to be written into new tensors of the CPU. Draws each by a key of the seed.
+    """A mode that records the operations that write into new CPU tensors, and later draws each tensor by a key of the seed.
 
-    A tensor read by the constructor has the key of its turn among those; `draw` is given the name that is the others' key.
+    A tensor that the constructor reads has its turn among such tensors as key; other tensors have the name given to `draw`.
     """
 
     def __init__(self, seed: int) -> None:
@@ -109,7 +109,7 @@ class LaterDraws(TorchDispatchMode):
             return function(*args, **kwargs)
 
     def read(self, *values: Any) -> None:
-        """Draw the tensors that are about to be read."""
+        """Draw these tensors, because they will be read next."""
         for value in values:
             if isinstance(value, (tuple, list)):
                 self.read(*value)
@@ -118,22 +118,22 @@ class LaterDraws(TorchDispatchMode):
                 self._carry_out(self._later.pop(place), "read", self._num_early)
 
     def forget(self, tensor: Tensor) -> None:
-        """Write into a tensor at once from now on: something else, such as numpy, may see its memory."""
+        """Write into a tensor immediately from now on, because other code, such as numpy, may see its memory."""
         self._new.pop(memory_of(tensor), None)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is still to be drawn."""
+        """Return whether a tensor still has to be drawn."""
         return memory_of(tensor) in self._later
 
     def draw(self, tensor: Tensor, name: str) -> None:
-        """Draw a tensor, if it is still to be drawn, by this name."""
+        """Draw a tensor by this name, if it still has to be drawn."""
         if (later := self._later.pop(memory_of(tensor), None)) is not None:
             self._carry_out(later, name)
 
     def part(self, tensor: Tensor, name: str, place: tuple[slice, ...]) -> Tensor:
-        """Return a part of a tensor as `draw` would draw it; an empty place is all of it.
+        """Return a part of a tensor as `draw` would draw it; an empty place means the whole tensor.
 
-        Only the blocks in which the part is are drawn, one at a time, if the tensor can be drawn in blocks.
+        If the tensor can be drawn in blocks, only the blocks that overlap the part are drawn, one at a time.
         """
         later = self._later.get(memory_of(tensor))
         blocks = later.blocks() if later is not None else []
@@ -154,7 +154,7 @@ class LaterDraws(TorchDispatchMode):
         return part
 
     def draw_rest(self, *, but: Sequence[Tensor] = ()) -> None:
-        """Draw what has no name, in the order in which it was made."""
+        """Draw the tensors without a name, in the order in which they were made."""
         named = set(map(memory_of, but))
         for place in [place for place in self._later if place not in named]:
             self._num_early += 1
@@ -166,21 +166,21 @@ class LaterDraws(TorchDispatchMode):
         return tensor
 
     def _draws_itself(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether numbers come from the generator that the run has seeded: not if the author seeds it, or another."""
+        """Return whether numbers come from the generator that the run has seeded, and the author has not seeded it again."""
         return kwargs.get("generator") is None and torch.default_generator.initial_seed() == self._first_seed
 
     def _may_wait(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether an operation writes into a new tensor, in place, and reads no other."""
+        """Return whether an operation writes into a new tensor, in place, and reads no other tensor."""
         if not args or not isinstance(args[0], Tensor) or not function._schema.is_mutable:
             return False
-        if torch.Tag.inplace_view in function.tags:  # t_(), for example, writes a shape
+        if torch.Tag.inplace_view in function.tags:  # t_(), for example, changes a shape
             return False
         is_in_place = function._schema.name.endswith("_")
         others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (Tensor, tuple, list))]
         return is_in_place and not others and memory_of(args[0]) in self._new and self._draws_itself(kwargs)
 
     def _put_off_whole(self, function: Any, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Put off what draws a tensor by several operations, some of which read it. Returns whether that can be."""
+        """Postpone a function of several operations, some of which read the tensor; return whether the function can wait."""
         with self._reads.off():
             has_own = any(isinstance(value, torch.Generator) for value in args)
             may_wait = memory_of(tensor) in self._new and self._draws_itself(kwargs) and not has_own
@@ -206,7 +206,7 @@ class LaterDraws(TorchDispatchMode):
 
     @contextmanager
     def _seeded(self, *parts: int | str) -> Iterator[None]:
-        """Let torch draw by a key of the run's seed, and go on as before afterwards."""
+        """Let torch draw by a key of the run's seed within the context, and restore its state afterwards."""
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed(key(self._seed, "weights", *parts))
         try:
@@ -216,12 +216,12 @@ class LaterDraws(TorchDispatchMode):
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is all that there is in its memory."""
+    """Return whether a tensor covers all of its memory."""
     return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 class _Reads(TorchFunctionMode):
-    """Has a tensor drawn before it is read in a way that a dispatch mode does not see."""
+    """A mode that draws a tensor before it is read in a way that a dispatch mode does not see."""
 
     _FUNCTIONS = {getattr(Tensor, name) for name in (
         "numpy", "tolist", "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "__array__",

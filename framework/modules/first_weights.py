@@ -1,4 +1,4 @@
-"""A model without numbers, which gets them once its strategy has cut it: a rank has only those that it keeps."""
+"""A model without numbers, which are filled in after its strategy has cut it: a rank holds only its own numbers."""
 
 import weakref
 from collections import Counter
@@ -17,15 +17,15 @@ from framework.runtime.torch_internals import shard_offsets
 from framework.runtime.torch_memory import memory_of, replace_tensors
 
 Strategy = TypeVar("Strategy", bound=Callable[..., object])
-Place = tuple[slice, ...]  # of a part in its tensor; empty: all of it
-Origin = Callable[[Place], Tensor]  # gives a part of a tensor, on the CPU; called once
+Place = tuple[slice, ...]  # of a part in its tensor; empty: the whole tensor
+Origin = Callable[[Place], Tensor]  # returns a part of a tensor, on the CPU; called once
 
 
 class FirstWeights:
-    """Where the parameters of a model without numbers get their first ones from: `draws`, unless `give` says otherwise."""
+    """The origins of the first numbers of a model's parameters: `draws`, unless `give` has set another origin."""
 
     def __init__(self, module: nn.Module, draws: LaterDraws) -> None:
-        """Leave the module's parameters without memory, on "meta". Buffers are drawn at once, and what shares memory."""
+        """Leave the module's parameters without memory, on "meta". Draw buffers and tensors that share memory immediately."""
         named = named_tensors(module)
         first_names: dict[int, str] = {}
         for name, tensor in named.items():
@@ -45,7 +45,7 @@ class FirstWeights:
         replace_tensors(module, lambda tensor: emptied.get(id(tensor), tensor))
         before = {name: weakref.ref(named[name]) for name in self._origins}
         del named, tensor
-        for name, reference in before.items():  # the author has kept the parameter in a list, for example: it has its numbers
+        for name, reference in before.items():  # the author has kept the parameter elsewhere, for example in a list: fill it
             if (kept := reference()) is not None:
                 draws.draw(kept, name)
         draws.draw_rest(but=[origin.tensor for origin in self._origins.values() if isinstance(origin, _Drawn)])
@@ -55,13 +55,13 @@ class FirstWeights:
         self._origins[self._first_name[name]] = origin
 
     def take(self, name: str) -> Origin:
-        """Return where a tensor gets its numbers from, and forget it."""
+        """Return the origin of a tensor's numbers, and forget it."""
         return self._origins.pop(self._first_name[name])
 
 
 @dataclass
 class _Drawn:
-    """A tensor that is still to be drawn, by this name."""
+    """A tensor that still has to be drawn, by this name."""
 
     draws: LaterDraws
     tensor: Tensor
@@ -75,7 +75,7 @@ _FIRST: WeakKeyDictionary[nn.Module, FirstWeights] = WeakKeyDictionary()
 
 
 def build_drawn(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """Return a model with its numbers, each tensor drawn by a key of its name. What is no model is returned as it is."""
+    """Return a model with its numbers; each tensor is drawn with its name as key. Return other objects unchanged."""
     draws = LaterDraws(seed)
     with draws:
         module = make()
@@ -88,7 +88,7 @@ def build_drawn(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
 
 
 def build_empty(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """Return the same model without numbers, as far as it can be, until `fill` gives it the same ones."""
+    """Return the same model as far as possible without numbers; `fill` later gives it the same numbers."""
     draws = LaterDraws(seed)
     with draws:
         module = make()
@@ -98,12 +98,12 @@ def build_empty(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
 
 
 def first_weights(module: nn.Module) -> FirstWeights | None:
-    """Return where a model without numbers gets them from; None if it has them."""
+    """Return the origins of the numbers of a model without numbers; None if the model has its numbers."""
     return _FIRST.get(module)
 
 
 def fills(strategy: Strategy) -> Strategy:
-    """Mark a strategy that takes a model without numbers, and fills it once it is cut."""
+    """Mark a strategy that accepts a model without numbers, and fills it after the model is cut."""
     strategy.fills = True  # type: ignore[attr-defined]
     return strategy
 
@@ -112,10 +112,10 @@ def fills(strategy: Strategy) -> Strategy:
 def fill(
     model: nn.Module, *, device: torch.device, parameters_on: torch.device | None = None, stages: Sequence[nn.Module] = ()
 ) -> None:
-    """Put a model on a device, its parameters on another if so said, and give it its numbers: of a shard, this rank's part.
+    """Move a model to a device (its parameters to `parameters_on`, if given) and fill in its numbers; of a shard, this rank's.
 
-    To be called once it is cut, and before anything refers to its tensors, which are replaced. `stages` have modules of
-    the model as well, and may be sharded. Not collective.
+    Call this after the model is cut, and before other code refers to its tensors, because they are replaced. `stages` hold
+    modules of the model too, and may be sharded. Not collective.
     """
     weights = _FIRST.pop(model, None)
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
@@ -149,5 +149,5 @@ def _place(tensor: Tensor) -> Place:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and buffers, tied ones under each of their names."""
+    """Return a model's parameters and buffers; tied tensors have an entry for each of their names."""
     return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))

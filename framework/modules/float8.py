@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8-bit floating point, by torchao: numbers scaled to fit, products summed in more bits."""
+"""Linear layers that multiply in 8-bit floating point with torchao: numbers are scaled to fit; sums use more bits."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,11 +10,11 @@ from framework.modules.parts import blocks_of
 from framework.runtime.exits import Unfit
 from framework.runtime.problem import install_command, missing
 
-_MULTIPLE = 16  # of features: what the kernels take
+_MULTIPLE = 16  # the kernels need a multiple of this number of features
 
 
 def float8_fault(devices: Sequence[torch.device]) -> str | None:
-    """Return why these devices, or this installation, have no float8; None if they have."""
+    """Return why these devices or this installation do not support float8; None if they do."""
     if any(device.type != "cuda" for device in devices):
         return "it takes a CUDA device, of compute capability 8.9 or later"
     old = [device for device in devices if torch.cuda.get_device_capability(device) < (8, 9)]
@@ -26,7 +26,7 @@ def float8_fault(devices: Sequence[torch.device]) -> str | None:
 
 
 def convert_linear(model: nn.Module, *, to: Literal["float8"] | None, devices: Sequence[torch.device]) -> None:
-    """Let a model's linear layers multiply so on these devices; None: as they do. Unfit where they cannot."""
+    """Let a model's linear layers multiply in this type on these devices; None: change nothing. Unfit if they cannot."""
     if to is None:
         return
     if fault := float8_fault(devices):
@@ -37,11 +37,11 @@ def convert_linear(model: nn.Module, *, to: Literal["float8"] | None, devices: S
 
 
 def multiply_in_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
-    """Replace the linear layers within the model's blocks, in place; return their names. Parameters stay, with their names.
+    """Replace the linear layers in the model's blocks, in place; return their names. Parameters stay, with their names.
 
-    Not heads and embeddings, whose errors are the loss's, nor layers whose features are no multiples of 16. One scale for a
-    tensor, from its largest number in this micro-batch. `emulate`: on any device, slowly. Source: Micikevicius et al. 2022,
-    "FP8 formats for deep learning".
+    Heads and embeddings are not replaced, because their errors go directly into the loss; nor are layers with a number of
+    features that is not a multiple of 16. Each tensor has one scale, from its largest number in this micro-batch. `emulate`
+    works on any device, but slowly. Source: Micikevicius et al. 2022, "FP8 formats for deep learning".
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

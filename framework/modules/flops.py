@@ -1,4 +1,4 @@
-"""Floating-point operations: how many a model needs for a sample, and a device's peak in a second."""
+"""Floating-point operations: how many a model needs for a sample, and a device's peak per second."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device, *, precision: str) -> float | None:
-    """Return a device's peak in operations a second, or None if it is not known: a CPU's is not."""
+    """Return a device's peak in operations per second; None if it is not known, as for a CPU."""
     return peak_of(device_name(device), precision=precision) if device.type == "cuda" else None
 
 
@@ -35,16 +35,16 @@ def peak_of(device_name: str, *, precision: str) -> float | None:
 
 
 def flops_per_sample(model: nn.Module, batch: Tensor) -> float | None:
-    """Count one forward and backward pass by shapes only: `model` and `batch` are on the meta device.
+    """Count the operations of one forward and backward pass from shapes: `model` and `batch` must be on the meta device.
 
-    Matrix products, convolutions and attention, a multiply-add as two; neither what a strategy recomputes nor the optimizer.
-    None for a model that cannot run on shapes only.
+    Matrix products, convolutions and attention count; a multiply-add counts as two. The recomputation of a strategy and the
+    optimizer do not count. Return None for a model that cannot run on shapes only.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
         try:
             main_output(model(batch)).sum().backward()
-        except Exception:  # a user's model: it may read numbers, not only shapes
+        except Exception:  # a user's model may read numbers, not only shapes
             return None
     return counter.get_total_flops() / len(batch)

@@ -1,4 +1,4 @@
-"""A model's parts: its blocks, chain, experts and tensor plan, as the configuration or the model says, or as its tree shows."""
+"""A model's parts (blocks, chain, experts, tensor plan), from the configuration, from the model, or from its module tree."""
 
 import difflib
 import fnmatch
@@ -18,11 +18,11 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def give_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
-    """Let `parts` answer for a model: `blocks`, `chain` and `experts` name modules, `tensor_plan` says how layers are cut.
+    """Set the parts of a model: `blocks`, `chain` and `experts` name modules, `tensor_plan` says how to cut layers.
 
-    A name is that of a module, or of a list of modules, which stands for these; `*` matches any text; or the name of a class,
-    for all modules of it. `blocks` may be a number instead: of the smallest modules with at least so many
-    parameters. ValueError for what is no module's.
+    A name is the name of a module, or of a list of modules (it then means the modules in the list), or of a class (all modules
+    of the class); `*` matches any text. `blocks` may also be a number: then the blocks are the smallest modules with at least
+    so many parameters. ValueError for a name that matches no module.
     """
     answers: dict[str, Any] = {}
     for name in (name for name in ("blocks", "chain", "experts") if parts.get(name) is not None):
@@ -41,7 +41,7 @@ def give_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
 
 
 def named(model: nn.Module, path: str, *, key: str) -> list[nn.Module]:
-    """Return the modules that a path in the configuration names. ValueError, which says the key, if there are none."""
+    """Return the modules that a path in the configuration names. ValueError that names the key, if there are none."""
     found = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, path)] or _of_classes(model, {path})
     if not found:
         raise ValueError(_no_module(key, path, model))
@@ -55,15 +55,15 @@ def _no_module(key: str, path: str, model: nn.Module) -> str:
 
 
 def nearest_name(pattern: str, names: Sequence[str]) -> str:
-    """Return which name was probably meant by a pattern that matches none of them."""
+    """Return a hint: the name that was probably meant by a pattern that matches none of the names."""
     close = difflib.get_close_matches(pattern, names, n=1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(names[:5])}, ..."
 
 
 def own_answer(model: nn.Module, name: str) -> Callable[[], Any] | None:
-    """Return what answers for a model: the configuration's answer, or the model's method of this name if it needs no argument.
+    """Return the function that gives a part: the configuration's answer, or else the model's method without needed arguments.
 
-    Other people's models use the same names for other things: `self.blocks` is a module list in most transformers.
+    Other people's models use the same names differently: in most transformers, `self.blocks` is a module list.
     """
     given = _GIVEN.get(model, {})
     if name in given:
@@ -77,7 +77,7 @@ def own_answer(model: nn.Module, name: str) -> Callable[[], Any] | None:
 
 
 def _own_modules(model: nn.Module, name: str) -> list[nn.Module] | None:
-    """Return the modules that an answer of this name lists; None if there is no answer, or it is something else."""
+    """Return the modules that an answer of this name lists; None if there is no answer, or the answer is something else."""
     answer = own_answer(model, name)
     found: Any = answer() if answer is not None else None
     is_listing = isinstance(found, Iterable) and not isinstance(found, (str, Mapping))
@@ -91,23 +91,24 @@ def _own_modules(model: nn.Module, name: str) -> list[nn.Module] | None:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated units, for sharding, recomputation and compilation.
 
-    They are the answer of the configuration or of the model's `blocks()`, otherwise those of `repeated` that a forward is
-    seen to enter: experts that it enters for some samples are none. A model that repeats nothing is one unit: the list is
-    empty.
+    They are the answer of the configuration or of the model's `blocks()`. Without an answer, they are the modules of
+    `repeated` that a traced forward pass enters; so experts that it enters only for some samples are not blocks. For a model
+    that repeats nothing, the list is empty, and the model is one unit.
     """
     if (answer := _own_modules(model, "blocks")) is not None:
         return answer
     units, trace = repeated(model), traced(model)
-    is_open = trace is None or any(unit in trace.inside for unit in units)  # it failed in a unit: the others may follow
+    is_open = trace is None or any(unit in trace.inside for unit in units)  # it failed in a unit: other units may follow
     return units if is_open or trace is None else [unit for unit in units if unit in trace.entered()]
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a model's tree shows, wherever they are: they depend on nothing but the model.
+    """Return the blocks that the module tree shows, anywhere in it; they depend only on the model.
 
-    They are the modules of the classes that a library says must not be split (Hugging Face's `_no_split_modules`), if it
-    says so; otherwise the modules that a list or sequence holds several of. A list of stages that hold lists of blocks has
-    the blocks; the experts within a block are none. A model with no such list has the layers of its lists and sequences.
+    They are the modules of the classes that a library lists as not to be split (Hugging Face's `_no_split_modules`), if there
+    is such a list. Otherwise they are modules of which a list or sequence holds several. If stages in a list hold lists of
+    blocks, the blocks count; experts within a block do not. A model without such a list has the layers of its lists and
+    sequences.
     """
     unsplit = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return _of_classes(model, unsplit) or _repeated(model) or _layers(model)
@@ -122,7 +123,7 @@ def _of_classes(model: nn.Module, names: set[str]) -> list[nn.Module]:
 
 
 def _of_size(model: nn.Module, least: int, *, key: str) -> list[nn.Module]:
-    """Return the smallest modules with at least so many parameters. ValueError, which says the key, if there are none."""
+    """Return the smallest modules with at least so many parameters. ValueError that names the key, if there are none."""
 
     def found(module: nn.Module) -> list[nn.Module]:
         inside = [unit for member in _members(module) if _size(member) >= least for unit in found(member)]
@@ -156,12 +157,12 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """Return the modules with parameters in a module: of a list, which is not called itself, those in it."""
+    """Return the modules with parameters in a module; a list is not called itself, so its members replace it."""
     if is_parametrized(module):
         return []
     members: list[nn.Module] = []
     for child in module.children():
-        is_called = getattr(type(child), "forward", None) is not nn.Module.forward  # a scripted one has it later
+        is_called = getattr(type(child), "forward", None) is not nn.Module.forward  # a scripted module gets `forward` later
         if _size(child):
             members += [child] if is_called or not isinstance(module, CONTAINERS) else _members(child)
     return members
@@ -192,7 +193,7 @@ def _shapes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def description(units: Sequence[nn.Module], model: nn.Module) -> str:
-    """Return what the units are, as in `12 units of GPT2Block, 93 % of the weights`."""
+    """Return a description of the units, such as `12 units of GPT2Block, 93 % of the weights`."""
     if not units:
         return f"none in {type(model).__name__}, which is one unit (model.parts.blocks names its blocks)"
     counts = Counter(type(unit).__name__ for unit in units)
@@ -211,7 +212,7 @@ def separate(units: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with parameters that the model's forward calls; if the model only wraps another, the other's."""
+    """Return the modules with parameters that the forward calls; for a wrapper of one model, those that this model calls."""
     units = _called(model)
     while len(units) == 1 and not type(units[0]).__module__.startswith("torch.nn.") and (inner := _called(units[0])):
         units = inner
@@ -231,7 +232,7 @@ def _called(model: nn.Module) -> list[nn.Module]:
 
 
 def chain_of(model: nn.Module) -> list[nn.Module] | None:
-    """Return modules that, called one after the other, are the model's forward; None if they are not known.
+    """Return the modules that, called one after the other, are the model's forward; None if they are not known.
 
     They are the answer of the configuration or of the model's `chain()`, or the children of an nn.Sequential.
     """
@@ -244,17 +245,18 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
 
 
 class Choices(NamedTuple):
-    """The sizes that a module of experts is called with: tokens (N, dim), indices and weights (N, num_choices)."""
+    """The sizes of the arguments of a module of experts: tokens (N, dim), indices and weights (N, num_choices)."""
 
     dim: int
     num_choices: int
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold the experts of a layer each, stacked: their parameters are (num_experts, ...).
+    """Return the modules that hold the stacked experts of a layer: their parameters are (num_experts, ...).
 
-    They are the answer of the configuration or of the model's `experts()`, otherwise all modules of those classes of which a
-    forward is seen to call one with tokens (N, D), the indices of each token's experts (N, K) and their weights (N, K).
+    They are the answer of the configuration or of the model's `experts()`. Without an answer, they are all modules of the
+    classes of which a traced forward pass calls a module with tokens (N, D), the indices of each token's experts (N, K) and
+    their weights (N, K).
     """
     if (answer := _own_modules(model, "experts")) is not None:
         return answer
@@ -263,7 +265,7 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def choices_of(module: nn.Module, trace: Trace | None) -> Choices | None:
-    """Return the sizes that a trace shows a module's class to be called with as experts are; None if it does not."""
+    """Return the sizes of the arguments, if a trace shows that the module's class is called as experts are; else None."""
     for event in trace.events if trace is not None else ():
         if event.kind == "enter" and type(event.what) is type(module):
             given, named = event.value

@@ -1,4 +1,4 @@
-"""Models that their library writes and reads as a folder: by `save_pretrained` and `from_pretrained`, as Hugging Face's do."""
+"""Models that their library saves and loads as a folder, with `save_pretrained` and `from_pretrained` (Hugging Face)."""
 
 import copy
 import sys
@@ -9,9 +9,9 @@ from torch import nn
 
 
 def pretrained_part(model: nn.Module) -> str:
-    """Return the path of the module that its library can write: the model itself (""), or what is all that the model wraps.
+    """Return the path of the module that its library can save: the model ("") or a module with the model's whole state.
 
-    ValueError, with the reason, if there is none, or if its folder would leave out what was trained.
+    ValueError, with the reason, if there is no such module, or if its folder would not contain all trained parameters.
     """
     path, part = "", model
     while not callable(getattr(part, "save_pretrained", None)) or not callable(getattr(type(part), "from_pretrained", None)):
@@ -29,9 +29,9 @@ def pretrained_part(model: nn.Module) -> str:
 
 
 def write_pretrained(model: nn.Module, folder: Path) -> nn.Module:
-    """Let the library write its part of the model; return a copy of the model with what it has read again from there.
+    """Let the library save its part of the model; return a copy of the model with the part loaded from the folder again.
 
-    Of a model of peft, that is the adapter alone. ValueError if names are missing, or left over, when it is read.
+    For a model of peft, this is only the adapter. ValueError if names are missing or unexpected when it is loaded.
     """
     if (transformers := sys.modules.get("transformers")) is not None:
         transformers.utils.logging.disable_progress_bar()
@@ -62,6 +62,6 @@ def _read(part: nn.Module, folder: Path) -> nn.Module:
 
 
 def _peft_of(part: nn.Module) -> Any:
-    """Return the package peft if the module is a model of its, without importing it."""
+    """Return the package peft if the module is a model of peft, without importing it."""
     peft = sys.modules.get("peft")
     return peft if peft is not None and isinstance(part, peft.PeftModel) else None

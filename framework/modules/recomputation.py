@@ -1,4 +1,4 @@
-"""Activations that are not kept from the forward to the backward pass: recomputed, or held in the CPU's memory."""
+"""Activations that are not kept on the device until the backward pass: they are recomputed, or stored in CPU memory."""
 
 import functools
 import random
@@ -17,19 +17,20 @@ from framework.runtime.torch_internals import copy_all, is_of
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Recomputed = bool | int | Literal["operations"]
 
-_LEAST_BYTES = 1 << 16  # of a tensor that is worth a copy
+_LEAST_BYTES = 1 << 16  # smaller tensors are not worth a copy
 
 
 def recompute_activations(blocks: Sequence[nn.Module], *, which: Recomputed) -> None:
-    """Keep less than all activations of the blocks, and run their forward again in the backward pass: memory for time.
+    """Keep fewer activations of the blocks, and run their forward again in the backward pass: less memory, more time.
 
-    `which`: True keeps the blocks' inputs alone; a number N does so for every N-th block, from the first on; `operations`
-    keeps also the results of the operations that take long (those whose floating-point operations torch counts: products of
-    matrices, convolutions, attention), and computes again what is cheap. Source: Chen et al. 2016; Korthikanti et al. 2022,
-    section 5.
+    `which`: True keeps only the blocks' inputs. A number N does the same for every N-th block, starting with the first.
+    `operations` also keeps the results of expensive operations and recomputes only cheap ones. Expensive operations are those
+    with floating-point operations that torch counts: matrix products, convolutions and attention. Source: Chen et al. 2016;
+    Korthikanti et al. 2022, section 5.
 
-    Wraps the blocks' `forward`, not the blocks: parameter names stay the model's own. The second forward reads the buffers
-    and draws the numbers that the first one did (checkpoint() itself sees to torch's), and leaves no trace in them.
+    The blocks' `forward` is wrapped, not the blocks, so the parameter names stay the model's own. The second forward reads the
+    same buffers and draws the same numbers as the first (checkpoint() itself handles torch's numbers), and does not change
+    them.
     """
     every = which if isinstance(which, int) else 1  # True is 1
     for block in blocks[::every]:
@@ -38,7 +39,7 @@ def recompute_activations(blocks: Sequence[nn.Module], *, which: Recomputed) -> 
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Contexts], *args: Any, **kwargs: Any) -> Any:
-    """Call a block's forward so. Lists and mappings that it is given are for the second what they were before the first."""
+    """Call a block's forward with recomputation. The second call gets lists and mappings as they were before the first call."""
     before: list[Any] | None = None
 
     def run(*given: Any, **named: Any) -> Any:
@@ -54,15 +55,15 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Contexts], *
 
 
 def _copied(tree: Tree) -> Tree:
-    """Return new lists and mappings of the same tensors."""
+    """Return new lists and mappings with the same tensors."""
     return map_tensors(lambda tensor: tensor, tree)
 
 
 def offload_activations(blocks: Sequence[nn.Module]) -> None:
-    """Copy what the blocks keep for their backward pass to the CPU's memory, and back when it is needed: memory for traffic.
+    """Copy the tensors that the blocks keep for their backward pass to CPU memory, and back when needed: more transfers.
 
-    To be called after `recompute_activations`: of a block that is recomputed, its inputs are copied. Weights and buffers,
-    small tensors and what is on the CPU stay where they are. The bits are the same.
+    Call this after `recompute_activations`: for a recomputed block, its inputs are copied. Weights, buffers, small tensors and
+    tensors on the CPU are not copied. The bits are the same.
     """
     for block in blocks:
         block.forward = functools.partial(_held_by_cpu, block, block.forward)  # type: ignore[method-assign]
@@ -72,7 +73,7 @@ def _held_by_cpu(block: nn.Module, forward: Callable[..., Any], *args: Any, **kw
     own = [*block.parameters(), *block.buffers()]
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        is_on_device = tensor.device.type != "cpu" and local(tensor) is tensor  # a shard is bound to its device's mesh
+        is_on_device = tensor.device.type != "cpu" and local(tensor) is tensor  # a shard is bound to the mesh of its device
         if not is_on_device or tensor.nbytes < _LEAST_BYTES or is_of(tensor, own):
             return tensor.device, tensor
         held = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -82,7 +83,7 @@ def _held_by_cpu(block: nn.Module, forward: Callable[..., Any], *args: Any, **kw
         device, held = packed
         if held.device == device:
             return held
-        return torch.empty_like(held, device=device).copy_(held, non_blocking=True)  # by the stream that has filled it
+        return torch.empty_like(held, device=device).copy_(held, non_blocking=True)  # on the stream that has filled it
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return forward(*args, **kwargs)
@@ -100,7 +101,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 def _twice_the_same(block: nn.Module, *, keeps_products: bool) -> Contexts:
-    """Return what surrounds the first forward of a block, which begins at once, and each later one."""
+    """Return the contexts for a block's first forward, which starts immediately, and for each later forward."""
     same = _As(_Surroundings(block))
     if not keeps_products:
         return nullcontext(), same
@@ -109,7 +110,7 @@ def _twice_the_same(block: nn.Module, *, keeps_products: bool) -> Contexts:
 
 
 class _Surroundings:
-    """What a block's forward reads that is no argument: its buffers, and the generators of Python and numpy; as it is now."""
+    """The state that a block's forward reads besides its arguments: its buffers, and the generators of Python and numpy."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
@@ -126,7 +127,7 @@ class _Surroundings:
 
 
 class _As(AbstractContextManager[None]):
-    """Makes the surroundings what they were, and puts them back. It may be entered several times."""
+    """A context that restores this state inside, and puts the newer state back at its end. It can be entered several times."""
 
     def __init__(self, then: _Surroundings) -> None:
         self._then = then
@@ -140,7 +141,7 @@ class _As(AbstractContextManager[None]):
 
 
 class _Both(AbstractContextManager[None]):
-    """The second context within the first."""
+    """The second context inside the first."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts = contexts

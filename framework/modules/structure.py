@@ -1,4 +1,4 @@
-"""What a model draws and couples, and how it is changed before it is trained."""
+"""A model's random draws and couplings between samples, and the changes that are made before training."""
 
 import fnmatch
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS
 
 
 def batch_dependent_layers(model: nn.Module) -> list[str]:
-    """Return the kinds of layers, sorted, that couple the samples of a micro-batch or draw randomness for it."""
+    """Return the sorted kinds of layers that couple the samples of a micro-batch or draw random numbers for it."""
     return sorted({type(layer).__name__ for layer in model.modules() if isinstance(layer, BATCH_NORMS) or _draws(layer)})
 
 
@@ -28,12 +28,12 @@ def _draws(layer: nn.Module) -> bool:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode, and each of its modules back into its own mode afterwards."""
+    """Put the model into eval mode within the context, and restore the mode of each of its modules afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     yield
     if modes[model]:
-        model.train()  # an author may have overridden it
+        model.train()  # call it, because an author may have overridden it
     for module, is_training in modes.items():
         module.training = is_training
 
@@ -42,9 +42,10 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Do not train the parameters that match one of the patterns (`*` and `?`, over the whole name).
+    """Freeze the parameters that match one of the patterns (`*` and `?`, over the whole name).
 
-    Any name of a tied weight counts. ValueError for a pattern that matches no name, and if nothing is left to train.
+    For a tied weight, any of its names counts. ValueError for a pattern that matches no name, and if no parameter can be
+    trained.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
@@ -66,10 +67,10 @@ def _expected(pattern: str, model: nn.Module) -> str:
 
 
 def compile_blocks(units: Sequence[nn.Module], *, folder: Path) -> None:
-    """Compile a model's blocks, or the whole of it, in place: names stay, and equal blocks compile once.
+    """Compile a model's blocks, or the whole model, in place: names do not change, and equal blocks are compiled once.
 
-    What is compiled stays in `folder`, where a restart finds it. Each shape is compiled for itself: with a shape for any size
-    another number of processes would compute by another program.
+    Compiled code is stored in `folder`, where a restart finds it. Each shape is compiled separately: with one program for any
+    shape, another number of processes would compute with another program.
     """
     compile_into(folder, num_versions=8 * (1 + len(units)))
     for block in units:
@@ -78,12 +79,12 @@ def compile_blocks(units: Sequence[nn.Module], *, folder: Path) -> None:
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Remove dropout from a model that will not be trained: then no strategy refuses it for its random draws."""
+    """Set dropout to 0 in a model that will not be trained, so that no strategy refuses it because of random draws."""
     for layer in model.modules():
         if isinstance(layer, DROPOUTS):
             layer.p = 0.0
 
 
 def names_of_trained(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that want a gradient."""
+    """Return the names of the parameters that require a gradient."""
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

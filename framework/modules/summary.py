@@ -1,4 +1,4 @@
-"""A model in a table: its modules, what they return, their parameters and operations."""
+"""A table of a model: its modules, their output shapes, parameters and operations."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -10,26 +10,26 @@ from torch.utils.flop_counter import FlopCounterMode
 from framework.modules.tensors import Tree, call, first_tensor
 from framework.modules.trace import on_meta
 
-_DEPTH = 3  # of names: what is deeper is counted with what holds it
+_DEPTH = 3  # of names: deeper modules are counted with the module that holds them
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module, or several of one kind that follow each other. Numbers are those of one of them."""
+    """A module, or several consecutive modules of one kind. The numbers are for one of them."""
 
     name: str
     kind: str
     count: int
-    shape: str  # of what it returns
+    shape: str  # of its output
     parameters: int
     trained: int
-    flops: int | None  # of a forward pass for one sample, a multiply-add as two; None if not known
+    flops: int | None  # of a forward pass for one sample; a multiply-add counts as two; None if not known
 
 
 def summary(model: nn.Module, *, example: Tree | None) -> list[dict[str, Any]]:
-    """Return the model's modules with parameters, from the outside inwards, as plain data; the first is the model itself.
+    """Return the model's modules with parameters, outer modules first, as plain data; the first is the model itself.
 
-    `example` are the inputs of two samples; None, or a model that reads numbers: neither shapes nor operations are known.
+    `example` has the inputs of two samples. If it is None, or the model reads numbers, shapes and operations are not known.
     """
     shapes, flops = ({}, {}) if example is None else _of_forward(model, example)
     layers: list[Layer] = []
@@ -56,7 +56,7 @@ def _of_forward(model: nn.Module, example: Tree) -> tuple[dict[str, str], dict[s
             module.register_forward_hook(note)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             call(copied, example)
-    except Exception:  # a user's model: it may read numbers, not only shapes
+    except Exception:  # a user's model may read numbers, not only shapes
         return {}, {}
     root = type(copied).__name__
     counts = {path: sum(of_path.values()) // 2 for path, of_path in counter.get_flop_counts().items()}
@@ -64,10 +64,10 @@ def _of_forward(model: nn.Module, example: Tree) -> tuple[dict[str, str], dict[s
 
 
 def _joined(layers: list[Layer]) -> list[Layer]:
-    """Join modules that follow each other and differ in a number of their name alone; what they hold is that of the first."""
+    """Join consecutive modules with names that differ only in a number; of the modules inside, keep those of the first."""
     rows: list[Layer] = []
     left_out: list[str] = []
-    first: dict[tuple[str, ...], int] = {}  # rows that may stand for several
+    first: dict[tuple[str, ...], int] = {}  # rows that may stand for several modules
     for layer in layers:
         if any(layer.name.startswith(f"{name}.") for name in left_out):
             continue

@@ -1,4 +1,4 @@
-"""Tensors in batches and outputs (trees of them), and tensors that may be shards of larger ones (DTensor)."""
+"""Tensors in batches and outputs (trees of tensors), and tensors that may be shards of larger tensors (DTensor)."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ Tree = Any  # a tensor, or a tuple, list, mapping or dataclass of trees
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """Return the tree, of the same types, with `function` applied to each tensor; other values stay as they are."""
+    """Return a tree of the same types with `function` applied to each tensor; other values do not change."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
@@ -31,7 +31,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 
 def _updated(mapping: Any, values: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type, such as the outputs of a model of Hugging Face, with other values."""
+    """Return a mapping of the same type with other values, for example the outputs of a Hugging Face model."""
     new = copy.copy(mapping)
     for key, value in values.items():
         new[key] = value
@@ -39,14 +39,14 @@ def _updated(mapping: Any, values: dict[Any, Any]) -> Any:
 
 
 def tensors_in(tree: Tree) -> list[Tensor]:
-    """Return the tensors of a tree, in its order."""
+    """Return the tensors of a tree, in the order of the tree."""
     found: list[Tensor] = []
     map_tensors(lambda tensor: (found.append(tensor), tensor)[1], tree)  # type: ignore[func-returns-value]
     return found
 
 
 def first_tensor(tree: Tree) -> Tensor | None:
-    """Return the tensor that comes first in a tree: of what a module returns, mostly the main one; None if there is none."""
+    """Return the first tensor of a tree, which in a module's outputs is usually the main one; None if there is no tensor."""
     return next(iter(tensors_in(tree)), None)
 
 
@@ -58,16 +58,16 @@ def call(model: Callable[..., Any], inputs: Tree) -> Any:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device. A CUDA device reads pinned memory by itself; torch keeps it until it has."""
+    """Return a CPU tensor on a device. A CUDA device reads pinned memory itself; torch keeps the memory until then."""
     is_read = device.type == "cuda" and not tensor.is_pinned()
     return (tensor.pin_memory() if is_read else tensor).to(device, non_blocking=True)
 
 
-# --- shards, recognised without importing DTensor's module, which takes a while
+# --- shards, recognised without an import of DTensor's module, which takes long
 
 
 def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
-    """Group tensors by the mesh of their shards, plain tensors apart: no operation on many tensors takes a mixture."""
+    """Group tensors by the mesh of their shards, and plain tensors in a group: operations on many tensors accept no mixture."""
     groups: dict[object, list[T]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -75,12 +75,12 @@ def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of the tensor, sharing its memory, or the tensor itself if it is not a shard."""
+    """Return this rank's part of the tensor, which shares its memory; or the tensor itself if it is not a shard."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def with_part(shard: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor that is cut like `shard`, of which this rank has `part`; `part` itself if that is no shard."""
+    """Return a tensor that is cut like `shard` and has `part` on this rank; `part` itself if `shard` is not a shard."""
     if not hasattr(shard, "device_mesh"):
         return part
     kind: Any = type(shard)
@@ -91,7 +91,7 @@ def with_part(shard: Tensor, part: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, *, like: Tensor) -> Tensor:
-    """Return `whole`, which every rank has, cut like `like`; unchanged if `like` is not a shard. Nothing is sent."""
+    """Return `whole`, which every rank must have, cut like `like`; unchanged if `like` is not a shard. Nothing is sent."""
     if not hasattr(like, "device_mesh"):
         return whole
     from torch.distributed.tensor import DTensor
@@ -102,7 +102,7 @@ def part_of(whole: Tensor, *, like: Tensor) -> Tensor:
 
 
 def whole_like(like: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor that every rank has as one on the mesh of `like`; as it is, without a mesh, and a single number."""
+    """Return a tensor that every rank has as a tensor on the mesh of `like`; without a mesh, or for a number, unchanged."""
     if not hasattr(like, "device_mesh") or tensor.ndim == 0:
         return tensor
     from torch.distributed.tensor import DTensor
@@ -112,7 +112,7 @@ def whole_like(like: Tensor, tensor: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Any) -> Tensor | None:
-    """Return the gradient, cut like its parameter: tensor parallelism leaves some as sums that are not yet taken."""
+    """Return the gradient, cut like its parameter: tensor parallelism leaves some gradients as pending sums."""
     gradient = parameter.grad
     if gradient is not None and getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -120,5 +120,5 @@ def gradient_of(parameter: Any) -> Tensor | None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor that this is a shard of, or the tensor itself. Collective for a shard."""
+    """Return the whole tensor of a shard, or the tensor itself. Collective for a shard."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -1,4 +1,4 @@
-"""A model's forward, followed without computing a number: which modules it enters, and which tensors it uses where."""
+"""A trace of a model's forward without numbers: the modules that it enters, and the places where it uses tensors."""
 
 import copy
 from collections.abc import Callable
@@ -18,9 +18,9 @@ Operation = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Event:
-    """A module is entered (with its arguments) or left (with its outputs); or a tensor of the model is used.
+    """An event: a module is entered (with its arguments) or left (with its outputs), or a tensor of the model is used.
 
-    It is used in an operation (use), or otherwise (see): asked its type, or returned.
+    A tensor is used in an operation (use), or in another way (see): its dtype is read, or it is returned.
     """
 
     kind: str  # enter, leave, use or see
@@ -30,7 +30,7 @@ class Event:
 
 @dataclass
 class Trace:
-    """The events of one forward. `inside` are the modules that it was in when it failed; none if it came to its end."""
+    """The events of one forward. `inside` has the modules that were running when it failed; empty if it reached its end."""
 
     events: list[Event] = field(default_factory=list)
     inside: list[nn.Module] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Trace:
         return {event.what for event in self.events if event.kind == "enter"}
 
     def read_elsewhere(self) -> set[int]:
-        """Return the ids of the parameters and buffers that are used outside of the call of a module that has them."""
+        """Return the ids of the parameters and buffers that are used outside of the calls of the module that has them."""
         stack: list[nn.Module] = []
         found: set[int] = set()
         for event in self.events:
@@ -62,15 +62,15 @@ _TRACES: WeakKeyDictionary[nn.Module, Trace] = WeakKeyDictionary()
 
 
 def give_example(model: nn.Module, inputs: Tree | None) -> None:
-    """Let `traced` follow the model's forward with such inputs, which need no storage; None: their kind is not known."""
+    """Let `traced` run the model's forward with such inputs, which need no storage; None: their kind is not known."""
     if inputs is not None:
         _EXAMPLES[model] = inputs
 
 
 def traced(model: nn.Module) -> Trace | None:
-    """Return the trace of the model's forward in evaluation; None if it is not known what its inputs are.
+    """Return the trace of the model's forward in evaluation; None if the kind of its inputs is not known.
 
-    To be called before a strategy changes the model; later calls return the same trace.
+    Call this before a strategy changes the model; later calls return the same trace.
     """
     if model not in _TRACES and model in _EXAMPLES:
         _TRACES[model] = follow(model, _EXAMPLES[model])
@@ -78,26 +78,26 @@ def traced(model: nn.Module) -> Trace | None:
 
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
-    """Return a copy for evaluation, without storage, and its modules by the ids of the model's."""
+    """Return a copy for evaluation, without storage, and its modules, with the ids of the model's modules as keys."""
     return copied_with(model, lambda tensor: tensor.detach().to("meta"))
 
 
 def copied_with(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> tuple[nn.Module, dict[int, Any]]:
-    """Return a copy for evaluation whose tensors are these stand-ins, and its modules by the ids of the model's."""
+    """Return a copy for evaluation with stand-ins as tensors, and its modules, with the ids of the model's modules as keys."""
     copies: dict[int, Any] = {id(tensor): stand_in(tensor) for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, copies)
     for module in copied.modules():
-        module.__dict__.pop("forward", None)  # a wrapper (recomputation, compilation) around the original's
+        module.__dict__.pop("forward", None)  # remove a wrapper (recomputation, compilation) around the original's forward
     return copied.eval(), copies
 
 
 def follow(
     model: nn.Module, inputs: Tree, *, training: bool | None = None, note: Callable[[Operation], Any] = lambda _: None
 ) -> Trace:
-    """Run a copy of the model without storage, in evaluation without gradients.
+    """Run a copy of the model without storage, in evaluation without gradients; return the trace.
 
-    `training`: with gradients, in training (True; then the backward pass too) or in evaluation (False). `note` gives the value
-    of an event in which an operation uses a tensor.
+    `training`: run with gradients, in training (True; then also the backward pass) or in evaluation (False). `note` returns the
+    value of an event in which an operation uses a tensor.
     """
     trace, stack = Trace(), list[nn.Module]()
     try:
@@ -133,13 +133,13 @@ def follow(
             if training:
                 run_backward([tensor for tensor in tensors_in(outputs) if tensor.requires_grad])
         trace.is_whole = True
-    except Exception:  # the model reads numbers, not only shapes; or does not take this batch
+    except Exception:  # the model reads numbers, not only shapes, or does not accept this batch
         trace.inside = list(stack)
     return trace
 
 
 class _Uses(TorchFunctionMode):
-    """Reports each tensor that an operation takes and makes another tensor of, or that says its type."""
+    """A mode that reports each tensor that an operation turns into another tensor, or whose dtype it reads."""
 
     def __init__(self, report: Callable[[str, Tensor, Operation], None]) -> None:
         super().__init__()

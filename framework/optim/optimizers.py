@@ -1,4 +1,4 @@
-"""The optimizers of conf/optimizer: torch's, and Muon, with the usual parameter groups."""
+"""The optimizers of conf/optimizer, torch's own and Muon, with the usual parameter groups."""
 
 import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,21 +17,21 @@ from framework.runtime.torch_internals import NORMS
 
 
 class Trainable(NamedTuple):
-    """A parameter that wants a gradient: whole, or this rank's shard."""
+    """A parameter that requires a gradient: a whole parameter, or this rank's shard."""
 
     name: str  # in the model
     parameter: nn.Parameter
     is_hidden: bool  # a matrix between the first and the last layer of the whole model
-    is_decayed: bool  # subject to weight decay: not a bias, not of a normalisation layer
+    is_decayed: bool  # with weight decay: not a bias, not of a normalisation layer
 
 
 BuildOptimizer = Callable[[list[Trainable]], torch.optim.Optimizer]
-MakeOptimizer = Callable[[BuildOptimizer, list[Trainable]], torch.optim.Optimizer]  # a strategy's way of building one
+MakeOptimizer = Callable[[BuildOptimizer, list[Trainable]], torch.optim.Optimizer]  # builds an optimizer as a strategy needs it
 Rule = tuple[Callable[[Trainable], bool], Mapping[str, Any]]
 
 
 def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
-    """Return the parameters that want a gradient, in the model's order. `hidden` has the names of the hidden matrices."""
+    """Return the parameters that require a gradient, in the model's order. `hidden` has the names of the hidden matrices."""
     of_norms = {id(p) for layer in module.modules() if isinstance(layer, NORMS) for p in layer.parameters(recurse=False)}
     trained = []
     for name, parameter in module.named_parameters():
@@ -42,17 +42,17 @@ def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
-    """Return the names of the matrices between the first and the last layer. `model` is whole: no strategy has cut it."""
+    """Return the names of the matrices between the first and the last layer. No strategy may have cut `model` before."""
     matrices = [(name, p) for name, p in model.named_parameters() if p.ndim >= 2]
     return [name for name, parameter in matrices[1:-1] if parameter.ndim == 2]
 
 
 def stand_in(device: torch.device) -> list[Trainable]:
-    """Return a parameter for the optimizer of a rank that updates nothing: an optimizer needs at least one."""
+    """Return a parameter for the optimizer of a rank that updates nothing, because an optimizer needs at least one."""
     return [Trainable("", nn.Parameter(torch.zeros(1, device=device)), False, False)]
 
 
-# --- parameter groups: options by patterns of the names of the parameters (docs/training.md)
+# --- parameter groups: options by patterns of parameter names (docs/training.md)
 
 
 def rules_of(groups: Sequence[Mapping[str, Any]]) -> list[Rule]:
@@ -79,7 +79,7 @@ def _is_matched(patterns: list[str], item: Trainable) -> bool:
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], *, names: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Raise ValueError where `optimizer.groups` does not fit the parameters' names or the optimizer's options (with values)."""
+    """Raise ValueError if `optimizer.groups` does not fit the parameters' names or the optimizer's options and their values."""
     rules_of(groups)
     for entry in groups:
         for option in entry.keys() - {"match"}:
@@ -93,9 +93,9 @@ def check_groups(groups: Sequence[Mapping[str, Any]], *, names: Sequence[str], o
 
 
 def param_groups(trained: Sequence[Trainable], rules: Sequence[Rule]) -> list[dict[str, Any]]:
-    """Return torch's parameter groups: each parameter with the options of the rules that hold for it.
+    """Return torch's parameter groups: each parameter with the options of the rules that match it.
 
-    Where several set the same option, the first one counts. No group mixes shards of different meshes.
+    If several rules set the same option, the first rule wins. No group mixes shards of different meshes.
     """
     groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for item in trained:
@@ -125,7 +125,7 @@ def _by_decay(trained: list[Trainable], groups: _Groups | None, weight_decay: fl
 def adamw(
     trained: list[Trainable], *, lr: Rate, betas: Betas, eps: Rate, weight_decay: Decay, groups: _Groups | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019)."""
+    """Return AdamW (Loshchilov & Hutter 2019)."""
     by_decay = _by_decay(trained, groups, weight_decay)
     return torch.optim.AdamW(by_decay, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, fused=_can_fuse(trained))
 
@@ -133,7 +133,7 @@ def adamw(
 def adam(
     trained: list[Trainable], *, lr: Rate, betas: Betas, eps: Rate, groups: _Groups | None = None
 ) -> torch.optim.Optimizer:
-    """Adam (Kingma & Ba 2015)."""
+    """Return Adam (Kingma & Ba 2015)."""
     return torch.optim.Adam(_by_decay(trained, groups, 0.0), lr=lr, betas=_pair(betas), eps=eps, fused=_can_fuse(trained))
 
 
@@ -146,7 +146,7 @@ def sgd(
     weight_decay: Decay,
     groups: _Groups | None = None,
 ) -> torch.optim.Optimizer:
-    """Stochastic gradient descent with momentum."""
+    """Return stochastic gradient descent with momentum."""
     if nesterov and momentum == 0:
         raise ValueError("nesterov=true: needs momentum above 0")
     by_decay = _by_decay(trained, groups, weight_decay)
@@ -166,11 +166,11 @@ def muon(
     iteration: Literal["bf16"] | None = None,
     groups: _Groups | None = None,
 ) -> torch.optim.Optimizer:
-    """Muon for the matrices between the first and the last layer, AdamW for everything else."""
+    """Return Muon for the matrices between the first and the last layer, and AdamW for all other parameters."""
     rules = rules_of(groups or [])
     of_muon = {"kind": "muon", "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     of_adamw = {"kind": "adamw", "lr": adamw_lr, "betas": _pair(adamw_betas), "eps": adamw_eps, "weight_decay": 0.0}
-    of_adamw["fused"] = True  # by which torch's load_state_dict knows that the steps belong on the device
+    of_adamw["fused"] = True  # with this, torch's load_state_dict puts the step counts on the device
     hidden = param_groups([item for item in trained if item.is_hidden], rules)
     others = param_groups([item for item in trained if not item.is_hidden], rules)
     dtype = torch.bfloat16 if iteration == "bf16" else None
@@ -178,7 +178,7 @@ def muon(
 
 
 def _can_fuse(trained: list[Trainable]) -> bool:
-    return all(item.parameter.is_floating_point() for item in trained)  # torch's fused steps take no complex numbers
+    return all(item.parameter.is_floating_point() for item in trained)  # torch's fused steps accept no complex numbers
 
 
 def _pair(betas: list[float]) -> tuple[float, float]:
@@ -188,7 +188,7 @@ def _pair(betas: list[float]) -> tuple[float, float]:
 
 
 class FusedSGD(torch.optim.SGD):
-    """torch's SGD in one pass over the memory. torch's own fused step takes no shards; here it takes this rank's parts."""
+    """torch's SGD in one pass over the memory. torch's own fused step accepts no shards; this one uses this rank's parts."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the Engine has run backward
@@ -207,28 +207,28 @@ class FusedSGD(torch.optim.SGD):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by a Newton-Schulz iteration, and AdamW for what is not a hidden matrix.
+    """Momentum orthogonalised by a Newton-Schulz iteration; AdamW for parameters that are not hidden matrices.
 
-    torch.optim.Muon takes matrices only, and no shards. This one iterates on the WHOLE matrix, which is gathered first, so
-    every strategy takes the same step; in the parameter's own precision, or in `dtype`.
-    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers"; the scale 0.2 sqrt(max(rows, columns)), which
-    lets it share AdamW's learning rates and decay, is Liu et al. 2025, "Muon is scalable for LLM training".
+    torch.optim.Muon accepts only matrices, and no shards. This class gathers the WHOLE matrix and iterates on it, so every
+    strategy takes the same step. It computes in the parameter's own precision, or in `dtype`.
+    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers". The scale 0.2 sqrt(max(rows, columns)), with which
+    Muon can use AdamW's learning rates and decay, is from Liu et al. 2025, "Muon is scalable for LLM training".
     """
 
     _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
     _NUM_ITERATIONS = 5
 
     def __init__(self, groups: list[dict[str, Any]], *, dtype: torch.dtype | None = None) -> None:
-        """`groups` are torch's, each with its `kind` (muon or adamw) and all options of that kind."""
+        """Make the optimizer of `groups`: torch's groups, each with its `kind` (muon or adamw) and all options of that kind."""
         super().__init__(groups, defaults={})
         self._dtype = dtype
         self._rank, self._num_ranks = 0, 1
         self._exchange: Callable[[list[Tensor]], None] = lambda matrices: None
 
     def deal(self, exchange: Callable[[list[Tensor]], None], *, rank: int, num_ranks: int) -> None:
-        """Let each of several ranks, all of which hold or gather every matrix, iterate on one of `num_ranks` matrices.
+        """Let each of several ranks iterate on one of `num_ranks` matrices; all ranks must hold or gather every matrix.
 
-        `exchange` overwrites, on all of them, the n-th of some matrices by rank n's.
+        `exchange` overwrites, on all ranks, the n-th matrix of a list with rank n's matrix.
         """
         self._exchange, self._rank, self._num_ranks = exchange, rank, num_ranks
 
@@ -243,7 +243,7 @@ class Muon(torch.optim.Optimizer):
                 self._muon(moved[start : start + self._num_ranks], group)
 
     def _muon(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Move some matrices, at most one for each rank: as many are in memory whole."""
+        """Move some matrices, at most one for each rank: so many whole matrices are in memory."""
         lr, weight_decay = group["lr"], group["weight_decay"]
         updates = [whole(self._momentum(parameter, group["momentum"])) for parameter in parameters]
         updates = [
@@ -264,7 +264,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(buffer, momentum)  # Nesterov
 
     def _orthogonalise(self, matrix: Tensor) -> Tensor:
-        """Return roughly the nearest (semi-)orthogonal matrix: its singular values are between 0.7 and 1.2."""
+        """Return an approximation of the nearest (semi-)orthogonal matrix: its singular values are between 0.7 and 1.2."""
         a, b, c = self._COEFFICIENTS
         x = (matrix / (matrix.norm() + 1e-7)).to(self._dtype or matrix.dtype)
         x = x.T if matrix.shape[0] > matrix.shape[1] else x

@@ -1,4 +1,4 @@
-"""Precisions by name: the types of the parameters and of the forward pass, and the loss scale of fp16."""
+"""Precisions by name: the dtypes of the parameters and of the forward pass, and the loss scale of fp16."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,13 +18,13 @@ from framework.runtime.torch_internals import multiply_all
 class LossScale:
     """The scale that keeps fp16 gradients from underflow: halved after an overflow, doubled after steps without overflow.
 
-    torch.amp.GradScaler decides by each rank's own gradients, which on shards differ; this one decides by the global
-    gradient norm, which every rank has. For other precisions it is the constant 1.
+    torch.amp.GradScaler decides by each rank's own gradients, which differ between shards. This class decides by the global
+    gradient norm, which every rank has. For other precisions the scale is the constant 1.
     Source: Micikevicius et al. 2018, "Mixed precision training".
     """
 
     value: float = 1.0
-    growth_interval: int = 0  # steps without overflow before a doubling; 0 = constant
+    growth_interval: int = 0  # steps without overflow before the scale is doubled; 0 = constant
     num_quiet_steps: int = 0  # since the last overflow or doubling
     num_skipped: int = 0
 
@@ -39,12 +39,12 @@ class LossScale:
         return self.growth_interval > 0
 
     def require_finite(self, grad_norm: float, *, step: int) -> None:
-        """Raise Diverged if the global norm of a step is not finite; but a scale that adapts skips such a step."""
+        """Raise Diverged if the global norm of a step is not finite. A dynamic scale skips such a step instead."""
         if not self.is_dynamic and not math.isfinite(grad_norm):
             raise Diverged(f"the gradient of step {step} is not finite (norm {grad_norm})")
 
     def accepts(self, grad_norm: Tensor | None) -> bool:
-        """Return whether to take the step, and adapt. `grad_norm` is global, so that all ranks agree.
+        """Return whether to take the step, and adapt the scale. `grad_norm` is global, so that all ranks agree.
 
         Diverged if a gradient overflows although the scale is 1.
         """
@@ -78,7 +78,7 @@ class Precision:
     autocast: torch.dtype | None = None
     matmul: str = "highest"
     loss_scale: Callable[[], LossScale] = LossScale
-    linear: Literal["float8"] | None = None  # how the linear layers of blocks multiply; None: as all else
+    linear: Literal["float8"] | None = None  # how the linear layers of blocks multiply; None: like all other layers
 
 
 PRECISIONS = {

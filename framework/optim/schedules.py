@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so there is nothing to save. They return the share of `lr`."""
+"""Learning-rate schedules: pure functions of the step, so a checkpoint stores nothing. They return the share of `lr`."""
 
 import inspect
 import math
@@ -17,17 +17,17 @@ def _warm_up(step: int, warmup_steps: int) -> float:
 
 
 def constant(step: int, total_steps: int, *, warmup_steps: Steps) -> float:
-    """Linear warm-up, then constant. `step` counts from 0 to `total_steps` - 1 in every schedule."""
+    """Return the share with linear warm-up, then constant. In every schedule, `step` counts from 0 to `total_steps` - 1."""
     return _warm_up(step, warmup_steps)
 
 
 def range_test(step: int, total_steps: int, *, start_ratio: Annotated[float, Gt(0), Lt(1)]) -> float:
-    """Exponential from `start_ratio` at the first step to 1 at the last (Smith 2017, the learning-rate range test)."""
+    """Return an exponential from `start_ratio` in the first step to 1 in the last (learning-rate range test, Smith 2017)."""
     return float(start_ratio ** (1 - step / max(1, total_steps - 1)))
 
 
 def cosine(step: int, total_steps: int, *, warmup_steps: Steps, min_lr_ratio: Share) -> float:
-    """Linear warm-up, then half a cosine from 1 towards `min_lr_ratio` (Loshchilov & Hutter 2017, without restarts)."""
+    """Return linear warm-up, then half a cosine from 1 to `min_lr_ratio` (Loshchilov & Hutter 2017, without restarts)."""
     if step < warmup_steps:
         return _warm_up(step, warmup_steps)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
@@ -35,12 +35,12 @@ def cosine(step: int, total_steps: int, *, warmup_steps: Steps, min_lr_ratio: Sh
 
 
 def step(step: int, total_steps: int, *, warmup_steps: Steps, milestones: list[Steps], gamma: Share) -> float:
-    """Linear warm-up, then multiplied by `gamma` at each milestone."""
+    """Return linear warm-up, then a constant that is multiplied by `gamma` at each milestone."""
     return _warm_up(step, warmup_steps) * gamma ** sum(step >= milestone for milestone in milestones)
 
 
 def wsd(step: int, total_steps: int, *, warmup_steps: Steps, decay_steps: Steps, min_lr_ratio: Share) -> float:
-    """Warm-up, stable, decay: linear up, flat, linear down to `min_lr_ratio` over the last `decay_steps`.
+    """Return warm-up, stable, decay: linear up, flat, linear down to `min_lr_ratio` over the last `decay_steps`.
 
     Source: Hu et al. 2024, "MiniCPM".
     """
@@ -50,9 +50,9 @@ def wsd(step: int, total_steps: int, *, warmup_steps: Steps, decay_steps: Steps,
 
 
 def tabulated(make: Callable[[torch.optim.Optimizer], Any], *, lr: float) -> Callable[[int], float]:
-    """Return the shares of `lr` that one of torch's schedulers gives, as a pure function of the step.
+    """Return the shares of `lr` that a torch scheduler gives, as a pure function of the step.
 
-    `make` builds it for an optimizer of the peak `lr`. Its other effects (on the momentum, for example) are not used.
+    `make` builds the scheduler for an optimizer with the peak `lr`. Its other effects (for example on momentum) are not used.
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = make(optimizer)
@@ -62,7 +62,7 @@ def tabulated(make: Callable[[torch.optim.Optimizer], Any], *, lr: float) -> Cal
 
     def share(step: int) -> float:
         while len(rates) <= step:
-            optimizer.step()  # torch warns of a scheduler that steps first
+            optimizer.step()  # torch warns if the scheduler steps before the optimizer
             scheduler.step()
             rates.append(float(optimizer.param_groups[0]["lr"]))
         return rates[step] / lr

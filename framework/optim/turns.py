@@ -1,4 +1,4 @@
-"""Turns: sets of parameters, each with an optimizer of its own, of which a step takes one after the other."""
+"""Turns: sets of parameters with their own optimizers; a step takes the turns one after the other."""
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +13,17 @@ from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A set of parameters by patterns of their names, and when and how a step moves them."""
+    """A set of parameters, by patterns of their names, and when and how a step moves them."""
 
     name: str
     match: Sequence[str]
-    every: int = 1  # steps; of the others it is left out
-    clip_grad_norm: float | None = None  # null: as trainer.clip_grad_norm
-    scheduler: dict[str, Any] | None = None  # the node of a schedule; null: the run's
-    optimizer: dict[str, Any]  # the node of its optimizer: the run's, with the turn's options, or one of its own
+    every: int = 1  # every so many steps; other steps leave this turn out
+    clip_grad_norm: float | None = None  # null: use trainer.clip_grad_norm
+    scheduler: dict[str, Any] | None = None  # the node of a schedule; null: use the run's schedule
+    optimizer: dict[str, Any]  # the node of its optimizer: the run's optimizer with the turn's options, or the turn's own
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step, counted from 0, takes it."""
+        """Return whether a step, counted from 0, takes this turn."""
         return (step + 1) % self.every == 0
 
     def has(self, name: str) -> bool:
@@ -31,7 +31,7 @@ class Turn:
 
 
 def turns_of(node: Mapping[str, Any]) -> list[Turn]:
-    """Return the turns of an optimizer's node, in their order; none if it has none. ValueError, which says the key."""
+    """Return the turns of an optimizer's node, in order; an empty list if there are none. ValueError that names the key."""
     named = node.get("turns") or {}
     shared = {name: value for name, value in node.items() if name != "turns"}
     if not isinstance(named, Mapping):
@@ -55,7 +55,7 @@ def turns_of(node: Mapping[str, Any]) -> list[Turn]:
 
 
 def check_turns(turns: Sequence[Turn], *, names: Sequence[str]) -> None:
-    """Raise ValueError unless each trained parameter belongs to one turn, and each pattern matches one."""
+    """Raise ValueError unless each trained parameter belongs to exactly one turn, and each pattern matches a parameter."""
     for turn in turns:
         for pattern in turn.match:
             if not fnmatch.filter(names, pattern):
@@ -72,7 +72,7 @@ def check_turns(turns: Sequence[Turn], *, names: Sequence[str]) -> None:
 
 
 class InTurns(torch.optim.Optimizer):
-    """The optimizers of all turns as one, whose `step` is that of `turn`. All keep their state in one place, by parameter."""
+    """The optimizers of all turns as one optimizer; its `step` is the step of `turn`. They share one state, by parameter."""
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self.optimizers = dict(optimizers)
@@ -101,7 +101,7 @@ class InTurns(torch.optim.Optimizer):
 
 
 def in_turns(turns: Sequence[Turn], build: Callable[[dict[str, Any]], BuildOptimizer]) -> BuildOptimizer:
-    """Return a function that builds the optimizers of all turns; `build` gives one's builder by its node."""
+    """Return a function that builds the optimizers of all turns; `build` returns the builder for a turn's node."""
     builders = {turn.name: build(turn.optimizer) for turn in turns}
 
     def make(trained: list[Trainable]) -> torch.optim.Optimizer:

@@ -16,12 +16,12 @@ from framework.optim.turns import InTurns, Turn
 from framework.randomness import key, seed_generators
 from framework.runtime.torch_internals import move_all_towards
 
-ChangeGradients = Callable[[int], None]  # of this rank, in a step, counted from 0. Collective
+ChangeGradients = Callable[[int], None]  # changes this rank's gradients in a step, counted from 0. Collective
 
 
 @dataclass(eq=False)
 class ClipValues:
-    """Clips every element of the gradient to [-max_value, max_value]."""
+    """A change that clips every element of the gradient to [-max_value, max_value]."""
 
     trained: list[Trainable]
     _: KW_ONLY
@@ -32,16 +32,16 @@ class ClipValues:
         for item in self.trained:
             if (gradient := gradient_of(item.parameter)) is not None:
                 mine = local(gradient)
-                # an infinite element means divergence, which a clamp would hide
+                # an infinite element means divergence, and a clamp would hide it
                 mine.masked_fill_(mine.isinf(), torch.nan).clamp_(-self.max_value, self.max_value)
 
 
 @dataclass(eq=False)
 class Noise:
-    """Adds Gaussian noise of variance eta / (1 + step)^gamma to the gradient.
+    """A change that adds Gaussian noise of variance eta / (1 + step)^gamma to the gradient.
 
-    A parameter's noise is drawn whole, by the run's seed, the step and the parameter's name, and then cut like the
-    gradient: it does not depend on which rank has which part.
+    The noise of a whole parameter is drawn by the run's seed, the step and the parameter's name, and then cut like the
+    gradient. So it does not depend on which rank has which part.
     Source: Neelakantan et al. 2015, "Adding gradient noise improves learning for very deep networks".
     """
 
@@ -62,16 +62,17 @@ class Noise:
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient; a parameter that has none gets zeros."""
+    """Return the gradient of a parameter; if it has none, set it to zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
 class AveragedWeights:
-    """A moving average of the trained parameters, on this rank's shards: no gather, no copy of the model.
+    """A moving average of the trained parameters, on this rank's shards: without a gather and without a copy of the model.
 
-    After a step, counted from 0, it moves towards the weights by the `share` of that step: exponential if that is constant.
+    After a step, counted from 0, it moves towards the weights by the `share` of that step. A constant share makes it
+    exponential.
     """
 
     def __init__(self, trained: list[Trainable], *, share: Callable[[int], float]) -> None:
@@ -88,7 +89,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the weights and the average: before an evaluation, and again after it."""
+        """Exchange the weights and the average. Call it before an evaluation, and again after it."""
         for parameter, average in zip(self._parameters, self.tensors.values()):
             current = parameter.clone()
             parameter.copy_(average)
@@ -96,28 +97,28 @@ class AveragedWeights:
 
 
 class OwnAverage:
-    """The average that an optimizer keeps itself, and puts in place of the weights by its eval() (schedule-free learning)."""
+    """The average that an optimizer keeps itself; its eval() replaces the weights by the average (schedule-free learning)."""
 
     def __init__(self, optimizer: Any, trained: list[Trainable]) -> None:
         self._optimizer = optimizer
         self._trained = trained
-        self._held: tuple[list[Tensor], list[dict[str, Any]]] | None = None  # while the average is in place
+        self._held: tuple[list[Tensor], list[dict[str, Any]]] | None = None  # the weights, while the average replaces them
         optimizer.train()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return copies."""
+        """Copies of the average, by name."""
         self.swap()
         copies = {item.name: item.parameter.detach().clone() for item in self._trained}
         self.swap()
         return copies
 
     def update(self, step: int) -> None:
-        """Do nothing: the optimizer's step has."""
+        """Do nothing: the optimizer's step has already updated the average."""
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the weights and the average. The weights come back from copies: train() would round them."""
+        """Exchange the weights and the average. Copies restore the weights, because train() would round them."""
         if self._held is None:
             self._held = [item.parameter.detach().clone() for item in self._trained], group_values(self._optimizer)
             self._optimizer.eval()
@@ -133,21 +134,21 @@ Average = AveragedWeights | OwnAverage
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return copies of what each parameter group holds, but for its parameters and its learning rate, which a run sets."""
+    """Return copies of the values of each parameter group, except its parameters and its learning rate (a run sets it)."""
     kept = [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in optimizer.param_groups]
     return copy.deepcopy(kept)
 
 
 def averages_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has an average of the weights, and wants to be told of evaluations."""
+    """Return whether an optimizer keeps an average of the weights, and needs to know when an evaluation starts and ends."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 @dataclass(eq=False)
 class Update:
-    """The optimizer with its learning rate, the loss scale, the changes of the gradients, and the weights' average.
+    """The optimizer with its learning rate, the loss scale, the changes of the gradients, and the average of the weights.
 
-    `schedule` gives the share of `peak_lr` for a step, counted from 0; the parameter groups of a rank may have other peaks.
+    `schedule` returns the share of `peak_lr` for a step, counted from 0. A rank's parameter groups may have other peaks.
     """
 
     optimizer: torch.optim.Optimizer
@@ -158,12 +159,12 @@ class Update:
     loss_scale: LossScale
     changes: Sequence[ChangeGradients]  # in this order, after the norm is clipped
     average: Average | None
-    turns: Sequence[Turn] = ()  # of a step; none: it moves all parameters at once
+    turns: Sequence[Turn] = ()  # of a step; empty: a step moves all parameters at once
     schedules: Mapping[str, Callable[[int], float]] = field(default_factory=dict)  # of the turns
     trained: Sequence[Trainable] = ()
 
     def __post_init__(self) -> None:
-        self.initial = group_values(self.optimizer)  # what an optimizer changes later is part of its state
+        self.initial = group_values(self.optimizer)  # an optimizer's later changes of these are part of its state
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
         names = self.optimizer.turns_of_groups if isinstance(self.optimizer, InTurns) else [""] * len(self._peak_lrs)
         self._schedules = [self.schedules.get(name, self.schedule) for name in names]
@@ -178,11 +179,11 @@ class Update:
         return [peak * schedule(step) for peak, schedule in zip(self._peak_lrs, self._schedules)]
 
     def due(self, step: int) -> Sequence[Turn | None]:
-        """Return the turns of a step, counted from 0; None stands for all parameters at once."""
+        """Return the turns of a step, counted from 0; None means all parameters at once."""
         return [turn for turn in self.turns if turn.is_due(step)] or [None]
 
     def keep(self, turn: Turn | None) -> None:
-        """Leave the gradients of a turn's parameters alone, and make its optimizer the one that takes the step."""
+        """Keep only the gradients of a turn's parameters, and select the turn's optimizer for the step."""
         if turn is None:
             return
         assert isinstance(self.optimizer, InTurns)
@@ -192,10 +193,10 @@ class Update:
                 item.parameter.grad = None
 
     def take(self, step: int, *, grad_norm: Tensor | None, is_last: bool = True) -> None:
-        """Move the parameters by the gradients, or skip the step if fp16 gradients have overflowed.
+        """Move the parameters with the gradients, or skip the step if fp16 gradients have overflowed.
 
-        `grad_norm` is global, shape (); only fp16 needs it. After the last turn of a step the average follows. Diverged if no
-        loss scale is left to lower.
+        `grad_norm` is global, shape (); only fp16 needs it. The average is updated after the last turn of a step. Diverged if
+        the loss scale cannot be lowered further.
         """
         if not self.loss_scale.accepts(grad_norm):
             return
@@ -210,7 +211,7 @@ class Update:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the average, if there is one, in place of the weights."""
+        """Replace the weights by the average, if there is one, within the context."""
         if self.average is not None:
             self.average.swap()
         yield

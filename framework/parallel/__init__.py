@@ -1,1 +1,1 @@
-"""One strategy a file, and what several of them share."""
+"""One file for each strategy, and the code that several strategies share."""

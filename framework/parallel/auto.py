@@ -1,4 +1,4 @@
-"""Automatic: the plainest strategy under which the model fits into the memory of each process."""
+"""Automatic choice: the simplest strategy with which the model fits into the memory of each process."""
 
 import os
 
@@ -29,9 +29,9 @@ def auto(
     reshard_after_forward: bool,
     **buckets: Unpack[Buckets],
 ) -> Engine:
-    """Run the model as `ddp` if it fits, else as `zero`, else as `fsdp`; in one process as it is. Collective."""
+    """Run the model as `ddp` if it fits, else as `zero`, else as `fsdp`; in one process, as `single`. Collective."""
     budget = memory_gib * _GIB if memory_gib is not None else _memory(world) / 2  # the rest is for activations
-    budget = -world.agreement.largest(-budget)  # the least
+    budget = -world.agreement.largest(-budget)  # the smallest budget of all ranks
     choice, held = choose(model, num_ranks=world.world_size, budget=budget)
     if world.rank == 0:
         LOGGER.info("parallel=auto: %s, with %.2g GiB of parameters, gradients and optimizer state in each process",
@@ -56,14 +56,14 @@ def auto(
 
 
 def problems(model: nn.Module, *, demands: Demands, **options: object) -> list[str]:
-    """Refuse what one of the strategies that it may choose refuses."""
+    """Return why a strategy that `auto` may choose cannot run this model."""
     return zero.problems(model, demands=demands)
 
 
 def choose(model: nn.Module, *, num_ranks: int, budget: float) -> tuple[str, float]:
-    """Return the plainest strategy that needs at most `budget` bytes in each process (if none, fsdp), and its bytes.
+    """Return the simplest strategy that needs at most `budget` bytes in each process (if none does, fsdp), and its bytes.
 
-    They count parameters, gradients and an optimizer state of twice the trained parameters, which is AdamW's.
+    The bytes of the parameters, of the gradients and of an optimizer state twice the size of the trained parameters (AdamW's).
     """
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -79,7 +79,7 @@ def choose(model: nn.Module, *, num_ranks: int, budget: float) -> tuple[str, flo
 
 
 def _memory(world: World) -> float:
-    """Return the bytes of this process's device, or its share of the machine's memory."""
+    """Return the memory of this process's device in bytes; on the CPU, this process's share of the machine's memory."""
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_world_size

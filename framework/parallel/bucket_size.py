@@ -1,4 +1,4 @@
-"""The buckets of DistributedDataParallel: how they are laid out, and which size of them is the fastest."""
+"""The buckets of DistributedDataParallel: their layout, and the measurement that finds the fastest bucket size."""
 
 import gc
 import time
@@ -20,16 +20,16 @@ from framework.randomness import generator_states, set_generator_states
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import set_gradient_sync, without_buffer_sync
 
-DEFAULT_MB = 25  # torch's own
-_SIZES_MB = (DEFAULT_MB, 1, 5, 100)  # the first one is taken unless another is clearly faster
+DEFAULT_MB = 25  # torch's default
+_SIZES_MB = (DEFAULT_MB, 1, 5, 100)  # the first size is used unless another size is clearly faster
 _CLEARLY = 0.95
 _REPEATS = 3
 
 
 class Replica:
-    """A model in a DistributedDataParallel, which can be made anew for another size of its buckets.
+    """A model in a DistributedDataParallel, which can be wrapped again with another bucket size.
 
-    Without a hook, gradients are summed. Making it is collective.
+    Without a hook, gradients are summed. The constructor is collective.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Replica:
         self.bucket_cap_mb = bucket_cap_mb
         if self._wrapper is not None:
             self._wrapper = None
-            gc.collect()  # its reducer must not see another backward pass
+            gc.collect()  # the old reducer must not see another backward pass
         wrapper = DistributedDataParallel(self._model, bucket_cap_mb=bucket_cap_mb, **self._options)
         if self._hook is not None:
             register(wrapper, self._hook, group=wrapper.process_group)
@@ -64,22 +64,22 @@ class Replica:
         return self._wrapper(*arguments, **named)
 
     def set_sync(self, does_sync: bool) -> None:
-        """Say whether the next backward pass sums over the ranks."""
+        """Set whether the next backward pass sums the gradients over the ranks."""
         assert self._wrapper is not None
         set_gradient_sync(self._wrapper, does_sync)
 
     def settle(self) -> None:
-        """Let the buckets be laid out. Collective."""
+        """Let DistributedDataParallel lay out its buckets. Collective."""
         assert self._wrapper is not None
         settle_buckets(self._wrapper)
 
 
 class MeasuredBuckets(EngineAround):
-    """An Engine that, at a run's start, takes the size of the buckets with which a step is the fastest.
+    """An Engine that measures, at the start of a run, with which bucket size a step is the fastest, and uses this size.
 
-    The run's first step goes forward and backward with each size, and leaves no gradient, buffer or draw behind. The slowest
-    rank's time counts, so all ranks choose the same. Sums over three and more ranks are rounded by where a bucket ends: so a
-    checkpoint holds the size, and a resume measures nothing.
+    It runs the forward and backward passes of the first step with each size. These passes leave no gradient, no buffer and no
+    random draw behind. The time of the slowest rank counts, so all ranks choose the same size. The size changes the rounding of
+    sums over three or more ranks; so a checkpoint holds the size, and a resumed run does not measure again.
     """
 
     def __init__(self, engine: DataParallelEngine, replica: Replica, *, world: World, forward: Forward) -> None:
@@ -113,7 +113,7 @@ class MeasuredBuckets(EngineAround):
             self._replica.wrap(size)
             self._replica.settle()
             taken = []
-            for _ in range(1 + _REPEATS):  # the first one warms up
+            for _ in range(1 + _REPEATS):  # the first repeat warms up
                 self._world.agreement.barrier()
                 start = time.perf_counter()
                 self._engine.forward_backward(step, index=0, loss_scale=1.0, measure=False)
@@ -133,20 +133,20 @@ class MeasuredBuckets(EngineAround):
 
 
 def fastest(times: Mapping[int, float]) -> int:
-    """Return the size with the least time, if that is clearly less than the first one's."""
+    """Return the size with the least time if that time is clearly below the time of the first size; else the first size."""
     first, best = next(iter(times)), min(times, key=lambda size: times[size])
     return best if times[best] < _CLEARLY * times[first] else first
 
 
 def summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sum a bucket over the ranks, which DDP itself would average."""
+    """Sum a bucket over the ranks. (DDP itself would average it.)"""
     gradient = bucket.buffer()
     work = dist.all_reduce(gradient, group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])  # value() raises what the work has failed by
+    return work.get_future().then(lambda done: done.value()[0])  # value() raises the error of a failed collective
 
 
 class _Zero(nn.Module):
-    """Zero, with a gradient of zeros for every parameter: the last one's comes first, as in most models' backward passes."""
+    """A zero that gives every parameter a gradient of zeros; the last parameter gets its gradient first, as in most models."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -159,16 +159,16 @@ class _Zero(nn.Module):
 
 
 def settle_buckets(wrapper: DistributedDataParallel) -> None:
-    """Let the reducer lay out its buckets, without a forward of the model. Collective.
+    """Let the reducer lay out its buckets without a forward pass of the model. Collective.
 
-    It does so once, after the first backward pass, and the layout decides in which order a ring sums: without this, the
-    first step after a resume would be summed in another order.
+    The reducer does so once, after the first backward pass, and the layout decides in which order a ring sums. Without this
+    call, the first step after a resume would be summed in another order.
     """
     model = wrapper.module
     parameters = [p for p in model.parameters() if p.requires_grad]
     wrapper.module = _Zero(parameters)
     try:
-        for _ in range(2):  # the second finds the new layout
+        for _ in range(2):  # the second pass uses the new layout
             wrapper(torch.zeros((), dtype=parameters[0].dtype.to_real(), device=parameters[0].device)).backward()
     finally:
         wrapper.module = model

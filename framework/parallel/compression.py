@@ -1,8 +1,8 @@
-"""Compressed gradients for DistributedDataParallel: one communication hook a name.
+"""Compressed gradients for DistributedDataParallel: one communication hook for each name.
 
-A hook gets a bucket of this rank's gradients and returns the mean over the ranks, in a future. `int8`, `top_k` and
-`powersgd` add what compression loses of a gradient to the next gradient (error feedback); each rank has its own remainder,
-which is not in a checkpoint.
+A hook gets a bucket of this rank's gradients and returns a future of the mean over the ranks. `int8`, `top_k` and `powersgd`
+add the part of a gradient that compression loses to the next gradient (error feedback). Each rank has its own lost part, which
+is not in a checkpoint.
 """
 
 from collections.abc import Callable
@@ -19,34 +19,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 from framework.runtime.torch_internals import all_gather_single
 
-BLOCK = 256  # gradients that share a scale in `int8`
-SHARE = 0.05  # of a bucket's gradients that `top_k` sends
+BLOCK = 256  # number of gradients that share a scale in `int8`
+SHARE = 0.05  # the share of a bucket's gradients that `top_k` sends
 
 Name = Literal["fp16", "bf16", "int8", "top_k", "powersgd"]
 
 
 @dataclass
 class HookState:
-    """What a hook keeps between steps."""
+    """The state that a hook keeps between steps."""
 
     group: dist.ProcessGroup
-    dtype: torch.dtype | None = None  # of the sums in `half`
-    errors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by bucket and size: DDP rebuilds its buckets
+    dtype: torch.dtype | None = None  # the dtype of the sums in `half`
+    errors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by bucket and size, because DDP rebuilds its buckets
 
 
 def register(wrapper: DistributedDataParallel, name: Name | Callable[..., Any], *, group: dist.ProcessGroup) -> None:
-    """Let the wrapper take the mean of its gradients by the hook of this name, or by one of the user's. Collective.
+    """Let the wrapper average its gradients with the hook of this name, or with a hook of the user. Collective.
 
-    A hook gets the group and a bucket of gradients, and returns the mean in a future. What it keeps is in no checkpoint.
+    A hook gets the group and a bucket of gradients, and returns a future of the mean. No checkpoint holds a hook's state.
     """
     if not isinstance(name, str):
 
-        def run(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # typed: DDP reads the annotations
+        def run(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # DDP reads the annotations
             return name(group, bucket)  # type: ignore[no-any-return]
 
         wrapper.register_comm_hook(group, run)
     elif name == "powersgd":
-        # before step 10, gradients are sent complete: the first ones are far from low rank
+        # before step 10, gradients are sent uncompressed, because the first gradients are far from low rank
         state = PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=10)
         wrapper.register_comm_hook(state, powerSGD_hook)  # Vogels et al. 2019
     elif name in ("fp16", "bf16"):
@@ -56,16 +56,16 @@ def register(wrapper: DistributedDataParallel, name: Name | Callable[..., Any], 
 
 
 def half(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sum in 16 bits. Not by torch's hooks: DDP accepts the hook for bfloat16 with NCCL only."""
+    """Sum in 16 bits. torch's own hooks are not used: DDP accepts the bfloat16 hook only with NCCL."""
     gradient = bucket.buffer()
-    # divided first: the sum of many could overflow
+    # divide before the sum, because a sum over many ranks could overflow
     sent = gradient.to(state.dtype).div_(state.group.size())
     work = dist.all_reduce(sent, group=state.group, async_op=True)
     return work.get_future().then(lambda done: gradient.copy_(done.value()[0]))
 
 
 def int8(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Send 8-bit integers, a scale for each block, with error feedback (Seide et al. 2014; Dettmers 2016)."""
+    """Send 8-bit integers, with one scale for each block, and error feedback (Seide et al. 2014; Dettmers 2016)."""
     gradient, num_ranks = bucket.buffer(), state.group.size()
     wanted, where = _with_error(state, bucket)
     blocks = pad(wanted, (0, -wanted.numel() % BLOCK)).view(-1, BLOCK)
@@ -81,7 +81,7 @@ def int8(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def top_k(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Send the largest gradients only, with error feedback (Aji & Heafield 2017; Lin et al. 2018)."""
+    """Send only the largest gradients, with error feedback (Aji & Heafield 2017; Lin et al. 2018)."""
     gradient, num_ranks = bucket.buffer(), state.group.size()
     wanted, where = _with_error(state, bucket)
     places = wanted.abs().topk(max(1, int(SHARE * wanted.numel())), sorted=False).indices
@@ -91,7 +91,7 @@ def top_k(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
 
     def mean(all_values: Tensor, all_places: Tensor) -> Tensor:
         gradient.zero_()
-        for theirs, at in zip(all_values, all_places):  # in rank order, so that every rank sums the same way
+        for theirs, at in zip(all_values, all_places):  # in rank order, so that all ranks sum in the same order
             gradient.index_add_(0, at, theirs)
         return gradient.div_(num_ranks)
 
@@ -110,7 +110,7 @@ def _gathered(first: Tensor, second: Tensor, *, group: dist.ProcessGroup, then: 
     work = all_gather_single(all_second.flatten(), second.flatten(), group=group, async_op=True)
 
     def finish(done: Future[Any]) -> Tensor:
-        done.value()  # raises what the work has failed by
+        done.value()  # raises the error of a failed collective
         return then(all_first, all_second)
 
     return work.get_future().then(finish)

@@ -1,4 +1,4 @@
-"""Context parallelism: each sample's tokens are cut over the processes, for sequences longer than one device holds."""
+"""Context parallelism: the tokens of each sample are cut over the processes, for sequences too long for one device."""
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ def context(
     attention: Attention | None = None,
     **buckets: Unpack[Buckets],
 ) -> Engine:
-    """Replicate the model; the processes along the inner axis of the mesh share the tokens of the same samples. Collective."""
+    """Replicate the model; processes along the inner axis of the mesh share the tokens of the same samples. Collective."""
     mesh = world.mesh(replicate=replicate, context=context)
     cut = cut_tokens(model, forward=forward, group=mesh.get_group("context"), attention=attention)
     engine = replicated(model, world=world, forward=forward, mesh=mesh, **buckets)
@@ -36,13 +36,13 @@ def context(
 
 
 def cut_tokens(model: nn.Module, *, forward: Forward, group: dist.ProcessGroup, attention: Attention | None) -> Cut:
-    """Let the model's mixers read the tokens of all ranks of the group, and the task take slices. Not collective."""
+    """Let the model's mixers read the tokens of all ranks of the group, and let the task take slices. Not collective."""
     rank, size = group.rank(), group.size()
     is_ring = attention_of(model, asked=attention, context=size) == "ring"
     cut = Cut.zigzag(rank=rank, size=size) if is_ring else Cut.contiguous(rank=rank, size=size)
     wrap = round_ring if is_ring else by_heads
-    for mixer in model.mixers():  # type: ignore[operator]  # `problems` has checked that it answers
-        # compiled blocks stop before it and go on after it: what it sends is no part of a graph
+    for mixer in model.mixers():  # type: ignore[operator]  # `problems` has checked that the method exists
+        # compiled code ends before the mixer and starts again after it: the mixer's communication is not part of a graph
         mixer.forward = torch.compiler.disable(wrap(mixer.forward, cut=cut, group=group))
     forward.task = OfSlices(forward.task, cut)
     return cut
@@ -79,7 +79,7 @@ def problems(
 
 
 class ContextEngine(EngineAround):
-    """An Engine whose ranks run the same samples, a slice of the tokens each."""
+    """An Engine for ranks that run the same samples; each rank has a slice of the tokens."""
 
     def __init__(self, engine: Engine, *, cut: Cut, dp_rank: int) -> None:
         super().__init__(engine)

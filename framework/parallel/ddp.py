@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every process holds the whole model; gradients are summed over processes."""
+"""DistributedDataParallel: every process holds the whole model; the gradients are summed over the processes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,18 +25,18 @@ from framework.parallel.dealing import dealing
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
 
-REMEDIES = ({"find_unused_parameters": True},)  # options with which a model may run that does not without
+REMEDIES = ({"find_unused_parameters": True},)  # options that let some models run which cannot run without them
 
 
 class Buckets(TypedDict):
-    """How gradients are packed into messages: DistributedDataParallel's own arguments."""
+    """The arguments of DistributedDataParallel that decide how gradients are packed into messages."""
 
     bucket_cap_mb: int
     gradient_as_bucket_view: bool
 
 
 class ReducerOptions(TypedDict):
-    """DistributedDataParallel's own arguments that a user can set, but for the size of the buckets."""
+    """The arguments of DistributedDataParallel that a user can set, except the bucket size."""
 
     gradient_as_bucket_view: bool
     static_graph: bool
@@ -44,7 +44,7 @@ class ReducerOptions(TypedDict):
 
 
 class DDPOptions(ReducerOptions):
-    """All of DistributedDataParallel's own arguments that a user can set."""
+    """All arguments of DistributedDataParallel that a user can set."""
 
     bucket_cap_mb: int
 
@@ -78,7 +78,7 @@ def problems(
     bucket_cap_mb: int | str = 1,
     **others: object,
 ) -> list[str]:
-    """Return what a run asks for that gradients which a hook sums exclude."""
+    """Return which demands of the run do not fit gradients that a hook sums."""
     if compression is None and hook is None:
         return []
     if hook is not None and bucket_cap_mb == "auto":
@@ -97,7 +97,7 @@ def problems(
 
 
 def exact_options(**options: object) -> dict[str, object]:
-    """Return the options with which this strategy computes what one process does."""
+    """Return the options with which this strategy computes the same as one process."""
     return options | {"compression": None, "hook": None}
 
 
@@ -112,15 +112,15 @@ def replicated(
     bucket_cap_mb: int | None,
     **options: Any,
 ) -> Engine:
-    """Return the Engine of a model that every rank holds whole. `options` are DistributedDataParallel's own. Collective.
+    """Return the Engine of a model that every rank holds whole. `options` are arguments of DistributedDataParallel. Collective.
 
-    Without a size of the buckets, it is measured. `hook`: what takes the mean of the gradients in place of their sum, by name,
-    or a function of a group and a bucket. If a process has several devices, the model must be on them already.
+    Without `bucket_cap_mb`, the engine measures the best bucket size. `hook` averages the gradients instead of summing them:
+    a name, or a function of a group and a bucket. If a process has several devices, the model must already be on them.
     """
     is_on_one = len(world.devices) == 1
     if is_on_one:
         model.to(world.device)
-    if forward.trains_by_step:  # DDP wants one forward for each backward pass, which uses each weight
+    if forward.trains_by_step:  # DDP needs one forward pass for each backward pass, and every weight used in it
         return DataParallelEngine(
             model,
             forward=forward,
@@ -158,7 +158,7 @@ def replicated(
 
 
 def require_gradients(parameters: dict[str, nn.Parameter]) -> None:
-    """Raise Unfit if a parameter has no gradient: the reducer then waits for it, and has summed none of those in its bucket."""
+    """Raise Unfit if a parameter has no gradient: the reducer waits for it and has not summed the gradients of its bucket."""
     if unused := [name for name, parameter in parameters.items() if parameter.grad is None]:
         some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
         raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {some} in "
@@ -166,9 +166,9 @@ def require_gradients(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:
-    """Sum the gradients, of shards this rank's parts, over the group's ranks (None: all). Collective.
+    """Sum the gradients over the ranks of the group (None: all ranks); of a shard, this rank's part. Collective.
 
-    A gradient that only some ranks have is zero on the others.
+    A gradient that only some ranks have counts as zero on the other ranks.
     """
     if not parameters:
         return

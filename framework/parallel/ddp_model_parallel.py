@@ -1,4 +1,4 @@
-"""DistributedDataParallel over model parallelism: each replica is one process, whose layers are on several devices."""
+"""DistributedDataParallel over model parallelism: each replica is one process with its layers on several devices."""
 
 from torch import nn
 from typing_extensions import Unpack
@@ -14,7 +14,7 @@ from framework.runtime.log import LOGGER
 def ddp_model_parallel(
     model: nn.Module, *, world: World, forward: Forward, replicate: int | None, num_devices: int, **options: Unpack[DDPOptions]
 ) -> Engine:
-    """Lay the model out over the devices of each process (2r and 2r + 1 of process r, if it has two). Collective."""
+    """Place the model on the devices of each process (process r with two devices has 2r and 2r + 1). Collective."""
     layout = place(model, devices=world.devices, example=forward.example)
     if world.rank == 0:
         LOGGER.info("parallel=ddp+mp: in each process %s", layout)

@@ -1,4 +1,4 @@
-"""Pipelines side by side: each works on its own samples, and their gradients are summed."""
+"""Several pipelines in parallel: each pipeline has its own samples, and their gradients are summed."""
 
 from torch import nn
 
@@ -27,7 +27,7 @@ def ddp_pipeline(
     send_dtype: SendDtype = None,
     balance: Balance = "operations",
 ) -> Engine:
-    """Cut the model along the inner axis of the mesh, and replicate the stages along the outer. Collective."""
+    """Cut the model along the inner axis of the mesh, and replicate the stages along the outer axis. Collective."""
     mesh = world.mesh(replicate=replicate, pipeline=pipeline)
     return PipelineEngine(
         model, mesh=mesh, world=world, forward=forward, schedule=schedule, send_dtype=send_dtype, balance=balance

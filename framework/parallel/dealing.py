@@ -1,4 +1,4 @@
-"""An optimizer's work on whole matrices, dealt out over the ranks."""
+"""The distribution of an optimizer's work on whole matrices over the ranks."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from framework.optim.turns import InTurns
 
 
 def dealing(world: World) -> MakeOptimizer:
-    """Return a function that builds an optimizer; if it can `deal`, as Muon, each rank works on its share of the matrices.
+    """Return a function that builds an optimizer; if it can `deal` (Muon), each rank works on its share of the matrices.
 
-    For strategies in which every rank holds the whole of a matrix, or gathers it.
+    For strategies in which every rank holds or gathers whole matrices.
     """
 
     def exchange(matrices: list[Tensor]) -> None:

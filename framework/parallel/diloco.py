@@ -1,4 +1,4 @@
-"""DiLoCo: local SGD whose average is a step of an outer optimizer with momentum. NOT equal to one process."""
+"""DiLoCo: local SGD with an outer optimizer with momentum that steps at each average. NOT equal to one process."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from framework.optim.optimizers import BuildOptimizer, Trainable
 from framework.parallel import local_sgd
 
 exact_options = local_sgd.exact_options
-_KEY = "outer_momentum"  # in the optimizer's state of a parameter
+_KEY = "outer_momentum"  # the key in the optimizer's state of a parameter
 
 
 def diloco(
@@ -35,7 +35,7 @@ def diloco(
 
 
 def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: object) -> list[str]:
-    """Refuse what local SGD refuses, and an optimizer whose average of the weights would not see the outer steps."""
+    """Return the problems of local SGD, and refuse an optimizer that averages the weights but does not see the outer steps."""
     found = local_sgd.problems(model, demands=demands, sync_every=sync_every)
     if demands.averages_itself and not found:
         found.append("the optimizer averages the weights itself, and does not see the outer steps; take local-sgd, ddp or fsdp")
@@ -43,12 +43,12 @@ def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: o
 
 
 class DiLoCo(EngineAround):
-    """An Engine around local SGD's: what the processes agree on becomes a step from what they agreed on before.
+    """An Engine around local SGD's: it turns the average of the processes into a step from the previous average.
 
-    The outer gradient is the difference of the two; the outer optimizer is SGD with Nesterov momentum. The last agreed
-    parameters are in no checkpoint: checkpoints are saved where they are the parameters. The outer momentum is then in the
-    optimizer's state, but during a round it is not: an optimizer may take any state for its own. Inner optimizer state is
-    averaged, as in local SGD; the paper leaves it to each process.
+    The outer gradient is the difference of the two averages; the outer optimizer is SGD with Nesterov momentum. No checkpoint
+    holds the last average, because a checkpoint is saved only when the parameters are equal to it. The outer momentum is then
+    in the optimizer's state. It is not there during a round, because an optimizer may use any state as its own. The inner
+    optimizer state is averaged, as in local SGD; in the paper each process keeps its own.
     Source: Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models", Algorithm 1.
     """
 
@@ -58,7 +58,7 @@ class DiLoCo(EngineAround):
         self._lr, self._momentum = lr, momentum
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self._agreed: list[Tensor] = []  # of each parameter, when the round began; none between rounds
+        self._agreed: list[Tensor] = []  # a copy of each parameter at the start of the round; empty between rounds
         self._momenta: list[Tensor | None] = []
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
@@ -67,7 +67,7 @@ class DiLoCo(EngineAround):
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         if index % self._sync_every == 0 or index <= self._sync_first:
-            self._agreed = []  # after a rollback, they are of another round
+            self._agreed = []  # after a rollback, the copies belong to another round
         if index >= self._sync_first and not self._agreed:
             self._begin_round()
         return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
@@ -89,9 +89,9 @@ class DiLoCo(EngineAround):
         assert self._optimizer is not None
         for parameter, agreed, momentum in zip(self._parameters, self._agreed, self._momenta):
             gradient = agreed.sub_(parameter)
-            # in this order, a rate of 1 without momentum leaves the average's own bits
+            # in this order, a learning rate of 1 without momentum leaves the bits of the average unchanged
             parameter.add_(gradient, alpha=1 - self._lr)
-            if momentum is None and self._momentum and gradient.any():  # nothing for what does not move: see above
+            if momentum is None and self._momentum and gradient.any():  # a parameter that does not move gets no momentum
                 momentum = torch.zeros_like(gradient)
             if momentum is not None:
                 momentum.mul_(self._momentum).add_(gradient)

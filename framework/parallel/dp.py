@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process; each micro-batch is cut over its devices."""
+"""nn.DataParallel: one process, which cuts each micro-batch over its devices."""
 
 from torch import nn
 
@@ -10,7 +10,7 @@ from framework.runtime.log import LOGGER
 
 
 def dp(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:
-    """Run the model on the CUDA devices of this process, or, with one device or none, as it is."""
+    """Run the model on the CUDA devices of this process; with fewer than two devices, run the model unchanged."""
     model.to(world.device)
     if len(world.devices) > 1:
         return DataParallelEngine(model, model=nn.DataParallel(model, device_ids=world.devices), forward=forward)

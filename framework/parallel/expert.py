@@ -1,4 +1,4 @@
-"""Expert parallelism: each process has its own samples, and some experts of each layer, to which all processes send tokens."""
+"""Expert parallelism: each process has its own samples and some experts of each layer; all processes send tokens to them."""
 
 import torch
 from torch import nn
@@ -22,9 +22,9 @@ import_dynamo()  # as in fsdp.py
 
 @fills
 def expert(model: nn.Module, *, world: World, forward: Forward, replicate: int | None, expert: int | None) -> Engine:
-    """Share each layer's experts out along the inner axis of the mesh; the rest of the model is on every process. Collective.
+    """Divide each layer's experts along the inner axis of the mesh; every process has the rest of the model. Collective.
 
-    Gradients of experts are summed over the outer axis alone: what the tokens of the inner axis give, has come to their owner.
+    Gradients of experts are summed over the outer axis only: an expert's owner already has the part of the inner axis's tokens.
     Source: Lepikhin et al. 2020, "GShard"; Fedus et al. 2021, "Switch Transformers".
     """
     mesh = world.mesh(replicate=replicate, expert=expert)
@@ -49,7 +49,7 @@ def expert(model: nn.Module, *, world: World, forward: Forward, replicate: int |
 
 
 def problems(model: nn.Module, **options: object) -> list[str]:
-    """Return why this model's experts cannot lie on several processes."""
+    """Return why this model's experts cannot be divided over several processes."""
     most_models = "or take ddp, zero, fsdp or hsdp, which take most models"
     modules, trace = experts_of(model), traced(model)
     if not modules:
@@ -77,5 +77,5 @@ def cut_experts(model: nn.Module, *, mesh: DeviceMesh) -> None:
     for module in modules:
         for name, parameter in module.named_parameters():
             setattr(module, name, cut[id(parameter)])
-        # compiled blocks stop before it and go on after it: what it sends is no part of a graph
+        # compiled code ends before the module and starts again after it: its communication is not part of a graph
         module.forward = torch.compiler.disable(by_owner(module, group=mesh.get_group("expert")))  # type: ignore[method-assign]

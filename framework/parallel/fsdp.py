@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over the processes."""
+"""FSDP2: parameters, gradients and optimizer state are sharded over the processes."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,9 +23,9 @@ from framework.runtime.log import LOGGER
 from framework.runtime.torch_compiler import import_dynamo
 from framework.runtime.torch_internals import is_view
 
-import_dynamo()  # the first operation on shards would, in each of the workers: so they inherit it from their warm parent
+import_dynamo()  # else each worker does this at its first operation on shards; now the workers inherit it from their parent
 
-REMEDIES = ({"reshard_after_forward": False},)  # options with which a model may run that does not without
+REMEDIES = ({"reshard_after_forward": False},)  # options that let some models run which cannot run without them
 
 
 class ShardOptions(TypedDict):
@@ -39,19 +39,19 @@ class ShardOptions(TypedDict):
 
 
 class Offloading(ShardOptions):
-    """The same, for a model whose layers are not cut already."""
+    """The options of FSDP2 for a model without cut layers."""
 
     cpu_offload: bool
 
 
 @fills
 def fsdp(model: nn.Module, *, world: World, forward: Forward, shard: int | None, **options: Unpack[Offloading]) -> Engine:
-    """Shard the model, block by block: one block's parameters are gathered at a time. Collective."""
+    """Shard the model block by block; the parameters of one block are gathered at a time. Collective."""
     return sharded(model, mesh=world.mesh(shard=shard), world=world, forward=forward, **typed(model, forward, options))
 
 
 def typed(model: nn.Module, forward: Forward, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `sharded`: those of a strategy, with the types that they name. Before layers are cut."""
+    """Return a strategy's options for `sharded`, with types instead of their names. Call this before layers are cut."""
     chosen = {name: options[name] for name in ("param_dtype", "reduce_dtype")}
     others = {name: value for name, value in options.items() if name not in chosen}
     return others | {"types": Types.of(model, forward=forward, **chosen)}
@@ -67,7 +67,7 @@ def problems(model: nn.Module, *, prefetch: int | None = None, **options: object
 
 
 def exact_options(**options: object) -> dict[str, object]:
-    """Return the options with which this strategy computes what one process does."""
+    """Return the options with which this strategy computes the same as one process."""
     return options | {"param_dtype": None, "reduce_dtype": None}
 
 
@@ -83,12 +83,12 @@ def sharded(
     reduce_every: Literal["micro_batch"] | None = None,
     prefetch: int | None = None,
 ) -> Engine:
-    """Shard each block, and the rest of the model, over the mesh's `shard` axis; replicate over its `replicate` axis, if any.
+    """Shard each block and the rest of the model over the mesh's `shard` axis; replicate over a `replicate` axis. Collective.
 
-    `types` are those of the model before layers were cut. Ranks along a `tensor` axis, over which the layers are cut already,
-    work on the same samples. With `reduce_every` gradients are shards after each micro-batch, otherwise after the last:
-    until then a process holds those of the whole model. `prefetch`: blocks that are gathered ahead; None: as torch does, one in
-    the backward pass, and in the forward pass those that the CPU has come to.
+    `types` are the types of the model before layers were cut. Ranks along a `tensor` axis, over which the layers are already
+    cut, work on the same samples. With `reduce_every`, gradients are sharded after each micro-batch, else after the last one;
+    until then a process holds the gradients of the whole model. `prefetch` is the number of blocks that are gathered ahead.
+    None is torch's default: one block in the backward pass; in the forward pass, the blocks that the CPU has reached.
     """
     is_cut = "tensor" in (mesh.mesh_dim_names or ())
     num_parts, over = (mesh["tensor"].size(), mesh["shard"]) if is_cut else (1, mesh)
@@ -98,7 +98,7 @@ def sharded(
     if world.rank == 0:
         LOGGER.info("gathered at a time: %s%s", description(units, model), f"; {types.note}" if types.note else "")
     for block in [*units, model]:
-        frees = reshard_after_forward and block is not model  # the backward pass begins with what is left of the model
+        frees = reshard_after_forward and block is not model  # the backward pass starts with the rest of the model
         for unit, policy in types.policies(block, model):
             copy_views(unit)
             fully_shard(unit, mesh=over, reshard_after_forward=frees, mp_policy=policy, offload_policy=offload)
@@ -112,7 +112,7 @@ def sharded(
         model,
         forward=forward,
         mesh=mesh,
-        dp_rank=world.rank // num_parts,  # `tensor` is the mesh's last axis
+        dp_rank=world.rank // num_parts,  # `tensor` is the last axis of the mesh
         dp_size=world.world_size // num_parts,
         averaged_over=1,
         is_counted=world.rank % num_parts == 0,
@@ -125,25 +125,25 @@ def sharded(
 
 
 def prefetch_blocks(blocks: Sequence[nn.Module], *, num_ahead: int) -> None:
-    """Let each sharded block begin to gather the next ones: in the order of the list forward, in the reverse order backward."""
+    """Let each sharded block start to gather the next blocks: in list order forward, in reverse order backward."""
     for ordered, name in ((blocks, "set_modules_to_forward_prefetch"), (blocks[::-1], "set_modules_to_backward_prefetch")):
         for number, block in enumerate(ordered):
             getattr(block, name)(list(ordered[number + 1 : number + 1 + num_ahead]))
 
 
 def without_averages(model: nn.Module) -> None:
-    """Let gradients be summed over the ranks, which FSDP itself would average."""
+    """Let FSDP sum the gradients over the ranks. (FSDP itself would average them.)"""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has sums only
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
 
 def copy_views(module: nn.Module) -> None:
-    """Let a module return no views. To be called before it is sharded.
+    """Let a module return no views. Call this before the module is sharded.
 
-    A change in place of a view that a sharded module has returned would drop the hook that gathers its weights for the
-    backward pass, and with it, without a message, the right gradients.
+    A change in place of a view that a sharded module has returned would remove the hook that gathers the weights for the
+    backward pass. The gradients would then be wrong, without a message.
     """
 
     def copied(_: nn.Module, __: object, outputs: Any) -> Any:
@@ -157,8 +157,8 @@ def copy_views(module: nn.Module) -> None:
 def reshard_after_evaluation(model: nn.Module) -> None:
     """Free the gathered parameters after a forward pass without gradients.
 
-    No backward pass frees them then, and the next forward pass would use them although the shards have changed: after an
-    evaluation of the averaged weights, for example.
+    Without a backward pass nothing else frees them. The next forward pass would use the old values although the shards have
+    changed, for example after an evaluation of the averaged weights.
     """
 
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else reshard(model))

@@ -1,4 +1,4 @@
-"""FSDP2 with context parallelism: parameters sharded over all processes, each sample's tokens cut over a group of them."""
+"""FSDP2 with context parallelism: all processes shard the parameters; groups of processes cut each sample's tokens."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from framework.parallel import context as contexts
 from framework.parallel import fsdp
 from framework.parallel.attention.fit import Attention
 
-exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # it is sharded as in `fsdp`
+exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # the model is sharded as in `fsdp`
 
 
 @fills
@@ -27,9 +27,9 @@ def fsdp_context(
     attention: Attention | None = None,
     **options: Unpack[fsdp.Offloading],
 ) -> Engine:
-    """Cut the tokens over the inner axis of the mesh, and shard the model over both. Collective.
+    """Cut the tokens over the inner axis of the mesh, and shard the model over both axes. Collective.
 
-    Ranks that share samples have gradients of different tokens: their sum is taken as that of ranks with other samples.
+    Ranks with the same samples have gradients of different tokens. They are summed like the gradients of different samples.
     """
     mesh, everyone = world.mesh(shard=shard, context=context), world.mesh(shard=None)
     given = fsdp.typed(model, forward, options)
@@ -41,5 +41,5 @@ def fsdp_context(
 def problems(
     model: nn.Module, *, demands: Demands, context: int, attention: Attention | None = None, **others: Any
 ) -> list[str]:
-    """Return why this model's tokens cannot be cut, or it cannot be sharded."""
+    """Return why the tokens cannot be cut, or why the model cannot be sharded."""
     return contexts.problems(model, demands=demands, context=context, attention=attention) or fsdp.problems(model, **others)

@@ -1,4 +1,4 @@
-"""FSDP2 over tensor parallelism: layers cut within a group of processes, and those parts sharded across the groups."""
+"""FSDP2 over tensor parallelism: a group of processes cuts the layers, and the parts are sharded across the groups."""
 
 import logging
 import warnings
@@ -28,11 +28,11 @@ def fsdp_tensor(
     sequence: bool | None,
     **options: Unpack[fsdp.ShardOptions],
 ) -> Engine:
-    """Cut the linear layers over the inner axis of the mesh, then shard everything over the outer. Collective."""
+    """Cut the linear layers over the inner axis of the mesh, then shard everything over the outer axis. Collective."""
     ignore_known()
     mesh = world.mesh(shard=shard, tensor=tensor)
     given = fsdp.typed(model, forward, options)
-    # FSDP shards even parts only
+    # FSDP shards only parts of equal size
     tensors.cut_layers(model, mesh=mesh["tensor"], sequence=sequence, keeps_cut=stays_cut(forward.task), evenly=True)
     return fsdp.sharded(model, mesh=mesh, world=world, forward=forward, **given)
 
@@ -42,12 +42,12 @@ def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: 
     return tensors.problems(model, tensor=tensor, sequence=sequence) or fsdp.problems(model, **others)
 
 
-exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # it is sharded as in `fsdp`
+exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # the model is sharded as in `fsdp`
 
 
 def ignore_known() -> None:
-    """Silence warnings that torch gives for any shards over two axes, on every rank."""
-    # a gathered output is a view of a DTensor; nobody changes it in place
+    """Silence, on every rank, the warnings that torch prints for all shards over two axes."""
+    # a gathered output is a view of a DTensor; no code changes it in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
-    # a norm is summed over one axis, then over the other: all processes do so in the same order
+    # a norm is summed over one axis, then over the other; all processes use the same order
     logging.getLogger(REDISTRIBUTION_LOG).setLevel(logging.ERROR)

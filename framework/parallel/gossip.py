@@ -1,4 +1,4 @@
-"""Gossip: local SGD in which each process averages its weights with one other's in each step. NOT equal to one process."""
+"""Gossip: local SGD in which each process averages its weights with one other process per step. NOT equal to one process."""
 
 from typing import Annotated
 
@@ -35,14 +35,14 @@ def gossip(
 
 
 class Gossip(EngineAround):
-    """An Engine around local SGD's: between the averages over all processes, each step ends with one over two of them.
+    """An Engine around local SGD's: between the averages over all processes, each step ends with an average over two processes.
 
-    A process sends its parameters to one partner and receives another's: two messages a step, however many processes there are.
-    The partners' distance goes through the powers of two, so after log2(processes) steps each process has a share of every
-    other's weights. The mean over the processes does not change by it, and each optimizer state stays its process's own
-    until all are averaged.
+    A process sends its parameters to one partner and receives those of another: two messages a step for any number of
+    processes. The distance to the partner goes through the powers of two. So after log2(processes) steps each process has a
+    share of the weights of every other process. The mean over the processes does not change. Each process keeps its own
+    optimizer state until all processes average.
     Source: Daily et al. 2018, "GossipGraD: scalable deep learning using gossip communication based asynchronous gradient
-    descent" (without its rotation of the samples: the step decides here which these are).
+    descent" (without its rotation of the samples: here the step decides which samples a process has).
     """
 
     def __init__(self, engine: Engine, *, world: World) -> None:
@@ -71,6 +71,6 @@ class Gossip(EngineAround):
 
 
 def distance(step: int, *, num_ranks: int) -> int:
-    """Return how far a process's partner is after this many steps: the powers of two below the processes, again and again."""
+    """Return the distance to the partner after this step: the powers of two below `num_ranks`, in a cycle."""
     num_distances = max(1, (num_ranks - 1).bit_length())
     return 2 ** ((step - 1) % num_distances)

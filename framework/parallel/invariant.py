@@ -1,4 +1,4 @@
-"""Bitwise invariance: gradients whose bits do not depend on how many processes there are."""
+"""Bitwise invariance: gradients with bits that do not depend on the number of processes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,13 +14,13 @@ from framework.engine.sums import Sums, add
 from framework.modules.tensors import moved
 from framework.optim.optimizers import MakeOptimizer
 
-Subtree = tuple[int, int]  # of a tree: its leaves, range(start, stop)
+Subtree = tuple[int, int]  # of a tree: its leaves are range(start, stop)
 
 
 def inner_nodes(root: Subtree) -> Iterator[tuple[Subtree, Subtree, Subtree]]:
-    """Yield the nodes of several leaves, each after the two nodes below it and with them.
+    """Yield each node that has several leaves, with its left and right child; children come before their parent.
 
-    The left of the two has the largest power of two below the number of leaves.
+    The left child has the largest power of two below the number of leaves.
     """
     start, stop = root
     if stop - start > 1:
@@ -34,7 +34,7 @@ def inner_nodes(root: Subtree) -> Iterator[tuple[Subtree, Subtree, Subtree]]:
 class TreeSum:
     """The sum of one tensor from each leaf. Rank r has the leaves range(bounds[r], bounds[r + 1]).
 
-    A rank keeps the sums of the complete subtrees among its leaves, log2 of their number at most; only these sums are sent.
+    A rank keeps the sums of the complete subtrees among its leaves: at most log2 of their number. Ranks send only these sums.
     """
 
     def __init__(self, bounds: Sequence[int], *, rank: int) -> None:
@@ -47,19 +47,19 @@ class TreeSum:
         self._above = {one: (node, other) for node, *pair in self._inner for one, other in (pair, pair[::-1])}
 
     def add(self, leaf: int, value: Tensor) -> None:
-        """Add one of this rank's leaves; `value` may be changed. Every leaf is added once, in any order."""
+        """Add one of this rank's leaves; `value` may be changed. Every leaf must be added once, in any order."""
         node = (leaf, leaf + 1)
         while node in self._above and self._above[node][1] in self._sums:
             node, sibling = self._above[node]
-            value = self._sums.pop(sibling).add_(value)  # a + b is b + a, to the last bit
+            value = self._sums.pop(sibling).add_(value)  # a + b has the same bits as b + a
         self._sums[node] = value
 
     def total(self, like: Tensor) -> Tensor:
         """Return the sum over all ranks' leaves, in the shape of `like`, on every rank. Collective."""
-        for node, left, right in self._inner:  # bring each node's sum to the owner of its first leaf
+        for node, left, right in self._inner:  # send each node's sum to the owner of its first leaf
             receiver, sender = self._owners[left[0]], self._owners[right[0]]
             if receiver == self._owners[right[1] - 1]:
-                continue  # the owner has it
+                continue  # the owner already has the sum
             if self._rank == sender != receiver:
                 dist.send(self._sums.pop(right), dst=receiver)
             elif self._rank == receiver:
@@ -79,7 +79,7 @@ def invariant(
     """Return the Engine of a model that every rank of the world holds whole. Collective."""
     model.to(world.device)
     if world.device.type == "cpu":
-        torch.set_num_threads(1)  # with another number a matrix product has other bits
+        torch.set_num_threads(1)  # another number of threads changes the bits of a matrix product
     plain = DataParallelEngine(
         model,
         forward=forward,
@@ -94,7 +94,7 @@ def invariant(
 
 
 class InvariantEngine(EngineAround):
-    """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, on whatever ranks they ran.
+    """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, whichever ranks ran them.
 
     Source: Li et al. 2023, "EasyScale: elastic training with consistent accuracy", which calls them logical workers.
     """
@@ -107,7 +107,7 @@ class InvariantEngine(EngineAround):
         engine.no_gather = "invariance: bitwise, which runs each micro-batch alone"
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        # the number of each rank's first micro-batch, and their count: as framework.data.order.parts distributes them
+        # the number of each rank's first micro-batch, and the count: framework.data.order.parts distributes them in this way
         count = -(-step.num_samples // self._micro_batch_size)
         bounds = [-(-rank * count // self.dp_size) for rank in range(self.dp_size + 1)]
         gradients, others = TreeSum(bounds, rank=self.dp_rank), TreeSum(bounds, rank=self.dp_rank)
@@ -116,7 +116,7 @@ class InvariantEngine(EngineAround):
         for micro_batch in step.micro_batches:
             for parameter in self._parameters:
                 parameter.grad = None
-            # a copy, in memory of its own: a part of a batch can start at any address, and kernels depend on it
+            # clone: a part of a batch can start at any address, and the address changes which kernels run
             alone = step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)])
             sums = self._plain.run_micro_batches(alone, index=index, loss_scale=loss_scale, measure=measure)
             names = list(sums)
@@ -130,7 +130,7 @@ class InvariantEngine(EngineAround):
         parts = gradient.split([p.numel() for p in self._parameters])
         for parameter, part, count in zip(self._parameters, parts, used):
             parameter.grad = part.view_as(parameter).to(parameter.dtype) if count else None
-        # the sums on rank 0, and zeros elsewhere: the loop adds them up
+        # the sums on rank 0, and zeros on the other ranks: the loop adds them up
         return {name: value * (self.dp_rank == 0) for name, value in zip(names, values)}
 
     def _flat_gradient(self) -> Tensor:
@@ -143,7 +143,7 @@ class InvariantEngine(EngineAround):
         return torch.cat([torch.stack([*sums.values()]).double(), flags])
 
     def evaluate(self, step: Step) -> Sums:
-        """Evaluate: sums rounded to multiples of 2^-24, whose sums over the ranks are exact, so their order does not matter."""
+        """Evaluate. The sums are rounded to multiples of 2^-24, so sums over the ranks are exact in any order."""
         sums: Sums = {}
         for micro_batch in step.micro_batches:
             of_one = self._engine.evaluate(step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)]))

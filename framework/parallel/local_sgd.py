@@ -1,4 +1,4 @@
-"""Post-local SGD: every process trains alone, and all average their models now and then. NOT equal to one process."""
+"""Post-local SGD: each process trains alone, and all processes average their models at intervals. NOT equal to one process."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -43,7 +43,7 @@ def local_sgd(
 
 
 def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: object) -> list[str]:
-    """Refuse evaluations and checkpoints between the steps after which the processes agree, and parts, which see every step."""
+    """Refuse evaluations and checkpoints at steps without an average, and parts, because a part sees every step."""
     if demands.turns:
         return [
             "optimizer.turns: are several optimizers, and those of a process are averaged as one (parallel=ddp, zero or fsdp)"
@@ -57,14 +57,14 @@ def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: o
 
 
 def exact_options(**options: object) -> None:
-    """Return None: with no options does this strategy compute what one process does."""
+    """Return None: this strategy has no options with which it computes the same as one process."""
 
 
 class LocalSGD(EngineAround):
-    """An Engine whose gradients come from this process's samples only, after the first `sync_first` steps.
+    """An Engine with gradients from this process's samples only, after the first `sync_first` steps.
 
-    After every `sync_every`-th step, and the last, parameters, their moving average and optimizer state are averaged over the
-    processes. All processes are equal then, and only then can a checkpoint be saved.
+    After every `sync_every`-th step, and after the last step, the processes average the parameters, their moving average and
+    the optimizer state. All processes are then equal. Only then can a checkpoint be saved.
     Source: Lin et al. 2020, "Don't use large mini-batches, use local SGD"; averaged momentum: Yu et al. 2019.
     """
 
@@ -73,15 +73,15 @@ class LocalSGD(EngineAround):
         self._plain = engine
         self._sync_every = sync_every
         self._sync_first = sync_first
-        self._is_local = False  # the latest step
-        self._num_samples = 0  # of this rank in it
+        self._is_local = False  # whether the latest step was local
+        self._num_samples = 0  # of this rank in the latest step
         self._optimizer: torch.optim.Optimizer | None = None
         self._weights_average: AveragedWeights | None = None
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._num_samples = step.num_own_samples
         self._is_local = is_local = index >= self._sync_first
-        if is_local:  # weighted by this process's number of samples, not by the global number
+        if is_local:  # the mean over this process's samples, not over the global batch
             step = step._replace(num_samples=max(1, self._num_samples))
         self._plain.averaged_over = 1 if is_local else self.dp_size
         sums = self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
@@ -96,7 +96,7 @@ class LocalSGD(EngineAround):
             self._engine.weigh(sums, num_samples=num_samples)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clip by this process's norm; return the root of its mean square over the processes, equal on all."""
+        """Clip by this process's norm; return the root mean square of the norms of all processes, equal on all processes."""
         square = self._engine.clip_grad_norm(max_norm).square()
         dist.all_reduce(square)
         return (square / self.dp_size).sqrt()
@@ -113,10 +113,10 @@ class LocalSGD(EngineAround):
         return self._optimizer
 
     def meet(self, step: int, *, is_last: bool) -> bool:
-        if step <= self._sync_first:  # they are equal, and rounding must not change them
+        if step <= self._sync_first:  # the processes are equal, and rounding must not change them
             return True
         is_due = step % self._sync_every == 0 or is_last
-        if is_due:  # here, not in the optimizer's step, which may be left out (fp16, divergence)
+        if is_due:  # not in the optimizer's step, which can be skipped (fp16, divergence)
             self._average_all()
         return is_due
 
@@ -126,8 +126,8 @@ class LocalSGD(EngineAround):
             self._average(self._weights_average.tensors.values())
         self._average(p.data for p in self.module.parameters() if p.requires_grad)
         states = [self._optimizer.state[p] for p in self.module.parameters() if p in self._optimizer.state]
-        # sorted: a state from a checkpoint has another order than one that steps have made, and where a tensor lies among the
-        # others decides in which order a ring sums it
+        # sorted, because a state from a checkpoint has another order than a state from steps, and the place of a tensor among
+        # the others decides in which order a ring sums it
         found = [state[key] for state in states for key in sorted(state)]
         self._average(value for value in found if isinstance(value, Tensor) and value.ndim > 0)
 

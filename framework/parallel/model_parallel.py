@@ -1,4 +1,4 @@
-"""Model parallelism: the layers of one model on several devices of one process."""
+"""Model parallelism: the layers of one model are on several devices of one process."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,17 +19,17 @@ from framework.runtime.torch_internals import apply_to_own
 
 
 def model_parallel(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:
-    """Lay the model out over the devices of this process."""
+    """Place the model on the devices of this process."""
     LOGGER.info("parallel=model-parallel: %s", place(model, devices=world.devices, example=forward.example))
     return DataParallelEngine(model, forward=forward)
 
 
 def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | None) -> str:
-    """Lay out the model in its layers' order so that the largest cost of a device is as small as possible; describe the result.
+    """Place the layers in their order so that the largest cost of a device is as small as possible; describe the result.
 
-    The last layers are on the first device: batches come from it, and the outputs meet the targets there. A layer's
-    arguments are moved to its device. The layers are the model's chain; if the chain is not known, they are the modules
-    that its forward calls, and what they return is moved back to the first device, where the rest of the model is.
+    The last layers are on the first device, because batches start there and the outputs meet the targets there. A layer's
+    arguments are moved to its device. The layers are the model's chain. If the chain is not known, they are the modules that
+    the forward calls; their outputs are moved back to the first device, which has the rest of the model.
     """
     home = devices[0]
     links = chain_of(model)
@@ -55,7 +55,7 @@ def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | 
 
 
 def sharing_weights(units: Sequence[nn.Module]) -> list[list[int]]:
-    """Group the units that share a weight, which can be on one device only; each group takes the place of its last unit."""
+    """Group the units that share a weight, which must be on one device; each group takes the place of its last unit."""
     groups: list[tuple[set[int], list[int]]] = []
     for number, unit in enumerate(units):
         weights = {id(parameter) for parameter in unit.parameters()}

@@ -1,4 +1,4 @@
-"""A parameter server: rank 0's process holds the parameters and the optimizer; every rank sends it gradients, over rpc."""
+"""A parameter server: rank 0's process holds the parameters and the optimizer; every rank sends it gradients over RPC."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ from framework.engine.seam import Demands, Engine
 def parameter_server(
     model: nn.Module, *, world: World, forward: Forward, replicate: int | None, mode: Literal["sync", "async"]
 ) -> Engine:
-    """Replicate the model; rank 0 serves. One process runs without a server. Collective."""
+    """Replicate the model; rank 0 is the server. One process runs without a server. Collective."""
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
     plain = DataParallelEngine(
@@ -29,7 +29,7 @@ def parameter_server(
     )
     if world.world_size == 1:
         return plain
-    # imported here: a build of torch may have no rpc
+    # imported here, because a build of torch may have no RPC
     if mode == "async":
         from framework.parallel.server.asynchronous import Hogwild
 
@@ -40,12 +40,12 @@ def parameter_server(
 
 
 def exact_options(*, mode: str, **options: object) -> dict[str, object] | None:
-    """Return the options with which this strategy computes what one process does; None for mode=async, which never does."""
+    """Return the options with which this strategy computes the same as one process; None for mode=async, which never does."""
     return {"mode": mode, **options} if mode == "sync" else None
 
 
 def problems(model: nn.Module, *, demands: Demands, replicate: int, mode: str, **others: object) -> list[str]:
-    """Refuse a build of torch without rpc; and with mode=async, what needs the same parameters on all ranks after each step."""
+    """Refuse a torch build without RPC; with mode=async, also what needs the same parameters on all ranks after each step."""
     if replicate == 1:
         return []
     if not torch.distributed.rpc.is_available():

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model's layers cut into stages, one or more a process, through which micro-batches flow."""
+"""Pipeline parallelism: the model's layers are cut into stages, one or more for each process; micro-batches go through them."""
 
 from collections import Counter
 from typing import Annotated, Literal
@@ -54,7 +54,7 @@ def problems(
     drain_every: int | None = None,
     **others: object,
 ) -> list[str]:
-    """Return why this model cannot be cut into so many stages, or the run cannot go through them."""
+    """Return why this model cannot be cut into so many stages, or why the run cannot use these stages."""
     found = _cut_problems(model, demands=demands, pipeline=pipeline, schedule=schedule, balance=balance)
     if schedule != "pipedream":
         unused = f"drain_every={drain_every}: schedule={schedule} is empty after every step; pipedream is what is drained"
@@ -86,7 +86,7 @@ def _cut_problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule
 
 
 def exact_options(*, schedule: str, **options: object) -> dict[str, object] | None:
-    """Return the options with which this strategy computes what one process does; None for pipedream, which never does."""
+    """Return the options with which this strategy computes the same as one process; None for pipedream, which never does."""
     return None if schedule == "pipedream" else {"schedule": schedule, **options, "send_dtype": None}
 
 

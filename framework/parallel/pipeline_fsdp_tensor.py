@@ -1,4 +1,4 @@
-"""Three axes: stages of a pipeline, each sharded by FSDP2, their layers cut by tensor parallelism."""
+"""Three axes: the stages of a pipeline, sharded by FSDP2, with layers that tensor parallelism cuts."""
 
 from functools import partial
 from typing import Any, Literal
@@ -39,12 +39,12 @@ def pipeline_fsdp_tensor(
     send_dtype: SendDtype = None,
     balance: Balance = "operations",
 ) -> Engine:
-    """Cut the model into stages (outermost axis), shard each (middle axis), cut its layers (last axis). Collective."""
+    """Cut the model into stages (first axis), shard each stage (middle axis), and cut its layers (last axis). Collective."""
     ignore_known()
     mesh = world.mesh(pipeline=pipeline, shard=shard, tensor=tensor)
     num_parts = mesh["tensor"].size()
     styles = tensors.styles_of(model, num_parts=num_parts, keeps_cut=stays_cut(forward.task)) if num_parts > 1 else {}
-    styles = tensors.even(styles, model, num_parts=num_parts)  # FSDP shards even parts only
+    styles = tensors.even(styles, model, num_parts=num_parts)  # FSDP shards only parts of equal size
     types = Types.of(model, forward=forward)
     shard_stage = partial(
         cut_and_shard, model, styles=styles, mesh=mesh, reshard_after_forward=reshard_after_forward, types=types
@@ -70,7 +70,7 @@ def problems(model: nn.Module, *, demands: Demands, tensor: int, **others: Any) 
     return found or (tensors.problems(model, tensor=tensor, sequence=False) if tensor > 1 else [])
 
 
-exact_options = pipelines.exact_options  # it is cut as in `pipeline`
+exact_options = pipelines.exact_options  # the model is cut as in `pipeline`
 
 
 def cut_and_shard(
@@ -82,18 +82,18 @@ def cut_and_shard(
     reshard_after_forward: bool,
     types: Types,
 ) -> None:
-    """Shard this process's stage; the layers that `styles` names, over two axes. Collective.
+    """Shard this process's stage; layers that `styles` names are also cut over the `tensor` axis. Collective.
 
-    One link is gathered at a time; links that share a weight are gathered together with the rest of the stage.
+    One link is gathered at a time. Links that share a weight are gathered together with the rest of the stage.
     """
     inside = set(stage.modules())
-    weights = {id(parameter) for parameter in stage.parameters()}  # which a layer of another stage may have too
+    weights = {id(parameter) for parameter in stage.parameters()}  # a layer of another stage may have these weights too
     here = {name for name, layer in model.named_modules()
             if layer in inside or any(id(parameter) in weights for parameter in layer.parameters(recurse=False))}  # fmt: skip
     cut = {name: style for name, style in styles.items() if name in here}
     parallelize_module(model, mesh["tensor"], cut)
     tensors.own_outputs(model, cut)
-    places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each weight
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # the modules and names of each weight
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, name))
@@ -103,7 +103,7 @@ def cut_and_shard(
             fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward, mp_policy=policy)
     fsdp.without_averages(stage)
     fsdp.reshard_after_evaluation(stage)
-    for several in places.values():  # a link of another stage, kept because it has a name of the weight
+    for several in places.values():  # a link of another stage stays in the model if it has a name of the weight
         holder, name = next((module, name) for module, name in several if module in inside)
         for module, alias in several:
             if module not in inside:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import parallel as styling
 
 from framework.modules.parts import blocks_of, own_answer
 
-# layers with weights that treat each token on its own
+# layers with weights that process each token separately
 TOKENWISE = (nn.LayerNorm, nn.RMSNorm)
 
 
@@ -26,10 +26,10 @@ def sequence_problems(model: nn.Module, styles: dict[str, styling.ParallelStyle]
 
 
 def applies(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> bool:
-    """Return whether the model itself says that its tokens can be cut, so that nobody needs to ask for it.
+    """Return whether the model itself shows that its tokens can be cut, so that the user does not need to set the option.
 
-    It has the right layers, its `mixers()` lists where tokens meet, each in a module that gets all tokens, and what else has
-    weights in its blocks are norms.
+    The model needs the right layers. Its `mixers()` must list where tokens meet, each in a module that gets all tokens. The
+    other modules with weights in its blocks must be norms.
     """
     answer = own_answer(model, "mixers")
     if answer is None or own_answer(model, "blocks") is None or sequence_problems(model, styles):
@@ -46,12 +46,12 @@ def applies(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> bool:
 
 @dataclass(eq=False)
 class TokenShape:
-    """The shape (B, T, D) of what the blocks work on, as the first block has seen it."""
+    """The shape (B, T, D) of the blocks' hidden state, as the first block has seen it."""
 
     shape: tuple[int, ...] = ()
 
     def placed(self, own: Tensor, *, mesh: DeviceMesh) -> DTensor:
-        """Return this process's tokens as a part of all. The parts may differ: the first processes have ceil(T / parts)."""
+        """Return this process's tokens as a DTensor of all tokens. The first processes have ceil(T / parts) tokens."""
         batch, num_tokens, _ = self.shape
         share = -(-num_tokens // mesh.size())
         expected = min(share, max(0, num_tokens - share * mesh.get_local_rank()))
@@ -65,7 +65,7 @@ class TokenShape:
 
 @dataclass(eq=False)
 class CutTokens(styling.ParallelStyle):
-    """The first block: it gets all tokens, and works on this process's."""
+    """The style of the first block: it gets all tokens, and works on this process's tokens."""
 
     tokens: TokenShape
 
@@ -81,7 +81,7 @@ class CutTokens(styling.ParallelStyle):
 
 @dataclass(eq=False)
 class GatheredTokens(styling.ParallelStyle):
-    """A module whose layers are cut by columns: it gets this process's tokens, and works on all, as a DTensor."""
+    """The style of a module with layers cut by columns: it gets this process's tokens and works on all, as a DTensor."""
 
     tokens: TokenShape
 
@@ -96,9 +96,9 @@ class GatheredTokens(styling.ParallelStyle):
 
 @dataclass(eq=False)
 class OwnTokens(styling.ParallelStyle):
-    """A norm: it works on this process's tokens, with weights that every process has, of which the gradients are summed.
+    """The style of a norm: it works on this process's tokens. Every process has the weights; their gradients are summed.
 
-    As torch's SequenceParallel, which takes all parts to be equal.
+    Like torch's SequenceParallel, which assumes parts of equal size.
     """
 
     tokens: TokenShape
@@ -120,7 +120,7 @@ class OwnTokens(styling.ParallelStyle):
 
 @dataclass(eq=False)
 class WholeTokens(styling.ParallelStyle):
-    """The last block: it works on this process's tokens, and returns all."""
+    """The style of the last block: it works on this process's tokens, and returns all tokens."""
 
     tokens: TokenShape
 
@@ -134,7 +134,7 @@ class WholeTokens(styling.ParallelStyle):
 
 @dataclass(eq=False)
 class Both(styling.ParallelStyle):
-    """Two styles of one module: of a block that is the first and the last."""
+    """Two styles of one module: of a block that is both the first and the last."""
 
     first: styling.ParallelStyle
     second: styling.ParallelStyle
@@ -144,10 +144,10 @@ class Both(styling.ParallelStyle):
 
 
 def with_sequence(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> dict[str, styling.ParallelStyle]:
-    """Return the styles with which the model's blocks pass on tensors (B, T, D) whose tokens are cut, into any number of parts.
+    """Return styles for blocks that pass on tensors (B, T, D) with cut tokens; the number of parts is free.
 
-    Tokens are gathered where layers cut by columns need them all, once for all layers of a module; layers cut by rows
-    give each process the sums for its own tokens; layers that no style names (norms) work on these tokens.
+    Tokens are gathered where layers cut by columns need all of them, once for all layers of a module. Layers cut by rows
+    give each process the sums for its own tokens. Layers that no style names (norms) work on these tokens.
     Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
     """
     names = {id(module): name for name, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""BatchNorm over the samples of all processes at once, on any device (torch's own SyncBatchNorm is for GPUs only)."""
+"""BatchNorm over the samples of all processes, on any device (torch's own SyncBatchNorm runs only on GPUs)."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from framework.runtime.torch_internals import BATCH_NORMS
 def synchronise(model: nn.Module, *, group: dist.ProcessGroup, forward: Forward) -> None:
     """Let every BatchNorm layer in training take its statistics over all ranks of `group`. Names and state do not change.
 
-    Every rank of the group runs the same number of micro-batches; `forward` knows which are padding: they do not count.
+    Every rank of the group must run the same number of micro-batches. `forward` knows the padding, which does not count.
     """
     for layer in model.modules():
         if isinstance(layer, BATCH_NORMS):
@@ -22,7 +22,7 @@ def synchronise(model: nn.Module, *, group: dist.ProcessGroup, forward: Forward)
 
 
 def _normalise(layer: BATCH_NORMS, own: Callable[..., Tensor], group: dist.ProcessGroup, forward: Forward, x: Tensor) -> Tensor:
-    """Normalise x (B, C, ...) by the mean and the variance of all ranks' x, in two passes: the mean, then the variance."""
+    """Normalise x (B, C, ...) by the mean and variance of all ranks' x, in two passes: the mean, then the variance."""
     if not layer.training:
         return own(x)
     kind, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # counts and sums are too large for 16 bits
@@ -53,7 +53,7 @@ def _follow(layer: BATCH_NORMS, mean: Tensor, variance: Tensor) -> None:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks of a group. Its gradient is the sum of the ranks' gradients: every rank has used it."""
+    """The sum over the ranks of a group. Its gradient is the sum of the ranks' gradients, because every rank uses the sum."""
 
     @staticmethod
     def forward(ctx, value: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def,override]  # torch's own signature

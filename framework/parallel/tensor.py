@@ -1,4 +1,4 @@
-"""Tensor parallelism: each layer's matrices are cut over the processes, which all work on the same samples.
+"""Tensor parallelism: the matrices of each layer are cut over the processes, which all work on the same samples.
 
 With sequence parallelism, each process works on its part of the tokens between these layers.
 """
@@ -31,7 +31,7 @@ import_dynamo()  # as in fsdp.py
 def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool | None) -> Engine:
     """Cut the model's linear layers over all processes, and with `sequence` the tokens between them. Collective.
 
-    `sequence` None: where the model itself says that they can be cut.
+    `sequence` None: cut the tokens if the model itself shows that they can be cut.
     """
     mesh = world.mesh(tensor=tensor)
     cut_layers(model, mesh=mesh, sequence=sequence, keeps_cut=stays_cut(forward.task))
@@ -54,8 +54,8 @@ def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: 
 def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool | None, keeps_cut: bool, evenly: bool = False) -> None:
     """Shard the weights that the plan names over the one-dimensional mesh. Collective.
 
-    The other weights stay whole, and every process computes the same with them; `evenly`: so do vocabularies that the processes
-    do not divide. Logits cut by the vocabulary are gathered, unless `keeps_cut`.
+    The other weights stay whole, and every process computes the same with them. With `evenly`, vocabularies that the number of
+    processes does not divide stay whole too. Logits cut by the vocabulary are gathered, unless `keeps_cut`.
     """
     styles = styles_of(model, num_parts=mesh.size(), keeps_cut=keeps_cut)
     styles = even(styles, model, num_parts=mesh.size()) if evenly else styles
@@ -65,32 +65,32 @@ def cut_layers(model: nn.Module, *, mesh: DeviceMesh, sequence: bool | None, kee
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     styling.parallelize_module(model, mesh, with_sequence(model, styles) if sequence else styles)
     own_outputs(model, styles)
-    for name in frozen:  # SequenceParallel makes new parameters, which want a gradient
+    for name in frozen:  # SequenceParallel makes new parameters that require a gradient
         model.get_parameter(name).requires_grad_(False)
 
 
 class Gathered(styling.ColwiseParallel):
-    """A layer cut by its outputs, which are gathered at once."""
+    """A layer that is cut by its outputs; the outputs are gathered immediately."""
 
 
 def own_outputs(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> None:
-    """Let gathered outputs have memory of their own: an activation may change them in place, which a view forbids."""
+    """Give gathered outputs their own memory: an activation may change them in place, which a view forbids."""
     for name, style in styles.items():
         if isinstance(style, Gathered):
             model.get_submodule(name).register_forward_hook(lambda _, __, output: output.clone())
 
 
 def even(styles: dict[str, styling.ParallelStyle], model: nn.Module, *, num_parts: int) -> dict[str, styling.ParallelStyle]:
-    """Return the styles without those of vocabularies of which a process would have fewer tokens than another."""
+    """Return the styles without vocabularies that the number of processes does not divide."""
     return {name: style for name, style in styles.items()
             if not isinstance(style, Vocabulary) or rows_of(model.get_submodule(name)) % num_parts == 0}  # fmt: skip
 
 
 def styles_of(model: nn.Module, *, num_parts: int, keeps_cut: bool = False) -> dict[str, styling.ParallelStyle]:
-    """Return how each layer is cut, by its name.
+    """Return the style of each layer, by its name.
 
-    The plan is the model's own (`tensor_plan()`: a pattern of layer names -> colwise, rowwise, gather, which is
-    colwise with its outputs gathered at once, or vocabulary), or else `derived_plan`. ValueError if the model does not fit it.
+    The plan is `derived_plan`, or the model's own `tensor_plan()`: a pattern of layer names -> colwise, rowwise, vocabulary, or
+    gather (colwise, with outputs gathered immediately). ValueError if the model does not fit the plan.
     """
     answer = own_answer(model, "tensor_plan")
     plan: dict[str, str] = answer() if answer is not None else derived_plan(model, num_parts=num_parts)
@@ -108,17 +108,17 @@ def styles_of(model: nn.Module, *, num_parts: int, keeps_cut: bool = False) -> d
         raise ValueError(f"tensor={num_parts}: divides the features of no linear layer of {type(model).__name__}; let the "
                          "model answer tensor_plan(), or take ddp, zero, fsdp or hsdp, which take most models")  # fmt: skip
     heads = getattr(model, "num_heads", num_parts) if answer is not None else num_parts
-    if heads % num_parts:  # half a head would attend to the wrong numbers
+    if heads % num_parts:  # a process with half a head would attend with wrong numbers
         raise ValueError(f"tensor={num_parts}: does not divide the {heads} heads of the model; take a divisor, or ddp, "
                          "zero, fsdp or hsdp, which take any number")  # fmt: skip
     return styles
 
 
 def derived_plan(model: nn.Module, *, num_parts: int) -> dict[str, str]:
-    """Return a plan that is right for any model: linear layers are cut by their outputs, which are gathered at once.
+    """Return a plan that is right for any model: linear layers are cut by their outputs, which are gathered immediately.
 
-    Only layers whose features divide, that are nn.Linear itself (a subclass may use its weight in other ways), that share
-    no weight and whose weight nothing else is seen to read.
+    It names a layer only if the processes divide its features, it is nn.Linear itself (a subclass may use its weight
+    differently), it shares no weight, and the trace shows no other reader of its weight.
     """
     uses = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
     trace = traced(model)
@@ -133,7 +133,7 @@ def _said(plan: dict[str, str], name: str) -> str | None:
 
 
 def _vocabulary_problem(model: nn.Module, name: str, layer: nn.Module, plan: dict[str, str], *, num_parts: int) -> str:
-    """Return why a layer cannot be cut by the vocabulary: its own rows, or another layer that reads the same weight."""
+    """Return why a layer cannot be cut by the vocabulary: because of its rows, or of another layer with the same weight."""
     if why := row_problem(layer, num_parts=num_parts):
         return why
     uncut = [other for other, module in model.named_modules() if _said(plan, other) != "vocabulary"

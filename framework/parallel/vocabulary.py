@@ -1,4 +1,4 @@
-"""Embeddings and heads cut by the vocabulary: each process has some of the tokens' rows, in one weight if they are tied."""
+"""Embeddings and heads cut by the vocabulary: each process has some tokens' rows, and one weight for both if they are tied."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,17 +19,17 @@ from framework.runtime.torch_internals import shard_offsets
 
 
 def stays_cut(task: Task) -> bool:
-    """Return whether a task takes logits of which each process has some tokens', as DTensor."""
+    """Return whether a task takes cut logits: a DTensor in which each process has the logits of some tokens."""
     return says_itself(task, "takes_cut_logits")
 
 
 @dataclass(eq=False)
 class Vocabulary(ParallelStyle):
-    """Cut an nn.Embedding, or an nn.Linear that gives the logits, by rows of the weight; the last process may have fewer.
+    """The cut of an nn.Embedding, or of an nn.Linear for the logits, by rows of the weight; the last process may have fewer.
 
-    An embedding looks up its own tokens, and the sum over the processes has all. A head's logits are gathered, but in training
-    they stay cut (a DTensor, cut in its last dim) where `keeps_cut`. Both exact: a sum has one number that is not zero, and the
-    input's gradient is the sum of the processes'. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    An embedding looks up its own tokens; the sum over the processes has all tokens. A head's logits are gathered; in training
+    with `keeps_cut`, they stay cut (a DTensor, cut in its last dim). Both are exact: a sum has only one number that is not
+    zero, and the input's gradient is the sum over the processes. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
 
     keeps_cut: bool
@@ -47,7 +47,7 @@ class Vocabulary(ParallelStyle):
 
 
 def row_problem(layer: nn.Module, *, num_parts: int) -> str:
-    """Return why a layer's rows cannot be cut over so many processes; nothing if they can."""
+    """Return why a layer's rows cannot be cut over so many processes; "" if they can."""
     if type(layer) is nn.Embedding:
         options = {"max_norm": layer.max_norm, "scale_grad_by_freq": layer.scale_grad_by_freq, "sparse": layer.sparse}
         if set_ := [name for name, value in options.items() if value]:
@@ -61,7 +61,7 @@ def row_problem(layer: nn.Module, *, num_parts: int) -> str:
 
 
 def rows_of(layer: nn.Module) -> int:
-    """Return how many rows the weight has: the size of the vocabulary."""
+    """Return the number of rows of the weight: the size of the vocabulary."""
     return int(layer.weight.shape[0])  # type: ignore[index,union-attr]
 
 
@@ -74,7 +74,7 @@ def _embed(layer: nn.Embedding, tokens: Tensor, *, mesh: DeviceMesh) -> Tensor:
     padding = layer.padding_idx
     own_padding = padding - start if padding is not None and start <= padding < start + len(rows) else None
     found = F.embedding(torch.where(is_own, tokens - start, 0), rows, own_padding)
-    others = torch.where(is_any, 0.0, torch.nan).to(rows.dtype)  # on a device an error would have to be waited for
+    others = torch.where(is_any, 0.0, torch.nan).to(rows.dtype)  # on other devices, an error would have to wait for the device
     own = torch.where(is_own.unsqueeze(-1), found, others.unsqueeze(-1))
     return _Summed.apply(own, mesh.get_group())  # type: ignore[no-any-return,no-untyped-call]
 
@@ -89,7 +89,7 @@ def _logits(layer: nn.Linear, inputs: Tensor, *, mesh: DeviceMesh, keeps_cut: bo
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over the processes, each of which then has the whole gradient."""
+    """The sum over the processes. Each process then has the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -104,7 +104,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Copied(torch.autograd.Function):
-    """What all processes have, of which each one's gradient is a part of a sum."""
+    """A tensor that all processes have. Each process has a part of its gradient, and the parts are summed."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -120,7 +120,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """All processes' parts of the last dim; each process has the gradient of all, and takes its part's."""
+    """All processes' parts of the last dim. Each process has the whole gradient, and takes its own part of it."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: DTensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""ZeRO-1: DistributedDataParallel whose optimizer state is spread over the processes."""
+"""ZeRO-1: DistributedDataParallel with the optimizer state divided over the processes."""
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ def zero(
 ) -> Engine:
     """Replicate the model; each process updates the parameters that it owns and sends them to the others. Collective.
 
-    With `bitwise`, the gradients of micro-batches of that size are summed along a tree. Not torch's ZeroRedundancyOptimizer:
-    its state is kept by position in a partition of the world; here it has the parameter's name, for any optimizer.
+    With `bitwise`, the gradients of micro-batches of that size are summed along a tree. torch's ZeroRedundancyOptimizer is not
+    used: it keeps state by position in a partition of the world; here state has the parameter's name, for any optimizer.
     Source: Rajbhandari et al. 2020, "ZeRO", stage 1.
     """
     if bitwise is not None:
@@ -37,14 +37,14 @@ def zero(
 
 
 def problems(model: nn.Module, *, demands: Demands, **options: object) -> list[str]:
-    """Refuse an optimizer that puts an average in place of the weights: here it has a part of them."""
+    """Refuse an optimizer that replaces the weights by their average: here each optimizer has only a part of the weights."""
     if demands.averages_itself:
         return ["the optimizer averages the weights itself, and here each process's has a part of them; take ddp or fsdp"]
     return []
 
 
 def owned(world: World) -> MakeOptimizer:
-    """Return a function that builds an optimizer of the parameters that this rank owns, and sends them after each step."""
+    """Return a function that builds an optimizer of this rank's own parameters, and sends the parameters after each step."""
 
     def make_optimizer(build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         owners = owners_of(trained, num_ranks=world.world_size)
@@ -64,7 +64,7 @@ def owned(world: World) -> MakeOptimizer:
 
 
 def owners_of(trained: list[Trainable], *, num_ranks: int) -> list[int]:
-    """Return the rank that updates each parameter: the largest first, each to the rank with the least so far."""
+    """Return the rank that updates each parameter: the largest parameter first, each to the rank with the least load so far."""
     loads, owners = [0] * num_ranks, [0] * len(trained)
     for index in sorted(range(len(trained)), key=lambda i: -trained[i].parameter.numel()):
         owners[index] = loads.index(min(loads))

@@ -1,1 +1,1 @@
-"""Parts of the loop, one a file: objects that a run calls at named moments (framework/training/parts.py)."""
+"""Parts of the loop, one file for each: objects that a run calls at named moments (framework/training/parts.py)."""

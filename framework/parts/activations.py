@@ -1,4 +1,4 @@
-"""Activations by module, in the training rows: their root mean square, and how many are zero."""
+"""Activations by module, in the training rows: their root mean square, and the share of zeros."""
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -13,13 +13,15 @@ from framework.training.loop import Loop
 
 
 class Activations:
-    """Each training row gets `activation_rms:MODULE` and `activation_zeros:MODULE` of what the modules return whose names
-    match a pattern (of several tensors, the first), over the whole global batch and all forward passes of the step.
+    """A part that adds `activation_rms:MODULE` and `activation_zeros:MODULE` to each training row.
+
+    They are for the outputs (of several tensors, the first) of modules with a name that matches a pattern. They count the whole
+    global batch and all forward passes of the step.
     """
 
     def __init__(self, *, modules: list[str]) -> None:
         self.modules = modules
-        self._sums: dict[str, Tensor] = {}  # of squares, of zeros, of elements
+        self._sums: dict[str, Tensor] = {}  # the sums of squares, of zeros and of elements
         self._is_on = False
 
     def begun(self, loop: Loop) -> None:

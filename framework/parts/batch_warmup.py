@@ -2,9 +2,10 @@
 
 
 class BatchWarmup:
-    """The global batch grows from `start` samples, evenly over the first `samples` samples, in multiples of `multiple_of`.
+    """A part that increases the global batch from `start` samples, evenly over the first `samples` samples.
 
-    Its size is a function of the samples seen, whatever the number of processes. With a `micro_batch_size`, small batches are
+    Each size is a multiple of `multiple_of`.
+    The size depends only on the samples seen, not on the number of processes. With a `micro_batch_size`, small batches have
     fewer micro-batches of the same size.
     Source: Smith et al. 2018, "Don't decay the learning rate, increase the batch size".
     """

@@ -6,9 +6,9 @@ from framework.training.loop import Loop
 
 
 class GradientNorms:
-    """Each training row gets `grad_norm:MODULE`: the L2 norm, before clipping, of the gradient of all parameters in a module.
+    """A part that adds `grad_norm:MODULE` to each training row: the L2 norm, before clipping, of the gradient of a module.
 
-    `depth`: how many parts of a parameter's name make a module's.
+    `depth`: the number of components of a parameter's name that make the module's name.
     """
 
     def __init__(self, *, depth: int = 1) -> None:

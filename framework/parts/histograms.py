@@ -1,4 +1,4 @@
-"""Histograms of weights and gradients, in the training rows; the loggers that can show them do."""
+"""Histograms of weights and gradients in the training rows; loggers that support histograms show them."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,9 +14,10 @@ Bins = list[Any]  # lowest value, highest value, counts in equal bins between th
 
 
 class Histograms:
-    """Every `every` steps, a training row gets `weight_histogram:NAME` and `gradient_histogram:NAME` (before clipping) of the
-    parameters whose names match a pattern: `[lowest, highest, [count, ...]]`, with `bins` counts. Values that are not finite
-    are left out.
+    """A part that adds `weight_histogram:NAME` and `gradient_histogram:NAME` to a training row, every `every` steps.
+
+    They are for parameters with names that match a pattern; gradients are not clipped yet. A histogram is
+    `[lowest, highest, [count, ...]]`, with `bins` counts. Values that are not finite are left out.
     """
 
     def __init__(self, *, every: int = 100, bins: int = 32, parameters: list[str]) -> None:
@@ -38,7 +39,7 @@ class Histograms:
             return
         mine: dict[str, Bins] = {}
         for name, parameter in loop.trained().items():
-            if self._is_chosen(name):  # one whole tensor at a time is in memory
+            if self._is_chosen(name):  # only one whole tensor at a time is in memory
                 mine[f"weight_histogram:{name}"] = self._histogram(whole(parameter.detach()))
                 if (gradient := gradient_of(parameter)) is not None:
                     mine[f"gradient_histogram:{name}"] = self._histogram(whole(gradient.detach()))

@@ -1,4 +1,4 @@
-"""Sequence-length warm-up: a language model begins with the first tokens of its samples."""
+"""Sequence-length warm-up: a language model starts with the first tokens of its samples."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from framework.training.loop import Loop
 
 
 class LengthWarmup:
-    """The samples' length grows from `start` tokens, evenly over `steps` steps, in multiples of `multiple_of`.
+    """A part that increases the samples' length from `start` tokens, evenly over `steps` steps, by multiples of `multiple_of`.
 
-    All inputs and targets that are as long as the first of them are cut along their second dimension. Evaluations see whole
+    All inputs and targets that are as long as the first input are cut along their second dimension. Evaluations use whole
     samples.
     Source: Li et al. 2022, "The stability-efficiency dilemma: sequence length warmup for training GPT models".
     """

@@ -1,4 +1,4 @@
-"""Loss spikes: a step whose loss is far above those before it counts as diverged."""
+"""Loss spikes: a step counts as diverged if its loss is far above the losses before it."""
 
 from statistics import median
 from typing import Any
@@ -8,8 +8,10 @@ from framework.training.loop import Loop
 
 
 class LossSpikes:
-    """A loss above `factor` times the median of the last `window` losses is a divergence: `trainer.divergence.action` says
-    what follows (`rollback` continues from an earlier checkpoint, with later batches). It costs a message a step.
+    """A part that treats a loss above `factor` times the median of the last `window` losses as a divergence.
+
+    Then `trainer.divergence.action` decides (`rollback` continues from an earlier checkpoint, with later batches). It costs
+    one message a step.
 
     Source: Chowdhery et al. 2022, "PaLM: scaling language modeling with Pathways", section 5.1.
     """

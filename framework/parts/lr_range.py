@@ -1,4 +1,4 @@
-"""The learning-rate range test: the loss over a learning rate that grows with each step, and which rate to take."""
+"""The learning-rate range test: the loss for a learning rate that grows with each step, and the best rate."""
 
 import math
 from typing import Any
@@ -8,10 +8,11 @@ from framework.training.loop import Loop
 
 
 class LRRange:
-    """For a schedule that grows (scheduler=range_test). The run ends when the loss, smoothed by an exponential average, is
-    `stop_at` times its lowest value. lr_range.png is in the run's directory.
+    """A part for a schedule that grows (scheduler=range_test): it ends the run when the loss explodes, and draws the losses.
 
-    The rate to take is that at which the smoothed loss falls fastest over the rate's logarithm.
+    The loss is smoothed by an exponential average. It explodes when it is `stop_at` times its lowest value. The drawing is
+    lr_range.png in the run's directory. The best rate is the rate at which the smoothed loss falls fastest over the logarithm
+    of the rate.
     Source: Smith 2017, "Cyclical learning rates for training neural networks", section 3.3.
     """
 

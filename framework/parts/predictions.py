@@ -1,4 +1,4 @@
-"""What the model says of a few samples, in a small table: for the report, and for the loggers that can show it."""
+"""The model's predictions for a few samples, in a small table: for the report, and for loggers that can show it."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +17,10 @@ _MOST_NUMBERS = 1024  # of one sample in one tensor: the logits of a text would 
 
 
 class Predictions:
-    """After each evaluation of `split`, write the predictions of its first `count` samples, beside targets that are numbers.
+    """A part that writes the predictions of the first `count` samples after each evaluation of `split`, with numeric targets.
 
-    The files are predictions/first_SPLIT.jsonl, .safetensors and, of images, .png, in the format of mode=predict. The task's
-    `written(outputs)` says what is written; a tensor with more than 1,024 numbers a sample is left out.
+    The files are predictions/first_SPLIT.jsonl, .safetensors and, for images, .png, in the format of mode=predict. The task's
+    `written(outputs)` decides what is written. A tensor with more than 1,024 numbers a sample is left out.
     """
 
     def __init__(self, *, split: Literal["val", "test"] = "val", count: int = 8) -> None:
@@ -34,7 +34,7 @@ class Predictions:
         self._loop = loop
 
     def observe(self, outputs: Any, micro_batch: MicroBatch) -> None:
-        # the number of a micro-batch grows with the samples of the split, and is never above that of its first sample
+        # a micro-batch's number grows with the samples of the split, and is never above the number of its first sample
         if self._loop.split != self.split or micro_batch.number >= self.count:
             return
         size, targets = micro_batch.num_samples, micro_batch.targets
@@ -69,7 +69,7 @@ class Predictions:
 
 
 def _in_order(found: dict[str, Tensor], *, count: int) -> dict[str, Tensor]:
-    """Return the first samples' tensors by name, of those by NUMBER OF THE MICRO-BATCH/NAME."""
+    """Return the first samples' tensors by name; the keys of `found` are NUMBER OF THE MICRO-BATCH/NAME."""
     parts: dict[str, dict[int, Tensor]] = {}
     for key, value in found.items():
         number, _, name = key.partition("/")

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: the step's gradients are those of a point uphill, where the loss of this batch is higher."""
+"""Sharpness-aware minimisation: a step uses the gradients of a nearby point where the loss of its batch is higher."""
 
 import math
 
@@ -9,9 +9,10 @@ from framework.training.loop import Loop
 
 
 class Sharpness:
-    """Each step takes two backward passes: the weights go `radius` along the gradient, whose length counts over all of them,
-    and come back when the gradients of that point are there.
+    """A part with two backward passes a step: it uses the gradients at a point uphill.
 
+    The weights move by `radius` along the gradient; its length is the norm over all parameters. They return when the gradients
+    at that point are computed.
     Source: Foret et al. 2021, "Sharpness-aware minimization for efficiently improving generalization", algorithm 1.
     """
 
@@ -24,7 +25,7 @@ class Sharpness:
     def gradients_ready(self, loop: Loop) -> None:
         norm = math.sqrt(sum(norm**2 for norm in loop.gradient_norms().values()))
         if not 0 < norm < math.inf:
-            return  # the loop says what is wrong
+            return  # the loop reports the error
         before = {}
         for name, parameter in loop.trained().items():
             if (gradient := gradient_of(parameter)) is not None:

@@ -2,9 +2,10 @@
 
 
 class SWA:
-    """`start`: the share of the run's steps after which the mean begins; `every`: steps between the weights that count.
+    """A part that averages the last weights.
 
-    BatchNorm's statistics are those of the weights. A constant learning rate, or one that cycles, is what the source has.
+    `start` is the share of the run's steps before the mean starts; `every` is the number of steps between the weights that
+    count. BatchNorm's statistics are those of the weights. The source uses a constant or cyclic learning rate.
     Source: Izmailov et al. 2018, "Averaging weights leads to wider optima and better generalization".
     """
 
@@ -16,8 +17,8 @@ class SWA:
         self.start, self.every = start, every
 
     def average_share(self, step: int, *, total_steps: int) -> float:
-        """Return how far the average goes towards the weights after a step, counted from 0."""
+        """Return how far the average moves towards the weights after a step, counted from 0."""
         since = step + 1 - int(self.start * total_steps)
         if since <= 0:
-            return 1.0  # it is the weights, until the mean begins
+            return 1.0  # before the mean starts, the average equals the weights
         return 1.0 / (1 + since // self.every) if since % self.every == 0 else 0.0

@@ -1,4 +1,4 @@
-"""Samples of text that a language model writes during training."""
+"""Text samples that a language model writes during training."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from framework.training.loop import Loop
 
 
 class TextSamples:
-    """After each evaluation of the validation split, the model continues `prompt` by `tokens` tokens, `count` times.
+    """A part that lets the model continue `prompt` by `tokens` tokens, `count` times, after each evaluation on val.
 
-    The texts are in the run's directory: samples/STEP.txt. They are drawn by the run's seed and the step, at `temperature`
-    (0 = the likeliest token). `tokenizer`, or the dataset, gives `encode(text)` and `decode(tokens)`.
+    The texts are in the run's directory: samples/STEP.txt. The draws depend on the run's seed and the step; `temperature` 0
+    takes the most likely token. `tokenizer`, or else the dataset, must have `encode(text)` and `decode(tokens)`.
     """
 
     def __init__(

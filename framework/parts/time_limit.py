@@ -1,4 +1,4 @@
-"""A time limit: the run ends, evaluated and saved, after so many hours of its own time."""
+"""A time limit: the run ends, with an evaluation and a checkpoint, after a number of hours of its own time."""
 
 import time
 
@@ -6,10 +6,11 @@ from framework.training.loop import Loop
 
 
 class TimeLimit:
-    """`hours` count from the run's first start, without the time between a stop and the next start. The clock is looked at
-    every `every` steps, since the processes have to agree.
+    """A part that ends a run after `hours` of its own time.
 
-    Where a run ends then depends on how fast it is; what it computes up to there does not.
+    The hours count from the run's first start, without the time between a stop and the next start. The clock is read only every
+    `every` steps, because the processes have to agree.
+    The speed of a run then decides where it ends, but not what it computes until there.
     """
 
     def __init__(self, *, hours: float, every: int = 10) -> None:

@@ -1,4 +1,4 @@
-"""Gradual unfreezing: layers begin to train one group after the other."""
+"""Gradual unfreezing: groups of layers start to train one after the other."""
 
 from fnmatch import fnmatchcase
 
@@ -7,11 +7,12 @@ from framework.training.loop import Loop
 
 
 class Unfreeze:
-    """`groups`: lists of patterns of parameters' names; the first group begins to train after `every` steps, the next after
-    twice as many, ...; what no pattern names trains from the start.
+    """A part that starts to train groups of parameters, one group after the other.
 
-    A parameter that does not train has no gradient: neither weight decay nor momentum moves it. `trainer.freeze` is for what
-    never trains.
+    `groups` are lists of patterns of parameter names. The first group starts to train after `every` steps, the next after twice
+    as many, and so on. Parameters that no pattern matches train from the start.
+    A parameter that does not train has no gradient, so neither weight decay nor momentum moves it. Use `trainer.freeze` for
+    parameters that never train.
     Source: Howard and Ruder 2018, "Universal language model fine-tuning for text classification", section 3.3.
     """
 

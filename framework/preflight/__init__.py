@@ -1,1 +1,1 @@
-"""Every problem, before the start."""
+"""The search for every problem before the start."""

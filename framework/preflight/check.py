@@ -1,4 +1,4 @@
-"""Preflight: every problem of a configuration, found before any process or directory exists."""
+"""Preflight: find every problem of a configuration before any process or directory exists."""
 
 import dataclasses
 import os
@@ -36,9 +36,9 @@ from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 def check(composed: Composed, *, world_size: int | None) -> Draft:
     """Complete a configuration from the data and the machine, and find every problem.
 
-    `world_size` is the launcher's; None: this process chooses it. Our own sections are validated first. Components, and torch
-    with them, are imported only if those sections are valid or the command line sets a component's key: a mistake in
-    them is reported at once.
+    `world_size` is the launcher's number of processes; None: this process chooses it. Our own sections are validated first.
+    Components, and torch with them, are imported only if those sections are valid or the command line sets a component's key:
+    a mistake in those sections is reported immediately.
     """
     draft = validate(composed)
     keys = [key.split(".") for key in composed.given]
@@ -48,7 +48,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
         reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
         found = _check_data(draft, known=composed.known, needs_splits=not reads_folder)
         others = _check_components(draft, known=composed.known)
-        if found:  # without the data, a model lacks what they give
+        if found:  # without the data, a model lacks the values that come from the data
             others = [problem for problem in others if problem.what != "is missing" or not problem.key.startswith("model.")]
         draft.add(found + others)
     else:
@@ -66,7 +66,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
         draft.check(lambda name, mode, run: place_problems(run))
     first: dict[str, Problem] = {}
     for problem in _with_secrets(composed.config, draft.problems):
-        if not any(other.startswith(f"{problem.key}[") for other in first):  # the problem of an item causes the list's
+        if not any(other.startswith(f"{problem.key}[") for other in first):  # an item's problem causes the list's
             first.setdefault(problem.key, problem)
     draft.problems = list(first.values())
     if not draft.problems:
@@ -88,7 +88,7 @@ def _directed_trainer(trainer: TrainerSection, task: Node, metric: Mapping[str, 
 
 
 def _is_finished(mode: str, run: RunSection) -> bool:
-    """Return whether this configuration has finished already, so that everything in its identity is known to be valid."""
+    """Return whether this configuration has already finished, so that everything in its identity is known to be valid."""
     if MODES[mode].about != "run" or run.resume == "never":
         return False
     return Path(run.dir).name == run.id and RunDirectory(Path(run.dir)).is_finished
@@ -106,7 +106,7 @@ def _with_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Probl
 
 
 def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
-    """Return the dataset, if it can be built, and its problems. This imports no torch."""
+    """Return the dataset, if it can be built, and its problems. This does not import torch."""
     try:
         built = components.dataset(dataset)
     except Interrupted as end:
@@ -143,7 +143,7 @@ _OWN_TASKS = ("classification", "language_modeling", "regression")
 
 
 def _check_task(node: Node, made_for: str | None) -> list[Problem]:
-    """Refuse a task of ours that does not fit the data's targets; the user's own tasks are not checked."""
+    """Refuse a task of this project that does not fit the data's targets; a user's own task is not checked."""
     chosen = str(node.get("_target_")).split(".")[-2:][0]
     if made_for is None or chosen == made_for or chosen not in _OWN_TASKS:
         return []
@@ -159,10 +159,10 @@ def _check_components(draft: Draft, *, known: list[str]) -> list[Problem]:
 
 
 def _problems_of_turns(optimizer: Node, *, known: list[str]) -> list[Problem]:
-    """Check the optimizer and the schedule of each turn as the run's own are checked."""
+    """Check the optimizer and the schedule of each turn in the same way as the run's own."""
     if not optimizer.get("turns"):
         return []
-    from framework.optim.turns import turns_of  # which imports torch
+    from framework.optim.turns import turns_of  # this imports torch
 
     try:
         turns = turns_of(optimizer)
@@ -195,7 +195,7 @@ def _problems_of_several(draft: Draft, groups: Iterable[str], *, known: list[str
     return problems
 
 
-# --- the run's directory: writable, not another run's, with a checkpoint if the run must continue
+# --- the run's directory: it is writable, has no other run, and has a checkpoint if the run must continue
 
 
 def place_problems(run: RunSection) -> list[Problem]:
@@ -207,12 +207,12 @@ def place_problems(run: RunSection) -> list[Problem]:
     if there not in (None, run.id):
         what = f"{directory.path} holds another run ({there}, this is {run.id})"
         problems = [Problem("run.dir", what, "another directory, or that run's own command")]
-    may_be_fetched = run.mirror is not None and run.resume == "must"  # which the claim finds out
+    may_be_fetched = run.mirror is not None and run.resume == "must"  # the claim finds out whether it can be fetched
     return problems if may_be_fetched else problems + resume_problems(run.resume, directory)
 
 
 def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
-    """Refuse to go on with other code than the run began with, unless the user accepts it, or starts over."""
+    """Refuse to continue with other code than at the start of the run, unless the user accepts it or starts over."""
     lines = changed_code(run, targets)
     if (record := Provenance(Path(run.dir))).is_damaged:
         LOGGER.warning("%s cannot be read: whether the code is what the run began with is not known", record.path)
@@ -220,17 +220,17 @@ def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
 
 
 def changed_code(run: RunSection, targets: list[str]) -> list[str]:
-    """Return what has changed in the code since the run's last start, a line for each file; nothing if that is accepted."""
+    """Return the changes of the code since the run's last start, one line for each file; nothing if they are accepted."""
     is_free = run.resume == "never" or run.code == "accept"
     return [] if is_free else Provenance(Path(run.dir)).changes(targets)
 
 
 def writing_problems(run: RunSection) -> list[Problem]:
-    """Return why a run's directory cannot be made or written."""
+    """Return why a run's directory cannot be created or written."""
     path = Path(run.dir)
     if max(map(len, map(os.fsencode, path.absolute().parts))) > 255 or len(os.fsencode(path.absolute())) > 3000:
         return [Problem("run.dir", "is too long for a path", "255 bytes between slashes, 3000 in all")]
-    # os.path: Path raises if a parent directory may not be entered
+    # os.path, because Path raises if a parent directory must not be entered
     nearest = next(str(parent) for parent in [path, *path.absolute().parents] if os.path.lexists(parent))
     key = "run.dir" if os.path.exists(path) else "run.root"
     if not os.path.isdir(nearest):
@@ -253,7 +253,7 @@ def _check_contents(directory: RunDirectory) -> list[Problem]:
 
 
 def resume_problems(resume: str, directory: RunDirectory) -> list[Problem]:
-    """Return why a run cannot begin with what `run.resume` names. A URL is looked at when it is fetched."""
+    """Return why a run cannot start from what `run.resume` names. A URL is checked when it is fetched."""
     if resume == "must" and not candidates(directory.checkpoints):
         return [Problem("run.resume", f"must, but {directory.path} has no checkpoint", "auto, or the path of a run")]
     if resume in ("auto", "never", "must") or is_url(resume):

@@ -1,4 +1,4 @@
-"""A forked process that tries something out: what the user's code keeps, caches, prints or breaks there, no run inherits."""
+"""A forked process for trials: what the user's code stores, caches, prints or breaks there does not reach the run."""
 
 import json
 import multiprocessing
@@ -16,13 +16,13 @@ from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.preemption import PREEMPTION, die_with_parent
 from framework.runtime.problem import Problem
 
-Found = list[dict[str, Any]]  # what JSON holds
+Found = list[dict[str, Any]]  # values that JSON can hold
 
 
 def in_child(work: Callable[[], Found], *, limit_s: float | None = None, is_silent: bool = False) -> tuple[Found, str]:
-    """Run `work` in a forked process; return its result, and how the process failed, if it did. Interrupted by a signal.
+    """Run `work` in a forked process; return its result, and how the process failed, or "". Interrupted by a signal.
 
-    `is_silent`: what it prints is lost.
+    `is_silent`: its output is discarded.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -48,7 +48,7 @@ def in_child(work: Callable[[], Found], *, limit_s: float | None = None, is_sile
 
 
 def problems_in_child(work: Callable[[], list[Problem]]) -> list[Problem]:
-    """Return the problems that `work` finds, run in a forked process; if that fails, how."""
+    """Return the problems that `work` finds in a forked process; if the process fails, a problem that says how."""
     found, fate = in_child(lambda: [asdict(problem) for problem in work()])
     if fate:
         return [Problem("model", f"could not be looked at: {fate}", "a model and an optimizer that can be built")]
@@ -56,7 +56,7 @@ def problems_in_child(work: Callable[[], list[Problem]]) -> list[Problem]:
 
 
 def end_of(code: int) -> str:
-    """Return how a process with this exit code ended, as in `was killed by SIGKILL`."""
+    """Return how a process with this exit code ended, for example `was killed by SIGKILL`."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
 
 

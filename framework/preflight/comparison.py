@@ -1,4 +1,4 @@
-"""The other half of a rehearsal: two steps under the run's strategy, on a few processes, against the same on one."""
+"""The second half of a rehearsal: compare two steps with the run's strategy, on a few processes, with two on one process."""
 
 import inspect
 import math
@@ -31,17 +31,17 @@ from framework.runtime.preemption import die_with_parent
 from framework.runtime.problem import shown
 
 _SMALL = 2  # processes along an axis
-_MOST = 4  # processes
-_IDLE_S, _IDLE_SHARE = 15.0, 0.05  # all wait, and none for a CPU: for each other, for ever
-_LIMIT_S = 600.0  # a rehearsal has ended before
-_TOLERANCE = 1e-6  # in float64; what is computed wrongly differs by more than a thousandth, rounding by less than 1e-10
+_MOST = 4  # the largest number of processes
+_IDLE_S, _IDLE_SHARE = 15.0, 0.05  # all processes wait for each other, and none uses the CPU
+_LIMIT_S = 600.0  # a rehearsal ends before this time
+_TOLERANCE = 1e-6  # in float64: a wrong computation differs by more than a thousandth, rounding by less than 1e-10
 _NONE = "launch.nproc_per_node=1: neither do ddp and fsdp"
 
 
 def small_strategy(parallel: Node, *, num_processes: int) -> tuple[Node, int] | None:
-    """Return the run's strategy on as few processes as show what it does, and their number.
+    """Return the run's strategy on the smallest number of processes that shows its work, and this number.
 
-    None if the run has one process, or if the strategy says that it computes something else than one process.
+    None if the run has one process, or if the strategy declares that it does not compute the same as one process.
     """
     target = parallel["_target_"]
     options: Node | None = {name: value for name, value in parallel.items() if name != "_target_"}
@@ -58,7 +58,7 @@ def small_strategy(parallel: Node, *, num_processes: int) -> tuple[Node, int] | 
 
 
 def compare(build: Builder) -> list[Finding]:
-    """Return why the run's strategy does not compute with this model what one process does. `build` is a rehearsal's."""
+    """Return why the run's strategy does not compute the same with this model as one process. `build` is a rehearsal's."""
     config = build.config
     found = small_strategy(config.parallel, num_processes=config.launch.most_processes)
     if found is None:
@@ -72,7 +72,7 @@ def compare(build: Builder) -> list[Finding]:
         parallel=SINGLE,
     )
     (expected,) = _run(alone, source, count=1)
-    if expected.fault:  # a model that does not run in float64, for example
+    if expected.fault:  # for example a model that does not run in float64
         what = f"the strategy was not compared with one process, where a step in float64 fails: {expected.fault}"
         return [Finding("parallel", what, "a run goes on without", refuses=False)]
 
@@ -102,12 +102,12 @@ def compare(build: Builder) -> list[Finding]:
 
 
 def _remedies(parallel: Node) -> Sequence[Node]:
-    """Return the options with which a strategy may compute a model that it does not compute without."""
+    """Return the options that let a strategy run some models which it cannot run without them."""
     return getattr(inspect.getmodule(locate(parallel["_target_"])), "REMEDIES", ())
 
 
 def _others() -> list[tuple[str, Node]]:
-    """Return the strategies that take most models, each as it is written on the command line."""
+    """Return the strategies for most models, each with its text for the command line."""
     nodes = {name: option_node("parallel", name) for name in ("ddp", "fsdp")}
     return [(" ".join(filter(None, [f"parallel={name}", _line(more)])), node | more)
             for name, node in nodes.items() for more in ({}, *_remedies(node))]  # fmt: skip
@@ -118,7 +118,7 @@ def _line(options: Node) -> str:
 
 
 def _difference(expected: Seen, ranks: list[Seen]) -> str:
-    """Return what differs first, or an empty text."""
+    """Return the first difference, or an empty text."""
     gradients = [{name: sketch for rank in ranks[::-1] for name, sketch in rank.gradients[step].items()} for step in range(2)]
     weights = {name: sketch for rank in ranks[::-1] for name, sketch in rank.weights.items()}
     worst = ""
@@ -139,12 +139,12 @@ def _difference(expected: Seen, ranks: list[Seen]) -> str:
 
 
 def _is_consequence(fault: str) -> bool:
-    """Return whether a fault is that of another process, of which this one only sees that it is gone."""
+    """Return whether a fault is only the consequence of another process's end."""
     return fault.startswith("waits") or "Connection" in fault
 
 
 def _far(expected: dict[str, Sketch], actual: dict[str, Sketch], *, what: str) -> str:
-    """Return which tensor differs most, if all of them together differ by more than rounding."""
+    """Return the tensor that differs most, if all tensors together differ by more than rounding."""
     if missing := expected.keys() ^ actual.keys():
         return f"{what} {min(missing)} is on one side only"
     distances = {name: _distance(expected[name], actual[name]) for name in expected}
@@ -191,9 +191,9 @@ def _distance(one: Sketch, other: Sketch) -> float:
 
 
 def _run(build: Builder, source: Source, *, count: int, like: Seen | None = None) -> list[Seen]:
-    """Take two steps on so many processes, forked from this one; return what each has seen, rank by rank.
+    """Take two steps on so many processes, forked from this one; return the observations of each rank, in order.
 
-    The same steps, and as many updates, as in `like`; None: one process finds the step that asks most of several.
+    The steps and the number of updates are those in `like`. None: one process searches the step that is hardest for several.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="rehearsal_") as scratch:
@@ -213,7 +213,7 @@ def _run(build: Builder, source: Source, *, count: int, like: Seen | None = None
                 process.join()
                 seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}"))
             if seen[-1].fault:
-                deadline = min(deadline, time.monotonic() + 2.0)  # the others may wait for it for ever
+                deadline = min(deadline, time.monotonic() + 2.0)  # the others may wait for it forever
         for process in ranks:
             process.kill()
             process.join()
@@ -221,9 +221,9 @@ def _run(build: Builder, source: Source, *, count: int, like: Seen | None = None
 
 
 def _comes(answer: Connection, ranks: Sequence[BaseProcess], *, deadline: float) -> bool:
-    """Wait for an answer; return False if it has not come by the deadline, or if no rank has had anything to do for long.
+    """Wait for an answer; return False if it has not arrived by the deadline, or if no rank has used the CPU for long.
 
-    How long a step takes on this machine, which may be busy, is not known.
+    The time of a step on this machine is not known, because the machine may be busy.
     """
     busy, since = 0.0, time.monotonic()
     while not answer.poll(max(0.0, min(0.5, deadline - time.monotonic()))):
@@ -248,7 +248,7 @@ def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: 
             seen.first, seen.do_part = first_to_part(build, source)
         else:
             seen.first, seen.num_updates = like.first, like.num_updates
-        two_steps(build.altered(), source, seen)  # with a task of its own
+        two_steps(build.altered(), source, seen)  # with its own task
         world.agreement.barrier()
     except Refused as refused:
         seen.fault = refused.finding.what

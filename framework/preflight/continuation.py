@@ -1,4 +1,4 @@
-"""Another process that continues a run from its state, and in which nothing has been computed: as after a restart."""
+"""A second process that continues a run from its state without earlier computations, as after a restart."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from framework.preflight.differences import same
 from framework.preflight.player import Finding, Player, Refused, blamed
 from framework.runtime.preemption import die_with_parent
 
-BEFORE, AFTER = (2.0, 1.0), (1.5,)  # shares of rows told to parts before a save, and after: any best goes on from before
+BEFORE, AFTER = (2.0, 1.0), (1.5,)  # factors of the rows that parts get before and after a save: a best value is from before
 
 
 def validation_step(build: Builder) -> Step:
@@ -31,7 +31,7 @@ def validation_step(build: Builder) -> Step:
 
 
 class Computed(NamedTuple):
-    """What a step computes: its sums, gradients and buffers by name."""
+    """The results of a step: its sums, gradients and buffers, by name."""
 
     sums: Sums
     gradients: dict[str, Tensor | None]
@@ -47,7 +47,7 @@ class Computed(NamedTuple):
         )
 
     def first_difference(self, other: "Computed") -> str:
-        """Return what differs first after the same step: a sum, a gradient or a buffer; empty if nothing."""
+        """Return the first difference after the same step: a sum, a gradient or a buffer; an empty text if there is none."""
         for name, value in self.sums.items():
             if not same(value, other.sums[name]):
                 return "the loss" if name == "loss" else name
@@ -59,10 +59,10 @@ class Computed(NamedTuple):
 
 
 class Continuation:
-    """Forks at once; nothing may have been computed before. Every call raises what the other process has raised."""
+    """The second process. It forks immediately; nothing may have been computed before. Its exceptions are raised here too."""
 
     def __init__(self, build: Builder, *, fetch: Callable[[], Step], later: Callable[[], list[Tensor]], index: int) -> None:
-        """`fetch` returns the step that it runs, whose number is `index`; `later` samples of another epoch."""
+        """Fork. `fetch` returns the step to run, with the number `index`; `later` returns samples of another epoch."""
         context = multiprocessing.get_context("fork")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(_Continued(build, fetch, later, index), theirs))
@@ -70,15 +70,15 @@ class Continuation:
         theirs.close()
 
     def later(self) -> list[Tensor]:
-        """Return samples of another epoch, fetched before any others."""
+        """Return samples of another epoch, fetched before any other samples."""
         return list(self._ask("later"))
 
     def restore(self, tensors: dict[str, Tensor], kept: Kept) -> None:
-        """Build the run's objects, and give them this state."""
+        """Build the run's objects, and restore this state."""
         self._ask("restore", tensors, kept.model_dump())
 
     def step(self) -> tuple[Computed, dict[tuple[str, str], str]]:
-        """Run the second step; return what it computes, and the attributes after it."""
+        """Run the second step; return its results, and the attributes after it."""
         return self._ask("step")  # type: ignore[no-any-return]
 
     def twice(self) -> tuple[Sums, Sums]:
@@ -112,7 +112,7 @@ class Continuation:
 
 
 class _Continued:
-    """What the other process does."""
+    """The work of the second process."""
 
     def __init__(self, build: Builder, fetch: Callable[[], Step], later: Callable[[], list[Tensor]], index: int) -> None:
         self._build, self._fetch, self._later, self._index = build, fetch, later, index
@@ -161,7 +161,7 @@ def _serve(continued: _Continued, theirs: Connection) -> None:
 
 
 class _Packed(NamedTuple):
-    """A tensor on its way to another process: torch would share its memory, by an open file for each."""
+    """A tensor to send to another process: torch would share its memory, with one open file for each tensor."""
 
     content: bytes
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What depends on how a step is cut into micro-batches: a loss that is no sum, samples that are coupled, draws for a batch."""
+"""What depends on the cut of a step into micro-batches: a loss that is not a sum, coupled samples, draws for a batch."""
 
 import math
 
@@ -14,20 +14,20 @@ from framework.preflight.training_samples import TrainingSamples
 
 
 class Cutting:
-    """Looks for what depends on the cut. `is_by_ranks`: in the run a micro-batch is a process's share of a step."""
+    """A search for dependence on the cut. `is_by_ranks`: in the run, a micro-batch is a process's share of a step."""
 
     def __init__(self, build: Builder, *, is_by_ranks: bool) -> None:
         self._build, self._is_by_ranks = build, is_by_ranks
 
     def look(self, module: nn.Module, step: Step, samples: TrainingSamples) -> list[Finding]:
-        """Return what the run is warned of; Refused for a mean where a sum is due."""
+        """Return the warnings for the run. Raise Refused for a mean where a sum is needed."""
         found = self._look_at_loss(module, step) or self._look_at_cut(module, step)
         if not found and self._is_by_ranks and samples.draw_for_micro_batches:
             found = self._depends_on_cut("dataset", "its collate function or a transform draws for a micro-batch as a whole")
         return found
 
     def _look_at_loss(self, module: nn.Module, step: Step) -> list[Finding]:
-        """Compare the loss of two samples with the sum of the losses of one; of a task's own step, a batch with its halves."""
+        """Compare the loss of two samples with the sum of their losses; for a task's own step, a batch with its halves."""
         if self._build.forward().trains_by_step:
             return self._look_at_own_step(step)
         micro_batch = step.micro_batches[0]
@@ -39,12 +39,12 @@ class Cutting:
             try:
                 both = float(forward(module, two, measure=False)[0])
                 alone = sum(float(forward(module, some_samples(two, i, i + 1), measure=False)[0]) for i in range(2))
-            except Exception:  # a model that does not take one sample
+            except Exception:  # a model that does not accept one sample
                 return []
         return self._judge(both, alone, of="two samples", parts_are="their losses")
 
     def _judge(self, whole: float, parts: float, *, of: str, parts_are: str) -> list[Finding]:
-        """Refuse a loss of two parts that is the mean of the parts' losses, given that and their sum; warn if it is no sum."""
+        """Refuse a loss of two parts that is the mean of the parts' losses; `parts` is their sum. Warn if it is not the sum."""
         if not math.isfinite(whole + parts) or abs(whole - parts) <= 1e-3 * max(abs(whole), abs(parts)):
             return []
         if abs(2 * whole - parts) <= 1e-3 * max(abs(2 * whole), abs(parts)):
@@ -65,13 +65,13 @@ class Cutting:
                 whole, parts = (
                     float(player.forward_backward(step._replace(micro_batches=cut), index=0)["loss"]) for cut in ([one], halves)
                 )
-        except Exception:  # a model that does not take so few samples
+        except Exception:  # a model that does not accept so few samples
             return []
         return self._judge(whole, parts, of="a batch", parts_are="its halves' losses")
 
     def _look_at_cut(self, module: nn.Module, step: Step) -> list[Finding]:
-        """Warn of a training forward that draws, or that couples samples in a way that no class of a layer tells."""
-        if batch_dependent_layers(module):  # these are warned of with or without a rehearsal
+        """Warn of a training forward that draws, or that couples samples although no layer class shows it."""
+        if batch_dependent_layers(module):  # with or without a rehearsal, there is a warning about these
             return []
         whole, forward = step.micro_batches[0], self._build.forward()
         size = whole.num_samples
@@ -84,7 +84,7 @@ class Cutting:
         try:
             at_once, *others = [loss(whole, number=number) for number in range(3)]
             in_halves = loss(some_samples(whole, 0, size // 2)) + loss(some_samples(whole, size // 2, size))
-        except Exception:  # a model that does not take so few samples
+        except Exception:  # a model that does not accept so few samples
             return []
         if any(other != at_once for other in others):
             return self._depends_on_cut("model", "its training forward draws random numbers")
@@ -100,6 +100,6 @@ class Cutting:
 
 
 def some_samples(micro_batch: MicroBatch, first: int, end: int) -> MicroBatch:
-    """Return some of a micro-batch's samples."""
+    """Return some samples of a micro-batch."""
     part = micro_batch.mapped(lambda tensor: tensor[first:end] if tensor.ndim else tensor)
     return part._replace(num_samples=min(end, micro_batch.num_samples) - first)

@@ -1,4 +1,4 @@
-"""How a model differs before and after a forward."""
+"""The differences of a model before and after a forward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from framework.runtime.torch_internals import TorchDispatchMode
 
 @contextmanager
 def untouched(*modules: nn.Module) -> Iterator[None]:
-    """Put back the parameters and buffers that a forward has changed, or put others in the place of."""
+    """Restore, after the context, the parameters and buffers that a forward has changed or replaced."""
     whole = nn.ModuleList(modules)
     before = [(tensor, tensor.detach().clone()) for tensor in (*whole.parameters(), *whole.buffers())]
     places = [(part, dict(part.named_buffers(recurse=False))) for part in whole.modules()]
@@ -27,13 +27,13 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Return a tensor without its gradient; of complex numbers, their two parts."""
+    """Return a tensor without its gradient; of complex numbers, the real and imaginary parts."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal up to the rounding of their type."""
+    """Return whether two tensors are equal up to the rounding of their dtype."""
     if one.shape != other.shape or one.is_complex() != other.is_complex():
         return False
     tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
@@ -42,7 +42,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 class Writes(TorchDispatchMode):
-    """Notes which of a module's parameters operations write into, also through `.data` and views."""
+    """A mode that records into which of a module's parameters operations write, also through `.data` and views."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Building the model and the optimizer without storage: problems that only they can find, before the run starts."""
+"""The construction of model and optimizer without storage: it finds problems that nothing else finds before the start."""
 
 import dataclasses
 import inspect
@@ -34,9 +34,9 @@ from framework.training.parts import ANSWERS, MOMENTS
 
 
 def dry_build(config: RunConfig) -> list[Problem]:
-    """Build the model, without storage if it can be, and the optimizer; run a batch's shape through; return the problems.
+    """Build the optimizer and the model, if possible without storage; run a batch's shape through it; return the problems.
 
-    To be called in a process of its own: the user's code may keep what it has computed.
+    Call this in a separate process, because the user's code may keep its results.
     """
     model, problems = _shapes_of(config.model, seed=config.seed)
     if model is None:
@@ -103,7 +103,7 @@ def dry_build(config: RunConfig) -> list[Problem]:
 def _shapes_of(node: Node, *, seed: int) -> tuple[nn.Module | None, list[Problem]]:
     try:
         model = components.shapes_of(node, seed=seed)
-    except (Exception, SystemExit) as error:  # a model of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a user's model may raise anything
         return None, [Problem.of_error("model", error)]
     if not isinstance(model, nn.Module):
         return None, [Problem("model", f"{node['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
@@ -128,7 +128,7 @@ def _observer(mode: str, metric: dict[str, Node], parts: dict[str, Any]) -> str 
 
 
 def _check_init(model: nn.Module, init_from: Any) -> list[Problem]:
-    """Refuse files of which nothing fits the model, or not all that has to."""
+    """Refuse files if nothing in them fits the model, or not everything that must fit."""
     if not init_from:
         return []
     entries = entries_of(init_from)
@@ -140,7 +140,7 @@ def _check_init(model: nn.Module, init_from: Any) -> list[Problem]:
 
 
 def _check_metrics(nodes: dict[str, Node], *, num_processes: int) -> list[Problem]:
-    """Refuse metrics that cannot be built, or whose value would depend on the number of processes."""
+    """Refuse metrics that cannot be built, or with a value that would depend on the number of processes."""
     try:
         metrics = components.metrics(nodes)
     except ValueError as error:
@@ -153,7 +153,7 @@ def _check_metrics(nodes: dict[str, Node], *, num_processes: int) -> list[Proble
 
 
 def _parts(nodes: dict[str, Node]) -> tuple[dict[str, Any], list[Problem]]:
-    """Build the parts; refuse those that cannot be built, and those that would never be called."""
+    """Build the parts; refuse parts that cannot be built, and parts that would never be called."""
     try:
         parts = components.loop_parts(nodes)
     except ValueError as error:
@@ -173,7 +173,7 @@ def _parts(nodes: dict[str, Node]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _averaging(parts: dict[str, Any], *, ema_decay: float | None) -> list[tuple[str, object]]:
-    """Return the keys of what averages the weights, with their values."""
+    """Return the keys of the options that average the weights, with their values."""
     own = [("trainer.ema_decay", ema_decay)] if ema_decay is not None else []
     return [*own, *((f"part.{name}", type(part).__name__) for name, part in parts.items() if hasattr(part, "average_share"))]
 
@@ -211,13 +211,13 @@ def _check_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num_p
 
 
 def _of_strategy(line: str) -> Problem:
-    """Return a strategy's line as a problem of the key at its beginning, else of `parallel`."""
+    """Return a strategy's line as a problem of the key at its start, or else of `parallel`."""
     names_key = line.partition(": ")[0].split(".")[0] in RunConfig.model_fields
     return Problem.of_line(line) if names_key else Problem.of_error("parallel", ValueError(line))
 
 
 def _warn_of_forward(model: nn.Module, batch: Tensor | None) -> None:
-    """Warn of a model that seems not to take a batch of this data. Only shapes are computed: a rehearsal knows better."""
+    """Warn of a model that seems not to accept a batch of this data. It sees only shapes; a rehearsal is more exact."""
     if batch is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""The metrics that a run can monitor, and of which of them more is better."""
+"""The metrics that a run can monitor, and for each whether more is better."""
 
 import ast
 import inspect
@@ -25,7 +25,7 @@ def monitors_are_metrics(
     stopping = trainer.early_stopping
     monitors = {"checkpoint.monitor": checkpoint.monitor, "trainer.early_stopping.monitor": stopping.monitor}
     for key, monitor in monitors.items():
-        is_column = any(monitor.startswith(f"val/{name}_") for name in metric)  # of a metric with several
+        is_column = any(monitor.startswith(f"val/{name}_") for name in metric)  # a column of a metric with several columns
         if monitor in choices or is_column or (metrics is None and re.fullmatch("(val|train)/.+", monitor)):
             continue
         close = did_you_mean(monitor, choices)
@@ -64,7 +64,7 @@ def _is_more_better(name: str, task: Node, metric: Mapping[str, Node]) -> bool |
 
 
 def metric_names(task: Node) -> list[str] | None:
-    """Return the names that a task's `metrics` and `derived` return; None if the source does not list them plainly."""
+    """Return the names that a task's `metrics` and `derived` return; None if the source code does not list them directly."""
     try:
         found = locate(str(task.get("_target_")))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a dry build finds of an optimizer: it is built without storage, and takes a step with one number."""
+"""The dry build's checks of an optimizer: it is built without storage, and takes a step with one number."""
 
 import inspect
 
@@ -16,7 +16,7 @@ from framework.runtime.problem import Problem, shown
 
 
 def turns_problems(model: nn.Module, optimizer: Node, demands: Demands) -> list[Problem]:
-    """Refuse turns that do not divide the trained parameters, and what would leave out or scale a part of a step."""
+    """Refuse turns that do not divide the trained parameters, and options that would skip or scale a part of a step."""
     try:
         if turns := turns_of(optimizer):
             check_turns(turns, names=[item.name for item in trainable(model, hidden=())])
@@ -35,14 +35,14 @@ def turns_problems(model: nn.Module, optimizer: Node, demands: Demands) -> list[
 
 
 def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> list[Problem]:
-    """Refuse an optimizer that cannot be built or stepped, or whose state a checkpoint cannot hold."""
+    """Refuse an optimizer that cannot be built or take a step, or with a state that a checkpoint cannot hold."""
     trained = trainable(model, hidden=hidden_matrices(model))
     try:
         if groups := optimizer.get("groups"):
             rest = components.optimizer_builder({name: value for name, value in optimizer.items() if name != "groups"})
             options = {name: value for group in rest(trained).param_groups for name, value in group.items() if name != "params"}
             check_groups(groups, names=[item.name for item in trained], options=options)
-            for entry in groups:  # a value that torch refuses only in a step
+            for entry in groups:  # torch refuses some values only in a step
                 everywhere = {**optimizer, "groups": [{**entry, "match": "*"}]}
                 _step_fault(components.optimizer_builder(everywhere)(stand_in(torch.device("cpu"))))
         build = components.optimizer_builder(optimizer)
@@ -50,7 +50,7 @@ def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> li
         if fault := _step_fault(build(stand_in(torch.device("cpu")))):
             expected = "an optimizer that keeps numbers, text and tensors, in lists or dictionaries"
             return [Problem("optimizer", f"{type(built).__name__} {fault}", expected)]
-    except (Exception, SystemExit) as error:  # an optimizer of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a user's optimizer may raise anything
         return [Problem.of_error("optimizer", error)]
     try:
         lr = optimizer.get("lr", built.param_groups[0]["lr"])
@@ -64,7 +64,7 @@ _CLOSURE = "takes steps by a closure, but a step here has one backward pass"
 
 
 def _step_fault(optimizer: torch.optim.Optimizer) -> str:
-    """Take a step with one number. Returns what a checkpoint would lose of the optimizer's state, or an empty text."""
+    """Take a step with one number. Return what a checkpoint would lose of the optimizer's state, or an empty text."""
     parameters = inspect.signature(type(optimizer).step).parameters
     if "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty:
         return _CLOSURE

@@ -1,4 +1,4 @@
-"""What plays in a rehearsal: a model with its engine and optimizer, and what is found of them."""
+"""The objects of a rehearsal: a model with its engine and optimizer, and the findings."""
 
 import copy
 import re
@@ -35,12 +35,12 @@ from framework.runtime.exits import Unfit, place_of
 from framework.training.evaluation import totals
 
 SINGLE: Node = {"_target_": "framework.parallel.single.single"}
-_TOTAL_STEPS = 100  # of the run, as far as schedules and parts know
+_TOTAL_STEPS = 100  # of the run, for schedules and parts
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a rehearsal has found: it refuses the run, or only warns."""
+    """A result of a rehearsal: it refuses the run, or only warns."""
 
     key: str
     what: str
@@ -49,7 +49,7 @@ class Finding:
 
 
 class Refused(Exception):
-    """Ends a rehearsal by a finding."""
+    """The exception that ends a rehearsal with a finding."""
 
     def __init__(self, key: str, what: str, cure: str, *, is_certain: bool = True) -> None:
         super().__init__(what)
@@ -58,12 +58,12 @@ class Refused(Exception):
 
 @contextmanager
 def blamed(key: str, what: str, cure: str) -> Iterator[None]:
-    """Turn what the user's code raises inside into a finding. Of a model that will run on a GPU, it may be the CPU's fault."""
+    """Turn exceptions of the user's code inside into a finding. If the model will run on a GPU, the CPU may be the cause."""
     try:
         yield
     except Refused:
         raise
-    except Unfit as error:  # it says itself what is wrong
+    except Unfit as error:  # its message already says what is wrong
         own_key, _, own = str(error).partition(": ")
         said = re.fullmatch(r"(.+?) \((.+)\)", own)
         own, remedy = said.groups() if said else (own, cure)
@@ -77,7 +77,7 @@ def blamed(key: str, what: str, cure: str) -> Iterator[None]:
 
 @contextmanager
 def _of_part(name: str) -> Iterator[None]:
-    """Blame a part for what it raises; a ValueError says itself what is wrong with its arguments."""
+    """Blame a part for its exceptions; a ValueError already says what is wrong with the part's arguments."""
     key = f"part.{name}"
     with blamed(key, "it fails in a rehearsal", "see docs/parts.md"):
         try:
@@ -87,17 +87,17 @@ def _of_part(name: str) -> Iterator[None]:
 
 
 def _require_own_memory(tensors: Mapping[str, Tensor], *, key: str, cure: str) -> None:
-    """Refuse two tensors in one memory: restored or sharded, they would be two."""
+    """Refuse two tensors in the same memory: after a restore or sharding, they would have separate memory."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
-        memory = local(tensor).data_ptr()  # 0: it has none
+        memory = local(tensor).data_ptr()  # 0: it has no memory
         first = names.setdefault(memory, name)
         if first != name and memory:
             raise Refused(key, f"{first} and {name} are two tensors in one memory: restored or sharded, they would part", cure)
 
 
 def small(build: Builder, *, size: int) -> Builder:
-    """Return what builds a rehearsal: steps of two micro-batches of so many samples."""
+    """Return a builder for a rehearsal: steps of two micro-batches with `size` samples each."""
     config = build.config
     precision = config.precision
     return build.altered(
@@ -106,13 +106,13 @@ def small(build: Builder, *, size: int) -> Builder:
         drop_last=False,
         rehearse=False,
         trainer=config.trainer.model_copy(update={"compile": False, "sync_batchnorm": False, "profile": False}),
-        # not every CPU has fp16, and none float8
+        # not every CPU supports fp16, and no CPU float8
         precision=precision.model_copy(update={"name": "fp32"}) if precision.name in ("fp16", "float8") else precision,
     )
 
 
 class Player:
-    """One model with its engine and optimizer, as a run would have them on one process."""
+    """A model with its engine and optimizer, as a run would have them on one process."""
 
     def __init__(self, build: Builder) -> None:
         config, self._build, self.task, self._dataset = build.config, build, build.task, build.dataset
@@ -128,15 +128,15 @@ class Player:
         with blamed("optimizer", "it cannot be built", "see the optimizer's own documentation"):
             self.update: Update = build.update(self.engine, trained, total_steps=_TOTAL_STEPS)
         self._turns: Sequence[Turn | None] = self.update.turns or [None]
-        self._scratch = TemporaryDirectory(prefix="steadfast-")  # where the parts may write
+        self._scratch = TemporaryDirectory(prefix="steadfast-")  # the parts may write here
         folder = Path(self._scratch.name)
-        splits = build.splits(self.engine)  # a part may ask for one; nothing is loaded yet
+        splits = build.splits(self.engine)  # a part may ask for a split; nothing is loaded yet
         self.parts = build.parts(
             self.engine, self.update, total_steps=_TOTAL_STEPS, splits=splits, directory=folder, blame=_of_part
         )
 
     def attributes(self) -> dict[tuple[str, str], str]:
-        """Return what the run's objects, and the user's modules, keep beside their state, by the object's key and a path."""
+        """Return what the run's objects and the user's modules keep outside of their state, by the object's key and a path."""
         own = own_modules(self._build.config.targets())
         holders: dict[str, Any] = {f"part.{name}": part for name, part in self.parts.by_name.items()}
         holders |= {"task": self.task, "dataset": self._dataset, "model": self.module, "optimizer": self.update.optimizer}
@@ -147,7 +147,7 @@ class Player:
         return kept
 
     def forward_backward(self, step: Step, *, index: int) -> Sums:
-        """Do it for the step's first turn, if it has turns: all of them, whenever they are due."""
+        """Run the step's first turn (without turns, all parameters). All turns run in each step, even if they are not due."""
         progress = self.parts.loop.progress
         progress.step, progress.samples_seen = index, index * step.num_samples
         self._step = self.parts.begin_step(step, has_row=True)
@@ -184,9 +184,9 @@ class Player:
         self.update.take(index, grad_norm=norm, is_last=is_last)
 
     def take_more(self, count: int, *, first: int, within_s: float) -> int:
-        """Take so many updates by the last gradients, the first as step `first`; fewer if they take long. Returns how many.
+        """Take `count` more updates with the last gradients, from step `first`; fewer if they take long. Return their number.
 
-        The parts are told of them, and may act on every so many. Collective.
+        The parts are called too, and may act at some steps. Collective.
         """
         until, progress = time.monotonic() + within_s, self.parts.loop.progress
         for index in range(first, first + count):
@@ -203,7 +203,7 @@ class Player:
         return count
 
     def evaluate(self, step: Step, *, shares: Sequence[float]) -> Sums:
-        """Evaluate a batch as a run does a split; the parts are told of one row for each share: its numbers, so much of them.
+        """Evaluate a batch as a run evaluates a split; for each share, call the parts with a row of numbers times this share.
 
         Collective.
         """
@@ -225,7 +225,7 @@ class Player:
         return sums
 
     def _require_monitors(self, row: Mapping[str, Any]) -> None:
-        """Refuse to monitor what an evaluation does not measure: which columns metrics have, only their values tell."""
+        """Refuse a monitor that an evaluation does not measure: only the values show which columns metrics have."""
         config = self._build.config
         patience = config.trainer.early_stopping
         monitors = {"checkpoint.monitor": config.checkpoint.monitor}
@@ -238,7 +238,7 @@ class Player:
                 raise Refused(key, f"{monitor} is not measured", choices)
 
     def state(self) -> tuple[dict[str, Tensor], Kept]:
-        """Return what a checkpoint holds. Refused if it cannot hold all of it."""
+        """Return the content of a checkpoint. Refused if a checkpoint cannot hold all of it."""
         with blamed("part", "its state cannot be saved", "see docs/parts.md"):
             self.parts.saving()
             self.parts.plain()
@@ -259,7 +259,7 @@ class Player:
         return Held(self.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
 
     def untouched(self) -> AbstractContextManager[None]:
-        """Return a context after which parameters and buffers are what they were before."""
+        """Return a context that restores parameters and buffers at its end."""
         return untouched(*(module for module in (self.module, self.engine.task) if module is not None))
 
     def restore(self, tensors: dict[str, Tensor], kept: Kept) -> None:
@@ -294,5 +294,5 @@ class Player:
 
 
 def _laid_out(value: Tensor, *, like: Tensor) -> Tensor:
-    """Return a copy with the strides of a parameter of the same shape: as `restore` makes an optimizer's state."""
+    """Return a copy with the strides of a parameter of the same shape, as `restore` makes an optimizer's state."""
     return torch.empty_like(like.detach() if value.shape == like.shape else value, dtype=value.dtype).copy_(value)

@@ -1,4 +1,4 @@
-"""Checks of processes, devices and backend: the configuration's demands against the machine."""
+"""Checks of processes, devices and backend: the configuration's needs against the machine."""
 
 import importlib.util
 import math
@@ -20,7 +20,7 @@ def with_processes(
 ) -> tuple[LaunchSection, list[Problem]]:
     """Return the section with the number of processes filled in, and the problems with the mesh or the machine.
 
-    `world_size` is the launcher's; None: this process chooses it.
+    `world_size` is the launcher's number of processes; None: this process chooses it.
     """
     asked, problems = launch.nproc_per_node, []
     if world_size is not None:
@@ -32,14 +32,14 @@ def with_processes(
         if asked is not None and asked > world_size:
             problems.append(Problem("launch.nproc_per_node", f"{asked}, but {source}", "leave it to the launcher"))
     else:
-        if asked is None:  # a process for each of a node's CUDA devices; one on a CPU, or if the strategy has no mesh
+        if asked is None:  # one process for each of a node's CUDA devices; one on a CPU, or if the strategy has no mesh
             there = _devices_of_node(launch) if backend.device(device) != "cpu" else 0
             fitting = there // devices_of_each(parallel) if axes_of(parallel) else 1
             launch = launch.model_copy(update={"nproc_per_node": max(1, fitting)})
         source, start = f"launch.nproc_per_node gives {launch.num_processes}", "launch.nproc_per_node={}"
     axes = axes_of(parallel)
     if any(not isinstance(size, (int, type(None))) for size in axes.values()):
-        return launch, problems  # the strategy's signature reports it
+        return launch, problems  # the strategy's signature check reports it
     counts, count = launch.node_counts, launch.num_processes
     for num_nodes in sorted({counts[0], counts[-1]}):  # a number between them need not fit: see `fitting_nodes`
         if counts != range(1, 2):
@@ -56,7 +56,7 @@ def axes_of(parallel: Node) -> dict[str, Any]:
 
 
 def fitting_nodes(launch: LaunchSection, parallel: Node) -> list[int]:
-    """Return the allowed numbers of nodes whose processes fill the mesh."""
+    """Return the allowed numbers of nodes with processes that fill the mesh."""
     counts = {num_nodes: launch.num_processes * num_nodes for num_nodes in launch.node_counts}
     axes = axes_of(parallel)
     return [n for n, count in counts.items() if not _mesh_problems(axes, count=count, source="", start="", option="")]
@@ -100,7 +100,7 @@ def devices_of_each(parallel: Node) -> int:
 
 
 def _cuda_devices() -> int:
-    """Return the number of CUDA devices. Importing torch takes seconds: only a build with CUDA is imported."""
+    """Return the number of CUDA devices. Importing torch takes seconds, so only a build with CUDA is imported."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is None:
         return 0
@@ -112,7 +112,7 @@ def _cuda_devices() -> int:
 def device_problems(
     launch: LaunchSection, parallel: Node, device: str, backend: BackendSection, invariance: str
 ) -> list[Problem]:
-    """Refuse a backend that is not for the device, and a device that is not here: nothing falls back to the CPU in silence."""
+    """Refuse a backend that does not fit the device, and a device that is missing: no run uses the CPU without a message."""
     if device == "cpu" and backend.name == "nccl":
         return [Problem("device", "cpu, but backend=nccl is for CUDA", "cuda, or backend=gloo")]
     if device == "cuda" and backend.name == "mpi":
@@ -126,7 +126,7 @@ def device_problems(
 
 
 def _only_sums(parallel: Node, invariance: str) -> bool:
-    """Return whether the processes send each other nothing but sums and broadcasts: no parts of tensors, no messages to one."""
+    """Return whether the processes send only sums and broadcasts: no parts of tensors, and no messages to one process."""
     return set(axes_of(parallel)) <= {"replicate"} and invariance != "bitwise" and _option(parallel) != "gossip"
 
 
@@ -145,17 +145,17 @@ def _device_problems(launch: LaunchSection, parallel: Node, *, on_gpus: bool) ->
 
 
 def open_files_problems(launch: LaunchSection, dataset: Node) -> list[Problem]:
-    """Refuse more processes than this process's limit of open files lets them have connections and loader workers."""
+    """Refuse more processes than the limit of open files allows, with their connections and loader workers."""
     num_workers = dataset.get("num_workers")
     on_each = _FILES + _FILES_OF_EACH * (launch.most_processes + (num_workers if isinstance(num_workers, int) else 0))
-    allowed = open_files() if launch.kind == "local" else on_each  # a job has limits of its own
+    allowed = open_files() if launch.kind == "local" else on_each  # a job has its own limits
     if allowed >= on_each:
         return []
     what = f"{launch.num_processes}, but this process may open {allowed} files only, where {on_each} may be needed"
     return [Problem("launch.nproc_per_node", what, f"ulimit -n {on_each}, or more, before the command")]
 
 
-_FILES, _FILES_OF_EACH = 48, 8  # open files of a process, and for each process or loader worker that it speaks with
+_FILES, _FILES_OF_EACH = 48, 8  # open files of a process, and of each process or loader worker that it communicates with
 
 _BACKEND_COMES_WITH = {"nccl": "those for CUDA", "ucc": "one compiled from source with USE_UCC=1"}
 

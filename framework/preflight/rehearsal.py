@@ -1,4 +1,4 @@
-"""The rehearsal: a real batch through all that a run does, on the CPU and in a process of its own, before the run starts."""
+"""The rehearsal: before the start, a real batch goes through the whole run, on the CPU and in a separate process."""
 
 import os
 from collections.abc import Callable
@@ -24,9 +24,9 @@ _SWITCH = "rehearse=false starts without a rehearsal"
 
 
 def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "warning") -> list[Problem]:
-    """Try out a checked configuration with a batch of its own data; return what keeps the run from being what it promises.
+    """Try a checked configuration with a batch of its own data; return the problems that break the run's promises.
 
-    Warns of what only might. A rehearsal that itself fails is no problem of a run, which is warned of it.
+    Print a warning for possible problems. If the rehearsal itself fails, this is only a warning.
     """
     findings, fate = perform(build)
     problems = [Problem(finding.key, finding.what, f"{finding.cure}; {_SWITCH}") for finding in findings if finding.refuses]
@@ -41,10 +41,10 @@ def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "war
 
 
 def perform(build: Builder) -> tuple[list[Finding], str]:
-    """Return what two steps on one process, with a save and a restore between, show of a run, and two under its strategy.
+    """Return the findings of steps on one process, with a save and a restore between, and of two steps with its strategy.
 
-    Also how a process failed in which they were tried, if one did. Each half has a process of its own, in which nothing has
-    been computed before: code may keep what it has computed once.
+    Also return how a process of the rehearsal failed, if one failed. Each half runs in a separate process without earlier
+    computations, because code may keep results that it has computed once.
     """
     config, found, fate = build.config, list[Finding](), ""
     own = config.micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
@@ -80,13 +80,13 @@ def _trial(rehearsed: Builder, *, build: Builder) -> list[Finding]:
 
 
 def _available() -> int:
-    """Return the bytes of memory that a process can have: also those that the kernel's cache of files would give up."""
+    """Return the bytes of memory that a process can get, including the part that the kernel's file cache would free."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return 1024 * int(fields["MemAvailable"].split()[0])
 
 
 def _require_memory(build: Builder) -> list[Finding]:
-    """Return nothing, but raise MemoryError where the models of a rehearsal would not fit into half of what is free."""
+    """Return nothing, but raise MemoryError if the models of a rehearsal would not fit into half of the free memory."""
     model = components.shapes_of(build.config.model, seed=build.config.seed)
     # two models, each with gradients and an optimizer's two numbers for a weight; twice as wide in float64
     num_bytes = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2)

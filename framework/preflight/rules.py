@@ -1,4 +1,4 @@
-"""Rules between sections; a rule's parameters name them."""
+"""Rules between sections; the parameters of a rule name its sections."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def statistics_are_over_samples(trainer: TrainerSection, parallel: Node) -> Iter
 def float8_has_its_devices(
     precision: PrecisionSection, device: str, parallel: Node, launch: LaunchSection
 ) -> Iterator[Problem]:
-    """Refuse what this machine shows to be impossible; the devices of a job are seen by its processes."""
+    """Refuse what this machine shows to be impossible; the processes of a job check their own devices."""
     if precision.name != "float8":
         return
     import torch
@@ -65,7 +65,7 @@ def float8_has_its_devices(
     from framework.modules.float8 import float8_fault
 
     is_elsewhere = launch.kind == "slurm" and device != "cpu"
-    # only whether a device is there: once CUDA is initialised here, no process forked from this one can use it
+    # only check whether a device exists: after CUDA is initialised here, no process forked from this one can use it
     here = [] if device != "cpu" and torch.cuda.is_available() else [torch.device("cpu")]
     if not is_elsewhere and (fault := float8_fault(here)):
         yield Problem("precision", f"float8, but {fault}", "bf16")
@@ -103,7 +103,7 @@ def weights_come_from_one_place(model: Node, run: RunSection) -> Iterator[Proble
 
 
 def folder_holds_samples(mode: str, predict: PredictSection, dataset: Node) -> Iterator[Problem]:
-    """Refuse a folder of which the dataset cannot make samples. This builds the dataset, which reads no file."""
+    """Refuse a folder if the dataset cannot make samples from it. This builds the dataset, which reads no file."""
     if mode != "predict" or predict.files is None:
         return
     folder, built = Path(predict.files), components.dataset(dataset)
@@ -120,7 +120,7 @@ def folder_holds_samples(mode: str, predict: PredictSection, dataset: Node) -> I
 
 
 def processes_can_share(launch: LaunchSection, dataset: Node) -> Iterator[Problem]:
-    """Refuse several processes where none can share a semaphore: the kernel keeps them in /dev/shm."""
+    """Refuse several processes where they cannot share a semaphore: the kernel keeps semaphores in /dev/shm."""
     if launch.kind != "local" or not (launch.most_processes > 1 or dataset.get("num_workers")):
         return
     try:
@@ -132,7 +132,7 @@ def processes_can_share(launch: LaunchSection, dataset: Node) -> Iterator[Proble
 
 
 def ports_are_the_kernels(launch: LaunchSection) -> Iterator[Problem]:
-    """Refuse ports beyond which gloo, RPC and NCCL would listen: they take any that the kernel of this host gives."""
+    """Refuse a port range if gloo, RPC and NCCL would use ports outside of it: they take any port from this host's kernel."""
     ports, kernels = launch.port_range, Path("/proc/sys/net/ipv4/ip_local_port_range")
     if not ports or launch.kind != "local" or not kernels.exists():
         return

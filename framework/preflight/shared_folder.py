@@ -1,4 +1,4 @@
-"""Whether the nodes of a cluster see the folder that a run is to write."""
+"""The check whether the nodes of a cluster see the folder that a run will write."""
 
 import os
 import tempfile
@@ -20,9 +20,9 @@ def have_written(root: Path, folder: Path) -> bool:
 
 
 def problems_of_place(place: Path, options: dict[str, Any]) -> list[Problem]:
-    """Refuse a run's directory that the nodes do not see. A node, if one is free at once, looks for a file there.
+    """Refuse a run's directory that the nodes do not see. If a node is free immediately, a job there looks for a file.
 
-    That is a job of its own, for a second: not where the file system is one that machines share.
+    The job takes a second. It is not needed for a file system that machines share.
     """
     place = place.absolute()
     nearest = next(parent for parent in [place, *place.parents] if parent.is_dir())

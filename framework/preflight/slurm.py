@@ -1,4 +1,4 @@
-"""A Slurm job's options, and checks of them against the cluster before anything is submitted."""
+"""The options of a Slurm job, and checks of them against the cluster before the job is submitted."""
 
 import math
 import re
@@ -31,11 +31,11 @@ def slurm_section(launch: LaunchSection) -> SlurmSection:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a run asks of Slurm. SlurmFailed where that depends on the cluster, and Slurm does not say."""
+    """A run's request to Slurm. SlurmFailed if it depends on the cluster and Slurm does not answer."""
 
     launch: LaunchSection
     num_devices: int  # that the processes of a node use, if it has GPUs
-    num_workers: int  # loader processes beside each process
+    num_workers: int  # loader processes of each process
 
     @classmethod
     def of(cls, launch: LaunchSection, dataset: Node, parallel: Node, backend: BackendSection, device: str) -> "JobRequest":
@@ -59,7 +59,7 @@ class JobRequest:
             "constraint": asked.constraint,
             "exclude": asked.exclude,
             "time": asked.time_min,
-            "nodes": f"{counts[0]}-{counts[-1]}",  # without a number of tasks, which would get as few nodes as possible
+            "nodes": f"{counts[0]}-{counts[-1]}",  # with a number of tasks, the job would get as few nodes as possible
             "cpus-per-task": self.num_cpus,
             "mem": f"{self.memory_mb}M" if asked.mem_gb is not None else None,
             "gpus-per-node": self.gpus or None,
@@ -72,7 +72,7 @@ class JobRequest:
 
     @property
     def num_cpus(self) -> int:
-        """CPUs of a node: one for each process and each of its loader workers, or as many as the nodes have."""
+        """The CPUs of a node: one for each process and each of its loader workers, or as many as the nodes have."""
         asked, least = self.asked.cpus_per_task, self.launch.num_processes
         if asked is not None or self.num_workers == 0:
             return asked or least
@@ -85,7 +85,7 @@ class JobRequest:
 
     @property
     def gpus(self) -> str | int | None:
-        """GPUs of a node, `[TYPE:]N`: as asked; else, where all of the partition's nodes have some, one for each device."""
+        """The GPUs of a node, `[TYPE:]N`: as asked; else one for each device, if all nodes of the partition have GPUs."""
         if self.asked.gpus_per_node is not None or not self._may_choose_gpus:
             return self.asked.gpus_per_node or None
         return self.num_devices if self.kinds and all(kind.num_gpus for kind in self.kinds) else None
@@ -115,7 +115,7 @@ class JobRequest:
         return list(dict.fromkeys(kind.partition for kind in node_kinds() if kind.is_default))
 
     def problems(self) -> list[Problem]:
-        """Return what the partition does not have."""
+        """Return the resources that the partition does not have, as problems."""
         asked, there = self.asked, list(dict.fromkeys(kind.partition for kind in node_kinds()))
         if not self.partitions:
             return [Problem("launch.slurm.partition", "null, but there is no default", "one of " + ", ".join(there))]
@@ -144,7 +144,7 @@ class JobRequest:
         ]
         found = [Problem(key, f"{needed:g} {unit}, but {where} has no more than {max(has):g}", f"at most {max(has):g}")
                  for key, needed, unit, has in needs if needed > max(has)]  # fmt: skip
-        shortest = asked.signal_s // 60 + 2  # with less time an attempt may end before its first step
+        shortest = asked.signal_s // 60 + 2  # with less time, an attempt may end before its first step
         if asked.time_min is not None and asked.time_min < shortest:
             when = f"launch.slurm.signal_s={asked.signal_s} before the end, or up to a minute earlier"
             what = f"{asked.time_min} minutes, but Slurm has the job stop {when}"
@@ -159,7 +159,7 @@ class JobRequest:
         return []
 
     def __str__(self) -> str:
-        """What a node is asked for."""
+        """Return the request for each node, as a text."""
         num_cpus, num_gpus, needed = self.num_cpus, self.num_gpus, self.launch.num_processes * (1 + self.num_workers)
         gpus = " ".join(self._gpu_options) or f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
         text = f"asks on each node for {num_cpus} CPU{'s' * (num_cpus != 1)} and {gpus}"
@@ -176,7 +176,7 @@ def job_problems(
     device: str,
     backend: BackendSection,
 ) -> list[Problem]:
-    """Return why Slurm would refuse the job, or the job could not run, as far as that shows without submitting it."""
+    """Return why Slurm would refuse the job, or why the job could not run, as far as this is known before it is submitted."""
     if launch.kind != "slurm":
         return []
     if problems := missing_extra("launch", "slurm"):
@@ -203,11 +203,11 @@ def job_problems(
 
 
 def _line_problems(asked: SlurmSection) -> list[Problem]:
-    """Refuse lines that are no shell by themselves, which would spoil the job's script, and options that srun has not."""
+    """Refuse lines that are not complete shell code and would break the job's script, and options that srun does not have."""
     found = []
     try:
         if asked.srun:
-            slurm.ask("srun", *asked.srun, "--version")  # it reads options in their order
+            slurm.ask("srun", *asked.srun, "--version")  # srun reads its options in order
     except SlurmSilent:
         raise
     except SlurmFailed as error:
@@ -221,7 +221,7 @@ def _line_problems(asked: SlurmSection) -> list[Problem]:
     return found
 
 
-# --- what the cluster has
+# --- the resources of the cluster
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class NodeKind:
 
 @cache
 def node_kinds() -> tuple[NodeKind, ...]:
-    """Ask, once, which nodes the cluster has. SlurmFailed if Slurm does not say."""
+    """Ask once which nodes the cluster has. SlurmFailed if Slurm does not answer."""
     kinds = []
     for line in slurm.ask("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%l").splitlines():
         partition, nodes, cpus, memory, gres, limit = line.split("|")
@@ -250,7 +250,7 @@ def node_kinds() -> tuple[NodeKind, ...]:
 
 
 def _minutes(limit: str) -> float:
-    """Return the minutes of DAYS-HOURS:MINUTES:SECONDS, whose leading parts may be missing; infinity for a word."""
+    """Return the minutes of DAYS-HOURS:MINUTES:SECONDS, where the first parts may be missing; infinity for a word."""
     days, _, rest = limit.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in parts):
@@ -266,7 +266,7 @@ def _check_limits(options: dict[str, Any], partitions: list[str]) -> list[Proble
     except SlurmSilent:
         raise
     except SlurmFailed as error:
-        # that may be temporary: sbatch lets a job wait for nodes that are down
+        # this may be temporary: sbatch lets a job wait for nodes that are down
         states = slurm.ask("sinfo", "--noheader", f"--partition={','.join(partitions)}", "--format=%T").split()
         if "node configuration is not available" not in str(error) or all(state.startswith(_UP) for state in states):
             return [Problem("launch.slurm", f"Slurm refuses such a job: {error}", "what the site allows")]

@@ -1,4 +1,4 @@
-"""What a rehearsal fetches of the training split, and what that shows of the data."""
+"""The samples that a rehearsal fetches from the training split, and what they show about the data."""
 
 import time
 from typing import Any
@@ -13,9 +13,9 @@ from framework.modules.tensors import tensors_in
 from framework.preflight.differences import same
 from framework.preflight.player import Refused, blamed
 
-KEYED = "from torch, numpy.random or random themselves"  # which the run seeds
-_DEEP = 3  # objects within each other: a dataset of a dataset
-_AHEAD, _AHEAD_S = 40, 0.2  # steps and seconds, before the first step is fetched again
+KEYED = "from torch, numpy.random or random themselves"  # the run seeds these generators
+_DEEP = 3  # the depth of nested objects, for example a dataset in a dataset
+_AHEAD, _AHEAD_S = 40, 0.2  # steps and seconds before the first step is fetched again
 
 
 class TrainingSamples:
@@ -39,7 +39,7 @@ class TrainingSamples:
             steps = loader.train(0)
             fetched, again = [next(steps) for _ in range(count)], next(loader.train(0))
             until = time.monotonic() + _AHEAD_S
-            for _ in range(_AHEAD):  # what counts may matter later
+            for _ in range(_AHEAD):  # a counter may have an effect later
                 if time.monotonic() < until:
                     next(steps)
             late = next(loader.train(0))
@@ -53,7 +53,7 @@ class TrainingSamples:
         return fetched
 
     def _counts(self) -> dict[str, str]:
-        """Return the numbers that objects of the user's own classes keep; a library's (an open file's place) mean nothing."""
+        """Return the numbers that objects of the user's classes keep; those of libraries (file positions) do not matter."""
         own, seen, found = own_modules(self._build.config.targets()), set[int](), dict[str, str]()
 
         def look(holder: Any, path: str, depth: int) -> None:
@@ -62,7 +62,7 @@ class TrainingSamples:
             seen.add(id(holder))
             for name, value in list(vars(holder).items()):
                 if isinstance(value, (int, float)) and type(holder).__module__ in own:
-                    found[path + name] = repr(value)  # nan is nan
+                    found[path + name] = repr(value)  # the text of nan equals the text of nan
                 look(value, f"{path}{name}.", depth + 1)
 
         look(self._source, "", 0)
@@ -75,14 +75,14 @@ class TrainingSamples:
             return _tensors(self._loader().train_step(0, later=1))
 
     def compare(self, others: list[Tensor]) -> None:
-        """Refuse data that remember; `others` is what `later` gives where nothing was fetched before."""
+        """Refuse data with a memory; `others` is the result of `later` in a process that has fetched nothing before."""
         if any(not same(*pair) for pair in zip(self.later(), others)):
             what = "what it gives of a sample depends on what was fetched before: it keeps what it has drawn, or counts"
             raise Refused("dataset", what, "keep what is stored, and draw each time")
 
     @property
     def draw_for_micro_batches(self) -> bool:
-        """Whether something is drawn for a micro-batch as a whole: by a collate function, or a transform of batches."""
+        """Whether a collate function or a transform of batches draws random numbers for a whole micro-batch."""
         loader = self._loader()
         one, other = (loader.train_step(0, first=first) for first in (0, 1))
         return not _equal(one, other)

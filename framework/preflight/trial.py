@@ -1,4 +1,4 @@
-"""What a rehearsal does on one process: some steps, a save and a restore before the last, and what these find."""
+"""The first half of a rehearsal, on one process: some steps, with a save and a restore before the last, and the findings."""
 
 from typing import NoReturn
 
@@ -17,7 +17,7 @@ from framework.preflight.player import SINGLE, Finding, Player, Refused, blamed
 from framework.preflight.training_samples import KEYED, TrainingSamples
 from framework.preflight.two_steps import Sketch, sketches
 
-_BUFFER = {  # what to do with what goes on from step to step
+_BUFFER = {  # the remedies for values that change from step to step
     "model": "register_buffer() it in the model; leave it out if nothing reads it",
     "modules": "register_buffer() it in the model, or keep it in a part",
     "task": "register_buffer() it in the task, an nn.Module then, or in the model",
@@ -26,7 +26,7 @@ _BUFFER = {  # what to do with what goes on from step to step
     "metric": "a metric whose reset() takes back all that it keeps",
     "part": "return it from state_dict(), and take it back in load_state_dict()",
 }
-_BEFORE = 2  # steps before the save: an average of the weights is the weights after the first
+_BEFORE = 2  # steps before the save: after the first step, an average of the weights equals the weights
 _SYNC = "have nn.BatchNorm2d, and trainer.sync_batchnorm=true"
 
 
@@ -34,15 +34,15 @@ class Trial:
     """A few steps of a run on one process."""
 
     def __init__(self, build: Builder, *, is_cut_by_ranks: bool) -> None:
-        """`build` is a rehearsal's; `is_cut_by_ranks` if in the run a micro-batch is a process's share of a step."""
+        """`build` is a rehearsal's; `is_cut_by_ranks`: in the run, a micro-batch is a process's share of a step."""
         self.build = build.altered(parallel=SINGLE)
         self.is_cut_by_ranks = is_cut_by_ranks
         self.num_processes = build.config.launch.most_processes
         self.samples = TrainingSamples(self.build)
 
     def run(self) -> list[Finding]:
-        """Raise Refused for what keeps the run from its promise; return what only might."""
-        # with a task of its own
+        """Raise Refused for a problem that breaks the run's promise; return possible problems."""
+        # with its own task
         other = Continuation(self.build.altered(), fetch=self._following, later=self.samples.later, index=_BEFORE)
         try:
             return self._run(other)
@@ -57,7 +57,7 @@ class Trial:
         steps = self.samples.fetch(_BEFORE + 1)
         self.samples.compare(other.later())
         drawn, findings = self._look_at_one_forward(steps[0])
-        first = Player(self.build.altered())  # in which nothing has been tried
+        first = Player(self.build.altered())  # nothing has been tried in this one
         self._require_drawn(first.module, drawn)
         for index, step in enumerate(steps[:_BEFORE]):
             with blamed("model", "a step fails", "the same step runs in a plain script"):
@@ -73,7 +73,7 @@ class Trial:
         return findings
 
     def _look_at_one_forward(self, step: Step) -> tuple[dict[str, Sketch], list[Finding]]:
-        """Return what a model was built with, and what one forward shows of it."""
+        """Return sketches of the model as built, and the findings of one forward."""
         scout = Player(self.build)
         drawn = sketches(scout.module)
         self._look_at_kinds(scout)
@@ -81,9 +81,9 @@ class Trial:
         return drawn, Cutting(self.build, is_by_ranks=self.is_cut_by_ranks).look(scout.module, step, self.samples)
 
     def _require_drawn(self, module: nn.Module, drawn: dict[str, Sketch]) -> None:
-        """Refuse a model that is another each time that it is built."""
+        """Refuse a model that is different each time it is built."""
         for name, now in sketches(module).items():
-            if repr(now) != repr(drawn.get(name)):  # nan is nan
+            if repr(now) != repr(drawn.get(name)):  # the text of nan equals the text of nan
                 what = f"its constructor makes another {name} each time: it draws from a generator of its own, or counts"
                 raise Refused("model", what, f"draw {KEYED}, which the run seeds, or seed the generator")
 
@@ -120,7 +120,7 @@ class Trial:
             player.engine.evaluate(step)
             self.build.metrics.compute(world=self.build.world)
 
-    # --- the second step, and what it says of the first
+    # --- the second step, and what it shows about the first
 
     def _compare(self, first: Player, other: Continuation, step: Step) -> None:
         before, writes = first.attributes(), Writes(first.module)
@@ -152,7 +152,7 @@ class Trial:
         raise Refused("model" if key == "modules" else key, what, _BUFFER[key.partition(".")[0]])
 
     def _compare_steps(self, first: Player, other: Continuation) -> None:
-        """Refuse an optimizer that, restored, takes another step, or would later."""
+        """Refuse an optimizer that takes a different step after a restore, now or later."""
         before = first.attributes()
         first.take(_BEFORE)
         weights, restored = other.take()
@@ -174,7 +174,7 @@ class Trial:
                 self._refuse_memory("optimizer", what)
 
     def _explain(self, other: Continuation, changed: list[tuple[str, str]], differing: str, *, draws: bool) -> None:
-        """Refuse a model that, restored, computes something else: by what it keeps, or by what it draws."""
+        """Refuse a model that computes something else after a restore: by the values that it keeps, or by its draws."""
         if changed and not draws:
             (key, name), *_ = changed
             what = f"what a step computes depends on {name}, which it changes and no checkpoint holds"
@@ -191,7 +191,7 @@ class Trial:
     # --- an evaluation
 
     def _evaluate(self, player: Player) -> list[tuple[str, str]]:
-        """Evaluate a batch; return which attributes that changes."""
+        """Evaluate a batch; return the attributes that this changes."""
         step, places = validation_step(self.build), player.attributes()
         if self.num_processes > 1:
             one, other = _halves(step)
@@ -204,7 +204,7 @@ class Trial:
         return [place for place, value in player.attributes().items() if places.get(place) != value]
 
     def _compare_evaluations(self, player: Player, other: Continuation, changed: list[tuple[str, str]]) -> None:
-        """Refuse what a restored evaluation computes otherwise, and what goes on of the `changed` from one to the next."""
+        """Refuse a different evaluation after a restore, and `changed` values that go on from one evaluation to the next."""
         ours = player.evaluate(validation_step(self.build), shares=AFTER)
         now = player.attributes()
         theirs, restored = other.evaluate()
@@ -220,7 +220,7 @@ class Trial:
 
 
 def _halves(step: Step) -> list[Step]:
-    """Return two steps of other samples, if there are two."""
+    """Return two steps with different samples, if there are two samples."""
     whole = step.micro_batches[0]
     middle = max(1, whole.num_samples // 2)
     parts = [some_samples(whole, 0, middle), some_samples(whole, min(middle, whole.num_samples - 1), whole.num_samples)]
@@ -228,7 +228,7 @@ def _halves(step: Step) -> list[Step]:
 
 
 def _buffers_after(player: Player, steps: list[Step]) -> dict[str, Tensor]:
-    """Return the model's buffers as they are after evaluations, which leave no other trace."""
+    """Return the model's buffers as they are after evaluations, and restore the model."""
     with player.untouched():
         for step in steps:
             player.evaluate(step, shares=())

@@ -1,4 +1,4 @@
-"""What one process, of one or a few, sees in two steps under a strategy."""
+"""The observations of one process (of one or a few) in two steps with a strategy."""
 
 import itertools
 import math
@@ -20,40 +20,40 @@ from framework.modules.tensors import whole
 from framework.preflight.differences import real
 from framework.preflight.player import Finding, Player, Refused, blamed
 
-# after the two steps, for an optimizer that begins late to look at several parameters
+# updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
 _SAMPLED = 1 << 16  # numbers of a tensor
-_SEARCHED, _SEARCH_S = 16, 0.5  # steps, for one that asks much of a strategy
+_SEARCHED, _SEARCH_S = 16, 0.5  # steps to search, and seconds, for a step that is hard for a strategy
 
 Sketch = tuple[float, float]  # of a tensor: its norm, and a projection
 
 
 @dataclass
 class Seen:
-    """What one rank has computed: sketches of whole tensors, by name."""
+    """The computations of one rank: sketches of whole tensors, by name."""
 
     outputs: dict[str, Sketch] = field(default_factory=dict)  # of modules in the first micro-batch, in the order of their ends
     gradients: list[dict[str, Sketch]] = field(default_factory=list)  # of each step
     weights: dict[str, Sketch] = field(default_factory=dict)  # after two steps
-    updated: dict[str, Sketch] = field(default_factory=dict)  # and after more updates
+    updated: dict[str, Sketch] = field(default_factory=dict)  # after more updates
     sums: list[dict[str, float]] = field(default_factory=list)  # of each step, and of an evaluation
-    kept: dict[str, Any] = field(default_factory=dict)  # what the optimizer keeps in its groups, by parameter and key
+    kept: dict[str, Any] = field(default_factory=dict)  # the values in the optimizer's groups, by parameter and key
     first: int = 0  # the number of the first step
     num_updates: int = 0  # after the two steps
     do_part: bool = False  # its samples enter different modules
     fault: str = ""
-    of_part: Finding | None = None  # whatever the strategy
+    of_part: Finding | None = None  # a fault of a part, with any strategy
 
 
 def sketch(tensor: Tensor) -> Sketch:
-    """Return two numbers that tell tensors apart: the norm, and the product with a fixed vector of no period."""
+    """Return two numbers that distinguish tensors: the norm, and the product with a fixed vector without a period."""
     flat = real(whole(tensor.detach())).reshape(-1).double()
     ramp = torch.arange(flat.numel(), dtype=torch.float64)
     return float(flat.norm()), float(flat @ torch.sin(ramp * ramp % 1000.0 + ramp))
 
 
 def sketches(module: nn.Module) -> dict[str, Sketch]:
-    """Return sketches of a module's parameters and buffers, of large ones of some of their numbers."""
+    """Return sketches of a module's parameters and buffers; for large tensors, of some of their numbers."""
     tensors = {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     plain = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided and not tensor.is_meta}
     return {name: sketch(tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED) or 1]) for name, tensor in plain.items()}
@@ -66,9 +66,9 @@ def _steps(build: Builder, source: Source, engine: Engine, *, first: int, count:
 
 
 def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
-    """Return the step, of the first few, in which the samples of two processes differ most in what they enter; and if they do.
+    """Return the step, of the first few, where the modules that two processes' samples enter differ most; and if they differ.
 
-    Modules that a forward passes over, by chance or by its samples, are what strategies differ in.
+    Strategies differ in how they handle modules that a forward skips, at random or depending on its samples.
     """
     player = Player(build)
     paths: list[list[nn.Module]] = []
@@ -76,7 +76,7 @@ def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
         return 0, False
     player.module.register_forward_pre_hook(lambda *_: paths.append([]), prepend=True)
     for part in player.module.modules():
-        if not isinstance(part, torch.jit.ScriptModule):  # takes no hooks
+        if not isinstance(part, torch.jit.ScriptModule):  # scripted modules take no hooks
             part.register_forward_pre_hook(lambda part, _: paths[-1].append(part))
     best, most, until = 0, 0, time.monotonic() + _SEARCH_S
     for index, step in _steps(build, source, player.engine, first=0, count=_SEARCHED):
@@ -84,7 +84,7 @@ def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
         player.forward_backward(step, index=index)
         half, everything = len(paths) // 2, set[nn.Module]().union(*paths)
         apart = sum(one != other for one, other in zip(paths, paths[half:]))
-        # a share's last: its gradients are summed
+        # the last sample of a share: its gradients are summed
         lacking = sum(set(path) != everything for path in (paths[half - 1], paths[-1]))
         if apart + lacking > most:
             best, most = index, apart + lacking
@@ -94,9 +94,9 @@ def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
 
 
 def two_steps(build: Builder, source: Source, seen: Seen) -> None:
-    """Take two steps from `seen.first` on, `seen.num_updates` more updates by the last gradients, and evaluate a batch.
+    """Take two steps from `seen.first`, `seen.num_updates` more updates with the last gradients, and evaluate a batch.
 
-    Notes in `seen` what is computed. 0 updates: as many as the model's size allows. Collective.
+    Record the results in `seen`. With 0 updates, take as many as the model's size allows. Collective.
     """
     player = Player(build)
     engine = player.engine
@@ -145,7 +145,7 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
 
 @contextmanager
 def _outputs(module: nn.Module, outputs: dict[str, Sketch]) -> Iterator[None]:
-    """Note in `outputs` what each module returns at its first call, if it is a tensor."""
+    """Record in `outputs` what each module returns at its first call, if it is a tensor."""
     handles = []
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):

@@ -10,9 +10,9 @@ from framework.samplers.values import values_of
 
 
 class Curriculum:
-    """`difficulty`: a `.npy` file or a name of a value of the samples.
+    """The sampler. `difficulty` is a `.npy` file or the name of a value of the samples.
 
-    The share starts at `start`, and is 1 after `epochs` epochs; from then on each sample is drawn as often as any other.
+    The share starts at `start`, and is 1 after `epochs` epochs. From then on, all samples are equally likely.
 
     Source: Platanios et al. 2019, "Competence-based curriculum learning", equation 7 (the square root of time).
     """

@@ -1,4 +1,4 @@
-"""Length-grouped: each sample once in an epoch, samples of about one length together, so that little is padded."""
+"""Length-grouped: each sample once in an epoch, with samples of similar length together, so that there is little padding."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from framework.samplers.values import values_of
 
 
 class LengthGrouped:
-    """`lengths`: a `.npy` file or a name of a value of the samples.
+    """The sampler. `lengths` is a `.npy` file or the name of a value of the samples.
 
-    Samples are sorted within random groups of `group_size`, then blocks of `batch_size` take a random order.
+    Samples are sorted within random groups of `group_size`. Then the blocks of `batch_size` are put into a random order.
 
     Source: Hugging Face's `group_by_length`, after fairseq's batches by size.
     """

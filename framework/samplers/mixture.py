@@ -1,4 +1,4 @@
-"""Mixture: sources that were put together (torch.utils.data.ConcatDataset), each with its share of every epoch."""
+"""Mixture: several concatenated sources (torch.utils.data.ConcatDataset), each with its share of every epoch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,9 @@ from framework.randomness import keys, random_bits
 
 
 class Mixture:
-    """`weights`: the share of each source, in their order. `num_samples`: of an epoch; None: as many as all sources have.
+    """The sampler. `weights` are the shares of the sources, in order. `num_samples` of an epoch; None: those of all sources.
 
-    A source is walked through in an order of its own, a new one for each pass, and goes on in the next epoch where it stopped.
+    Each source has its own order, a new order for each pass, and the next epoch continues where the last one stopped.
     """
 
     def __init__(self, *, weights: Sequence[float], num_samples: int | None = None) -> None:
@@ -37,7 +37,7 @@ class Mixture:
 
 
 def _walk(length: int, first: int, count: int, *, seed: int, name: str) -> np.ndarray:
-    """Return `count` numbers from place `first` on of endless passes through `range(length)`, each in a random order."""
+    """Return `count` numbers, starting at place `first`, of endless passes through `range(length)`, each in random order."""
     numbers = np.empty(count, dtype=np.int64)
     done = 0
     while done < count:

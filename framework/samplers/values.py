@@ -1,4 +1,4 @@
-"""A number for each sample, by which samplers choose."""
+"""A number for each sample; samplers choose by these numbers."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def values_of(source: Any, where: str, *, key: str) -> np.ndarray:
-    """Return a number for each sample, shape (N,): from a file of numpy's (`.npy`), or what the samples have under this name.
+    """Return a number for each sample, shape (N,), from a numpy file (`.npy`) or from the samples' value with this name.
 
-    ValueError, which says the key of the configuration, if they are not there.
+    ValueError that names the key of the configuration, if there are no such numbers.
     """
     try:
         if where.endswith(".npy"):

@@ -1,4 +1,4 @@
-"""Weighted: samples drawn with replacement, each as often as its weight says."""
+"""Weighted: samples are drawn with replacement, each with a probability proportional to its weight."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from framework.samplers.values import values_of
 
 
 class Weighted:
-    """`weights`: a `.npy` file or a name of a value of the samples; `balanced`: they are classes, and each is as likely."""
+    """The sampler. `weights` is a `.npy` file or a value of the samples; `balanced`: it holds classes, all equally likely."""
 
     def __init__(self, *, weights: str, balanced: bool = False, num_samples: int | None = None) -> None:
         if num_samples is not None and num_samples < 1:

@@ -1,4 +1,4 @@
-"""Windowed: a stream's order. Shards in a random order, and samples shuffled within a window: reading stays in sequence."""
+"""Windowed: an order for streams. Shards in random order; samples are shuffled within a window, so reading is sequential."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from framework.randomness import key, keys, random_bits
 
 
 class Windowed:
-    """`window`: the samples among which one is shuffled, as in a shuffle buffer of this size. Nothing else is kept in memory.
+    """The sampler. `window` samples are shuffled together, as in a shuffle buffer of this size. Nothing else is in memory.
 
-    The groups of a source (its shards) take a random order in each epoch; a source without groups is one.
+    The groups of a source (its shards) get a random order in each epoch; a source without groups is one group.
     """
 
     def __init__(self, *, window: int = 10_000) -> None:
@@ -29,7 +29,7 @@ class _Stream:
     """An epoch's numbers, computed for each slice: the groups one after the other, shuffled within windows."""
 
     def __init__(self, starts: np.ndarray, ends: np.ndarray, *, window: int, seed: int) -> None:
-        """`starts` are the groups' first samples, in the epoch's order; `ends` their ends in the epoch."""
+        """`starts` are the first samples of the groups, in the epoch's order; `ends` are the groups' ends in the epoch."""
         self._starts, self._ends, self._window, self._seed = starts, ends, window, seed
         self._number, self._shuffled = -1, np.empty(0, dtype=np.int64)  # the latest window
 

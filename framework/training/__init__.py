@@ -1,1 +1,1 @@
-"""The loop, evaluation, recovery, tracking, speed, profile, recorder."""
+"""The training loop, evaluation, recovery, tracking, speed, profile and recorder."""

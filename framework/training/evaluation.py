@@ -1,4 +1,4 @@
-"""Every sample of a split measured once: sums of each rank, and their totals."""
+"""The measurement of every sample of a split, once: the sums of each rank, and their totals."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from framework.modules import structure
 def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
     """Return this rank's sums over a whole split, in float64: the loss and the task's metrics. Collective.
 
-    Added over the ranks (by `totals`), they count each sample once.
+    After `totals` has added them over the ranks, they count each sample once.
     """
     engine.sync_buffers()
     sums: Sums = {}
@@ -27,7 +27,7 @@ def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
 def totals(sums: Sums, *, world: World) -> Sums:
     """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message.
 
-    A device is waited for once.
+    It waits only once for each device.
     """
     mine: dict[str, Tensor] = {}
     for device in {value.device for value in sums.values()}:

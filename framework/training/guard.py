@@ -1,4 +1,4 @@
-"""What a run looks at before each checkpoint: state that no checkpoint holds, and replicas that differ."""
+"""The checks of a run before each checkpoint: state that no checkpoint holds, and replicas that differ."""
 
 import re
 import sys
@@ -14,36 +14,40 @@ from framework.modules.tensors import local
 from framework.runtime.exits import RunEnded, Unfit
 from framework.runtime.log import LOGGER
 
-_REHEARSED = 3  # steps, and whatever evaluations change: a rehearsal has restored these, and compared what follows
-_ROUNDING = 1e-7  # of a tensor's norm, where the same is added up twice
-_TOLERANCE = 1e-3  # of a tensor's norm; processors of several kinds round differently
+_REHEARSED = 3  # steps and evaluations: a rehearsal has restored their changes, and compared the following steps
+_ROUNDING = 1e-7  # of a tensor's norm, for two sums of the same numbers
+_TOLERANCE = 1e-3  # of a tensor's norm, because different kinds of processors round differently
 
 
 class ReplicasDiffer(RunEnded):
-    """Ranks that should have the same weights have others; the last checkpoint is intact."""
+    """The error if ranks that should have the same weights have different weights; the last checkpoint is intact."""
 
 
 class Guard:
-    """Warns of what objects begin to keep after the rehearsed steps and no checkpoint holds. Ends a run whose model could not
-    be restored, or whose replicas differ. `saving` is collective.
+    """A guard that warns of new state that no checkpoint holds, and ends a run that could not be restored.
+
+    It warns if objects start to keep such state after the rehearsed steps. It ends a run if its model could not be restored, or
+    if its replicas differ. `saving` is collective.
     """
 
     def __init__(
         self, holders: Mapping[str, object], *, module: nn.Module, world: World, own: Iterable[str], without: Iterable[object]
     ) -> None:
-        """`holders` are the model, the task, the optimizer and the parts by their keys; `module` is what is trained of the
-        model on this rank. `own` are the names of the user's Python modules; `without` is what is not looked into.
+        """Take the objects to guard. `holders` are the model, the task, the optimizer and the parts, by their keys.
+
+        `module` is the trained part of the model on this rank. `own` are the names of the user's Python modules. Objects in
+        `without` are not looked into.
         """
         self._holders, self._module, self._world = holders, module, world
         self._own, self._without = set(own), list(without)
-        self._has_parts = any(key.startswith("part.") for key in holders)  # which may move anything
+        self._has_parts = any(key.startswith("part.") for key in holders)  # a part may change any tensor
         self._steps = 0
-        self._evaluated: set[str] = set()  # splits
-        self._known: set[str] = set()  # places that change from step to step, or in an evaluation, or were warned of
-        self._late: set[str] = set()  # paths that have changed otherwise
+        self._evaluated: set[str] = set()  # the names of the splits
+        self._known: set[str] = set()  # paths that change from step to step or in an evaluation, or that have caused a warning
+        self._late: set[str] = set()  # paths that have changed at another time
         self._seen: Memory = {}
         self._kinds = _kinds(module)
-        self._frozen: dict[str, list[float]] = {}  # what only the model itself could move
+        self._frozen: dict[str, list[float]] = {}  # tensors that only the model itself could change
 
     def step_taken(self) -> None:
         if self._steps < _REHEARSED:
@@ -58,14 +62,14 @@ class Guard:
         self._notice()
 
     def _notice(self) -> None:
-        """Note what has changed since the last look, neither in the first steps nor in an evaluation."""
+        """Record the changes since the last look that happened neither in the first steps nor in an evaluation."""
         if self._steps == _REHEARSED:
             now = self._look(at_a_glance=True)
             self._late |= self._changed(now)
             self._seen = now
 
     def evaluated(self, split: str) -> None:
-        """What the first evaluation of a split changes is known, since it was rehearsed; of later ones, only that."""
+        """Accept the changes of a split's first evaluation, which was rehearsed; later evaluations may change only these."""
         if split not in self._evaluated:
             self._evaluated.add(split)
             self._learn()
@@ -76,9 +80,9 @@ class Guard:
         self._seen = now
 
     def saving(self, declared: Callable[[], Mapping[str, Iterable[object]]]) -> None:
-        """Warn of each place once. Unfit or ReplicasDiffer, on every rank, if no checkpoint should be written.
+        """Warn of each path once. Raise Unfit or ReplicasDiffer on every rank if no checkpoint should be written. Collective.
 
-        `declared()` is what a checkpoint will hold of each holder besides parameters, buffers and the optimizer's state.
+        `declared()` returns what a checkpoint will hold of each holder besides parameters, buffers and the optimizer's state.
         """
         self._notice()
         sketches = _sketches(self._module) if self._world.world_size > 1 else {}
@@ -104,7 +108,7 @@ class Guard:
                            place)  # fmt: skip
 
     def _fault(self, sketches: dict[str, list[float]]) -> str:
-        """Return why no checkpoint should be written of this rank's part of the model; an empty text if it can."""
+        """Return why this rank's part of the model should not be in a checkpoint; an empty text if it can be."""
         for name, kind in _kinds(self._module).items():
             if self._kinds.get(name) != kind:
                 now = f"{name} is {kind} now, and was {self._kinds.get(name, 'not there')} at the start"
@@ -122,7 +126,7 @@ class Guard:
         return next((key for key in self._holders if path.startswith(f"{key}.")), "")
 
     def _look(self, *, at_a_glance: bool) -> Memory:
-        """Return what is kept aside, by KEY.PATH."""
+        """Return the digests of the state outside of checkpoints, by KEY.PATH."""
         own = {name: sys.modules[name] for name in self._own if name in sys.modules}
         found = kept_by_modules(own, at_a_glance=at_a_glance)
         for key, holder in self._holders.items():
@@ -152,12 +156,12 @@ def _differ(one: Sequence[float], other: Sequence[float], *, tolerance: float) -
 
 
 def _place(path: str) -> str:
-    """Return a path up to its first number: of a list that grows, the list; of a dictionary, an entry by its text."""
+    """Return a path up to its first number: for a growing list, the list; for a dictionary, an entry by its text."""
     return re.split(r"\[\d", path, maxsplit=1)[0]
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """Return the type and the shape of each tensor that a checkpoint has of the model."""
+    """Return the dtype and the shape of each tensor of the model that a checkpoint holds."""
     return {
         name.removeprefix("model/"): f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         for name, tensor in model_tensors(module).items()
@@ -165,9 +169,9 @@ def _kinds(module: nn.Module) -> dict[str, str]:
 
 
 def _sketches(module: nn.Module) -> dict[str, list[float]]:
-    """Return the norm and the sum of each tensor that this rank holds, or of its shard."""
+    """Return the norm and the sum of each tensor that this rank holds; of a shard, of this rank's part."""
     names: dict[torch.device, list[str]] = {}
-    sketches: dict[torch.device, list[Tensor]] = {}  # of each device in one tensor: it is waited for once
+    sketches: dict[torch.device, list[Tensor]] = {}  # one tensor for each device, so that it waits for each device once
     for name, tensor in model_tensors(module).items():
         mine = local(tensor)
         if mine.is_floating_point() and mine.numel():
@@ -180,7 +184,7 @@ def _sketches(module: nn.Module) -> dict[str, list[float]]:
 
 
 def _of_one_rank(module: nn.Module, *, world_size: int) -> set[str]:
-    """Return which names of `_sketches` no other rank has: those of tensors that are cut over all ranks."""
+    """Return the names in `_sketches` that no other rank has: those of tensors that are cut over all ranks."""
     return {
         _shard(name, tensor)
         for name, tensor in model_tensors(module).items()
@@ -191,7 +195,7 @@ def _of_one_rank(module: nn.Module, *, world_size: int) -> set[str]:
 
 
 def _shard(name: str, tensor: Tensor) -> str:
-    """Return a name that ranks share if they hold the same: of a shard, with where it is in its mesh."""
+    """Return a name that ranks share if they hold the same values; for a shard, it includes the place in the mesh."""
     if not hasattr(tensor, "device_mesh"):
         return name.removeprefix("model/")
     places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or ())  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a part of a run sees of the loop, and can ask of it."""
+"""The loop as the parts of a run see it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ from framework.training.evaluation import totals
 
 
 class Loop:
-    """What a part sees of the loop, and can ask of it. Every rank is at the same moment, and must ask for the same."""
+    """The loop's interface for parts. All ranks call a part at the same moment, and must call the same methods."""
 
     def __init__(
         self, *, world: World, engine: Engine, task: Task, dataset: Dataset, splits: Splits, update: Update,
@@ -31,8 +31,8 @@ class Loop:
         self.engine, self.task, self.dataset, self.splits = engine, task, dataset, splits
         self.optimizer, self.directory = update.optimizer, directory
         self.seed, self.total_steps, self.progress = seed, total_steps, progress
-        self.has_row = False  # the step under way gets a row of metrics.jsonl
-        self.split = ""  # which is, or was last, measured
+        self.has_row = False  # the current step gets a row of metrics.jsonl
+        self.split = ""  # the split that is or was last measured
         self.stopped = ""  # why a part has ended the run
         self._world, self._loss_scale = world, update.loss_scale
         self._buffers = Buffers(*(module for module in (engine.module, engine.task) if module is not None))
@@ -41,22 +41,22 @@ class Loop:
 
     @property
     def step(self) -> int:
-        """The optimizer steps taken."""
+        """The number of optimizer steps taken."""
         return self.progress.step
 
     @property
     def samples_seen(self) -> int:
-        """The samples in the steps taken, over all processes."""
+        """The number of samples in the steps taken, over all processes."""
         return self.progress.samples_seen
 
     @property
     def wall_s(self) -> float:
-        """The seconds that the run has taken by its last row or checkpoint, over all its starts; by this rank's clock."""
+        """The seconds that the run has taken until its last row or checkpoint, over all its starts, by this rank's clock."""
         return self.progress.wall_s
 
     @property
     def turn(self) -> str:
-        """The turn (optimizer.turns) whose gradients are ready; empty without turns."""
+        """The turn (optimizer.turns) with gradients that are ready; empty without turns."""
         return self._under_way.turn
 
     @property
@@ -71,7 +71,7 @@ class Loop:
 
     @property
     def is_padding(self) -> bool:
-        """Whether the micro-batch that is going through the model does not count: another rank's, repeated."""
+        """Whether the current micro-batch does not count, because it repeats a micro-batch as padding."""
         return self.engine.is_padding
 
     @property
@@ -79,11 +79,11 @@ class Loop:
         return self._world.device
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters of this rank by name."""
+        """Return this rank's trained parameters by name."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def loss(self) -> float:
-        """Return the loss of the step under way, over the whole global batch, once its gradients are ready. Collective."""
+        """Return the loss of the current step, over the whole global batch, after its gradients are ready. Collective."""
         mine = {name: value for name, value in self._sums.items() if name in ("loss", weight_of("loss"))}
         return means(totals(mine, world=self._world), num_samples=self._under_way.num_samples)["loss"]
 
@@ -92,23 +92,23 @@ class Loop:
         return self._world.agreement.sum(values.detach().double().cpu())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in the order of the ranks. Collective. For small values: see `distinct`."""
+        """Return every rank's `value`, in the order of the ranks. Collective. For small values only: see `distinct`."""
         return self._world.agreement.gather(value)
 
     def distinct(self, value: Any) -> list[Any]:
-        """Return the different values that ranks have, plain data, in the order of the first rank with each. Collective.
+        """Return the different values of the ranks, as plain data, in the order of the first rank with each value. Collective.
 
-        Many ranks with the same names, for example, cost no more than one.
+        If many ranks have the same value, for example the same names, it is sent only once.
         """
         return list(self._world.agreement.distinct(value).values())
 
     def on_main(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all ranks' tensors by name on the rank that writes files, on the CPU; elsewhere nothing. Collective."""
+        """Return all ranks' tensors by name, on the CPU, on the rank that writes files; nothing on other ranks. Collective."""
         found = gathered(tensors, world=self._world)
         return dict(zip(found.kinds, found.tensors))
 
     def any(self, flag: bool) -> bool:
-        """Return whether any rank's `flag` is true: the way to decide by what ranks see differently. Collective."""
+        """Return whether any rank's `flag` is true. Use it for decisions about things that differ between ranks. Collective."""
         return bool(self.sum(torch.tensor(float(flag))))
 
     def gradient_norms(self) -> dict[str, float]:
@@ -119,9 +119,9 @@ class Loop:
         return {name: norm for part in self.distinct(mine)[::-1] for name, norm in part.items()}
 
     def recompute(self) -> None:
-        """Take the step's gradients anew, of the same batch and the same draws, with the weights as they are now. Collective.
+        """Compute the step's gradients again, with the same batch and draws, but with the current weights. Collective.
 
-        When the gradients are ready; buffers such as running statistics do not move a second time.
+        Call it when the gradients are ready. Buffers such as running statistics do not change a second time.
         """
         step, before = self._under_way, self._buffers.values()
         parameters = list(self.trained().values())
@@ -134,12 +134,12 @@ class Loop:
         self._buffers.set(before)
 
     def outputs(self, inputs: Tree) -> Tree:
-        """Return what the model returns for the same inputs on every rank, without gradients. Collective."""
+        """Return the model's outputs for inputs that are the same on every rank, without gradients. Collective."""
         states = generator_states(devices=[self.device])
         outputs = self.engine.outputs(map_tensors(lambda tensor: tensor.to(self.device), inputs))
-        set_generator_states(states, devices=[self.device])  # so that the part draws on
+        set_generator_states(states, devices=[self.device])  # so that the part's own draws continue
         return outputs
 
     def stop(self, why: str) -> None:
-        """End the run after this step, as finished: evaluated, and saved. It is enough that one rank asks."""
+        """End the run after this step as finished, with an evaluation and a checkpoint. One rank's call is enough."""
         self.stopped = self.stopped or why

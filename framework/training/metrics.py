@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics over a split: each sample once, and the same value on any number of processes."""
+"""Metrics of torchmetrics over a split: each sample counts once, and the value is the same for any number of processes."""
 
 import math
 from collections import defaultdict
@@ -18,12 +18,12 @@ from framework.runtime.exits import Unfit
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-Pairs = Callable[[Any, Any], Any]  # from outputs and targets to what a metric's update() takes
-_LARGEST = 65536  # numbers in a value
+Pairs = Callable[[Any, Any], Any]  # turns outputs and targets into the arguments of a metric's update()
+_LARGEST = 65536  # the largest number of numbers in a value
 
 
 class _State(NamedTuple):
-    """What one process has of a metric: its tensors, and of its lists what each micro-batch has added, by its number."""
+    """A metric's state in one process: its tensors, and what each micro-batch has added to its lists, by number."""
 
     num_updates: int
     tensors: dict[str, Tensor]
@@ -32,7 +32,7 @@ class _State(NamedTuple):
 
 @dataclass(eq=False)
 class _Part:
-    """A metric, or one within it. Collects which micro-batch has added what to its lists."""
+    """A metric, or a metric inside it. It records which micro-batch has added which elements to its lists."""
 
     metric: "Metric"
     _ends: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))  # micro-batch, length after it
@@ -55,7 +55,7 @@ class _Part:
         return _State(self.metric._update_count, tensors, lists)
 
     def set(self, states: list[_State], *, device: torch.device) -> None:
-        """Take the states of all processes: the lists in the order of the micro-batches, the tensors reduced."""
+        """Set the states of all processes: lists in the order of the micro-batches, tensors reduced."""
         for name in states[0].tensors:
             values = torch.stack([state.tensors[name].to(device) for state in states])
             reduce: Any = self.metric._reductions[name]
@@ -71,7 +71,7 @@ class _Part:
 
 
 class Metrics:
-    """The run's metrics by name. `pairs` gives what they are updated with; what a value draws is drawn by the run's `seed`."""
+    """The run's metrics by name. `pairs` makes the arguments of their updates. The random draws of a value depend on `seed`."""
 
     def __init__(self, metrics: "Mapping[str, Metric]", *, pairs: Pairs, device: torch.device, seed: int) -> None:
         self.by_name = dict(metrics)
@@ -80,10 +80,10 @@ class Metrics:
         for name, metric in self.by_name.items():
             metric.to(device).set_dtype(torch.float64)
             for part in self._parts[name]:
-                part.metric.distributed_available_fn = lambda: False  # `compute` here is about all processes' states
+                part.metric.distributed_available_fn = lambda: False  # `compute` already has the states of all processes here
 
     def observe(self, outputs: Tree, micro_batch: MicroBatch) -> None:
-        """Update every metric with a micro-batch of an evaluation. Unfit if a metric does not take it."""
+        """Update every metric with a micro-batch of an evaluation. Unfit if a metric does not accept it."""
         for name, metric in self.by_name.items():
             try:
                 given = self._pairs(outputs, micro_batch.targets)
@@ -95,7 +95,7 @@ class Metrics:
                 part.note(micro_batch.number)
 
     def compute(self, *, world: World) -> dict[str, Any]:
-        """Return the values over what all processes have observed since the last call, by column. Collective."""
+        """Return the values over everything that all processes have observed since the last call, by column. Collective."""
         if not self.by_name:
             return {}
         mine = {name: [part.state() for part in parts] for name, parts in self._parts.items()}
@@ -117,14 +117,14 @@ class Metrics:
 
 
 def parts_of(metric: "Metric") -> "list[Metric]":
-    """Return a metric and those within it (of a wrapper, or of a collection)."""
+    """Return a metric and the metrics inside it (of a wrapper or a collection)."""
     from torchmetrics import Metric
 
     return [part for part in metric.modules() if isinstance(part, Metric)]
 
 
 def averaged_state(metric: "Metric") -> str:
-    """Return the name of a state that torchmetrics would average over processes, whatever they have counted; or nothing."""
+    """Return the name of a state that torchmetrics would average over processes without weights; or an empty text."""
     from torchmetrics.utilities.data import dim_zero_mean
 
     averaged = (name for part in parts_of(metric) for name, reduce in part._reductions.items() if reduce is dim_zero_mean)
@@ -132,7 +132,7 @@ def averaged_state(metric: "Metric") -> str:
 
 
 def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of a metric's value: numbers, and lists (of lists) of numbers; of a dictionary, one for each key."""
+    """Yield the columns of a metric's value: numbers, and (nested) lists of numbers; for a dictionary, one for each key."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _columns(f"{name}_{key}", item)
@@ -154,7 +154,7 @@ def _line(error: Exception) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a value of a row with null for each number that is not finite, which JSON has not."""
+    """Return a value of a row with null for each number that is not finite, because JSON has no such numbers."""
     if isinstance(value, list):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Parts of a run: objects of the user's own that the loop calls at named moments."""
+"""Parts of a run: objects of the user that the loop calls at named moments."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,15 +18,15 @@ from framework.training.guard import Guard
 from framework.training.loop import Loop
 
 MOMENTS = ("begun", "step_begun", "gradients_ready", "step_taken", "row", "evaluated", "saving", "ended")
-ANSWERS = ("batch", "batch_size", "average_share", "observe")  # what is asked of a part, or given to it, at other times
+ANSWERS = ("batch", "batch_size", "average_share", "observe")  # methods that are called at other times
 Blame = Callable[[str], AbstractContextManager[None]]
 
 
 class LoopParts:
     """A run's parts by name, in their order. Each moment is collective.
 
-    What a part draws at a moment is drawn by the run's seed, the part's name, the moment and the step. `blame` surrounds
-    each call.
+    A part's random draws at a moment depend on the run's seed, the part's name, the moment and the step. `blame` surrounds each
+    call.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LoopParts:
         return returned
 
     def begin_step(self, step: Step, *, has_row: bool) -> Step:
-        """Begin a step, and return it as the parts change its batches."""
+        """Start a step, and return it with the parts' changes of its batches."""
         self.loop.has_row = has_row
         self._each("step_begun")
         for name, change in self._at["batch"]:
@@ -63,7 +63,7 @@ class LoopParts:
         return step
 
     def gradients_ready(self, sums: Sums, step: Step) -> None:
-        """The gradients are those of the whole global batch, and not yet clipped."""
+        """Call the parts when the gradients are those of the whole global batch, and not yet clipped."""
         self.loop._sums, self.loop._under_way = sums, step
         self._each("gradients_ready")
 
@@ -72,7 +72,7 @@ class LoopParts:
         self._guard.step_taken()
 
     def columns(self) -> dict[str, Any]:
-        """Return what the parts add to a training row. Unfit for what is no number, and for a name that is taken."""
+        """Return the columns that the parts add to a training row. Unfit if a value is not a number or a name is taken."""
         found: dict[str, Any] = {}
         for (part, _), columns in zip(self._at["row"], self._each("row")):
             for column, value in columns.items():
@@ -89,17 +89,17 @@ class LoopParts:
         return found
 
     def agree_on_end(self) -> None:
-        """Let every rank know that a part, on any of them, has stopped the run."""
+        """Let every rank know if a part on any rank has stopped the run. Collective."""
         if self.by_name and self.loop.any(bool(self.loop.stopped)):
             self.loop.stopped = next(filter(None, self.loop.distinct(self.loop.stopped)))
 
     def evaluating(self, split: str) -> None:
-        """A split is about to be measured."""
+        """Prepare for the measurement of a split."""
         self.loop.split = split
         self._guard.evaluating()
 
     def evaluated(self, split: str, row: Mapping[str, Any]) -> None:
-        """A split has been measured; the weights that were evaluated are still in place."""
+        """Call the parts after a split has been measured; the evaluated weights are still in place."""
         if self._at["evaluated"]:
             with in_eval_mode(self.loop.module):
                 self._each("evaluated", split, row)
@@ -120,7 +120,7 @@ class LoopParts:
         return {path: value for path, value in self._leaves() if isinstance(value, Tensor)}
 
     def plain(self) -> dict[str, Any]:
-        """Return the rest of the parts' states, as NAME/PATH, encoded. Unfit for what is no plain value."""
+        """Return the other values in the parts' states, as NAME/PATH, encoded. Unfit if a value is not plain data."""
         kept: dict[str, Any] = {}
         for path, value in self._leaves():
             try:
@@ -133,7 +133,7 @@ class LoopParts:
         return kept
 
     def give_back(self, plain: Mapping[str, Any], late: Mapping[str, Tensor]) -> None:
-        """Give the parts their states; most tensors have been loaded in place, `late` has the others."""
+        """Restore the parts' states. Most tensors have been loaded in place; `late` has the others."""
         for name, state_dict in self._having("state_dict"):
             kept = {path.partition("/")[2]: decoded(value) for path, value in plain.items() if path.split("/")[0] == name}
             with self._blame(name):

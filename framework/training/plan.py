@@ -1,4 +1,4 @@
-"""When things are due."""
+"""The steps at which things are due."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from framework.data.order import Order
 
 @dataclass(frozen=True)
 class Plan:
-    """When things are due, in optimizer steps; None is "only at the end"."""
+    """The steps at which things are due, in optimizer steps; None means "only at the end"."""
 
     total_steps: int
     settings: TrainerSection

@@ -1,4 +1,4 @@
-"""Predictions on the disk: the tensors in a safetensors file, and a line of JSON for each sample with its single numbers."""
+"""Predictions on disk: the tensors in a safetensors file, and for each sample a line of JSON with its single numbers."""
 
 import json
 import math
@@ -13,22 +13,22 @@ from framework.runtime.files import flush_directory, replacing
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
            torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
-_Kinds = dict[str, tuple[torch.dtype, torch.Size]]  # by name: the type and the shape of a sample's part
+_Kinds = dict[str, tuple[torch.dtype, torch.Size]]  # by name: the dtype and the shape of one sample's part
 
 
 class PredictionsFile:
-    """PATH.jsonl and PATH.safetensors, written a batch at a time: they need not fit into memory. Complete after `commit`.
+    """PATH.jsonl and PATH.safetensors, written batch by batch: they need not fit into memory. They appear after `commit`.
 
-    `names` are the samples' files, if they have any; `facts` go into the metadata.
+    `names` are the samples' file names, if they have any. `facts` go into the metadata.
     """
 
     def __init__(self, path: Path, *, num_samples: int, names: list[str], facts: dict[str, str]) -> None:
         self._path, self._num_samples, self._names, self._facts = path, num_samples, names, facts
         self._ends = ExitStack()
-        self._files: tuple[IO[bytes], IO[str]] | None = None  # of tensors, of lines
+        self._files: tuple[IO[bytes], IO[str]] | None = None  # for tensors, for lines
         self._kinds: _Kinds = {}
-        self._begins: dict[str, int] = {}  # where in the file each tensor begins
-        self._next = 0  # sample
+        self._begins: dict[str, int] = {}  # the offset of each tensor in the file
+        self._next = 0  # the next sample
 
     def __enter__(self) -> "PredictionsFile":
         return self
@@ -38,11 +38,11 @@ class PredictionsFile:
 
     @property
     def content(self) -> str:
-        """What there is for each sample, in words."""
+        """A description of the values of each sample."""
         return _described(self._kinds)
 
     def add(self, rows: dict[str, Tensor]) -> str:
-        """Write the rows of a batch, by `FIRST SAMPLE IN IT/NAME`. Returns why that is not possible, or an empty text."""
+        """Write the rows of a batch, by `FIRST SAMPLE IN IT/NAME`. Return why this is not possible, or an empty text."""
         begin, parts = self._next, dict[int, dict[str, Tensor]]()
         for key, value in rows.items():
             number, _, name = key.partition("/")
@@ -60,7 +60,7 @@ class PredictionsFile:
         return ""
 
     def commit(self) -> None:
-        """Let both files appear."""
+        """Make both files appear under their names."""
         self._ends.close()
         flush_directory(self._path.parent)
 

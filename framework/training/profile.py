@@ -1,4 +1,4 @@
-"""A trace of a few of a run's steps, by torch.profiler, and the operations that take the most time."""
+"""A trace of a few steps of a run, with torch.profiler, and the operations that take the most time."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,14 @@ from framework.runtime.environment import variables
 from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER
 
-WAIT, WARM_UP, ACTIVE = 2, 1, 3  # steps skipped, discarded and recorded
+WAIT, WARM_UP, ACTIVE = 2, 1, 3  # numbers of steps that are skipped, discarded and recorded
 _NUM_SHOWN = 5
 
 
 class Profile:
-    """Records the steps of this process, and the time between them, into `folder`. Not collective.
+    """A recorder of this process's steps, and of the time between them, into `folder`. Not collective.
 
-    The file, `step_STEP_rank_RANK.json` by the first step in it, is for chrome://tracing or ui.perfetto.dev.
+    The file is `step_STEP_rank_RANK.json`, where STEP is its first step. Open it with chrome://tracing or ui.perfetto.dev.
     """
 
     def __init__(self, folder: Path, *, world: World) -> None:
@@ -35,12 +35,12 @@ class Profile:
         )
 
     def begin_step(self, number: int) -> None:
-        """Note that a step begins and the step before has ended. Steps count from 1."""
+        """Record that a step starts and the step before has ended. Steps count from 1."""
         if self._profiler is None:
             return
         self._num_begun += 1
         if self._num_begun == 1:
-            variables().setdefault("KINETO_LOG_LEVEL", "6")  # it prints every start and stop to stderr
+            variables().setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints every start and stop to stderr
             self._profiler.start()
         elif self._num_begun > WAIT + WARM_UP + ACTIVE:
             self.close()
@@ -50,7 +50,7 @@ class Profile:
             self._first_step = number
 
     def close(self) -> None:
-        """End the recording if it runs, and write what it has recorded."""
+        """Stop the recording if it is running, and write the recorded steps."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -66,7 +66,7 @@ class Profile:
             self._folder.mkdir(exist_ok=True)
             with replacing(path) as staging:
                 profiler.export_chrome_trace(str(staging))
-        except (OSError, RuntimeError) as error:  # RuntimeError is Kineto's
+        except (OSError, RuntimeError) as error:  # Kineto raises RuntimeError
             LOGGER.warning("trainer.profile: %s could not be written (%s)", path, error)
             return
         if self._rank == 0:

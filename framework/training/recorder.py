@@ -1,4 +1,4 @@
-"""What a run records: rows to every sink, and the summary. Rank 0 writes; other ranks do nothing."""
+"""The records of a run: rows for every sink, and the summary. Rank 0 writes; other ranks do nothing."""
 
 import dataclasses
 import math
@@ -18,21 +18,21 @@ from framework.runtime.log import LOGGER
 
 
 class Recorder:
-    """Gets the same calls on every rank, and acts on rank 0. `open`, `rewind` and `flush` are collective."""
+    """The recorder of a run. Every rank makes the same calls; only rank 0 acts. `open`, `rewind` and `flush` are collective."""
 
     def __init__(self, directory: RunDirectory, *, world: World, sinks: Mapping[str, Sink]) -> None:
         self.directory = directory
-        self.record_id: str | None = None  # a checkpoint's, or made by `open`; only rank 0 needs it
+        self.record_id: str | None = None  # from a checkpoint, or made by `open`; only rank 0 needs it
         self._mark: Mark | None = None  # of the rows that a checkpoint relies on
         self._world = world
         self._sinks = dict(sinks)  # the sinks that work
-        self._lost: list[str] = []  # the others
+        self._lost: list[str] = []  # the other sinks
         self._metrics: MetricsFile | None = None
-        self._loaded: dict[str, str] | None = None  # the user's modules of which the provenance tells
-        code_of(type(sink).__module__ for sink in sinks.values())  # so that what a logger loads is not taken for the run's
+        self._loaded: dict[str, str] | None = None  # the user's modules that are in the provenance
+        code_of(type(sink).__module__ for sink in sinks.values())  # modules that a logger loads must not count as the run's
 
     def open(self, run: RunInfo, **facts: Any) -> None:
-        """Start or continue the record at `run.step`; `facts`, the counters among them, go into the summary."""
+        """Start or continue the record at `run.step`; `facts`, including the counters, go into the summary. Collective."""
         what = "the run's record could not be opened"
         self._world.agreement.on_rank_0(lambda: self._open_files(run, facts), what=what)
         self._run = dataclasses.replace(run, record_id=self.record_id or "")
@@ -52,15 +52,15 @@ class Recorder:
         return {"record_id": self.record_id, "rows": self._metrics.mark._asdict() if self._metrics is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a checkpoint's record: before `open`."""
+        """Continue the record of a checkpoint. Call it before `open`."""
         self.record_id = state.get("record_id") or self.record_id
         if state.get("rows") is not None:
             self._mark = Mark(**state["rows"])
-        elif state.get("num_rows") is not None:  # an earlier version's
-            self._mark = Mark(state["num_rows"], num_bytes=0, crc32=1)  # no file begins so
+        elif state.get("num_rows") is not None:  # from an earlier version
+            self._mark = Mark(state["num_rows"], num_bytes=0, crc32=1)  # no file starts with this mark
 
     def rewind(self, step: int) -> None:
-        """Remove the rows after `step`, from which the run continues. Collective."""
+        """Remove the rows after `step`, because the run continues from there. Collective."""
 
         def cut_back() -> None:
             if self._metrics is not None:
@@ -80,17 +80,17 @@ class Recorder:
         self._each(lambda sink: sink.log(row if isinstance(sink, Background) else numbers))
 
     def _each(self, call: Callable[[Sink], None]) -> None:
-        """Call every sink that works: a logger's failure is a warning, not the end of a run."""
+        """Call every sink that works. If a logger fails, print a warning; the run continues."""
         for name, sink in list(self._sinks.items()):
             try:
                 call(sink)
-            except Exception as error:  # of the console, rich's; of the others, SinkFailed
+            except Exception as error:  # rich's errors from the console, SinkFailed from the others
                 LOGGER.warning("logger %s is off for the rest of this run: %s", name, error)
                 del self._sinks[name]
                 self._lost.append(name)
 
     def flush(self, **values: Any) -> None:
-        """Write the rows to the disk and `values` into the summary, before a checkpoint that relies on them."""
+        """Write the rows to the disk and `values` into the summary, before a checkpoint that relies on them. Collective."""
 
         def write() -> None:
             if self._metrics is not None:
@@ -107,7 +107,7 @@ class Recorder:
             self._loaded = loaded
 
     def close(self, *, within_s: float = math.inf, **values: Any) -> None:
-        """Write the summary's last values and stop every sink, waiting `within_s` for each at most. Raises nothing."""
+        """Write the summary's last values and stop every sink; wait at most `within_s` for each. Never raise an error."""
         if self._world.rank != 0:
             return
         metrics, self._metrics = self._metrics, None
@@ -115,7 +115,7 @@ class Recorder:
             metrics.close()
             values |= {"rows": metrics.mark._asdict()}
         own = [*self._lost, *(name for name, sink in self._sinks.items() if isinstance(sink, Background))]
-        self.directory.record_end(**values, **({"unlogged": own} if own else {}))  # until each has said that it has all
+        self.directory.record_end(**values, **({"unlogged": own} if own else {}))  # until each has reported that it has all
         if metrics is not None:
             summary = self.directory.read_summary()
             self._each(lambda sink: sink.close(summary))

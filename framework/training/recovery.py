@@ -1,4 +1,4 @@
-"""What follows from a loss or gradient that is not finite: the end, a step left out, or an earlier checkpoint."""
+"""The reaction to a loss or gradient that is not finite: the run ends, skips the step, or returns to an earlier checkpoint."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from framework.training.recorder import Recorder
 
 @dataclass(eq=False)
 class Recovery:
-    """Recovers a run from a step that is not finite, as its policy says. Every method is collective."""
+    """The recovery of a run from a step that is not finite, by its policy. Every method is collective."""
 
     policy: Divergence
     world: World
@@ -29,22 +29,22 @@ class Recovery:
     recorder: Recorder
 
     def __post_init__(self) -> None:
-        self.is_watching = self.policy.action != "raise"  # then every step is checked to be finite before it is taken
+        self.is_watching = self.policy.action != "raise"  # then every step is checked before it is taken
         self.rolls_back = self.policy.action == "rollback"
         self._buffers = Buffers(*(module for module in (self.held.module, self.held.task) if module is not None))
         self._before: list[Tensor] = []  # the buffers before the step
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Return whether the run must save a checkpoint before it starts: there is none to go back to."""
+        """Return whether the run must save a checkpoint before it starts, because there is none to return to."""
         return self.rolls_back and self.saver.store.newest_valid() is None
 
     def begin_step(self) -> None:
-        """Keep what a step changes before it is checked to be finite."""
+        """Keep a copy of what a step changes before it is checked."""
         self._before = self._buffers.values() if self.is_watching else []
 
     def recover(self, error: Diverged, *, step: Step, progress: Progress) -> dict[str, Any] | None:
-        """Return the state of the checkpoint that the run continues from; None if `step` was left out instead.
+        """Return the state of the checkpoint that the run continues from; None if `step` was skipped instead.
 
         Diverged if the policy ends the run.
         """
@@ -55,7 +55,7 @@ class Recovery:
             raise Diverged(f"{error.what} (the run has recovered {policy.limit} times, which is trainer.divergence.limit)")
         progress.num_divergences = count
         state = self._roll_back(past=step, progress=progress) if self.rolls_back else None
-        if state is None:  # the step counts as taken; its forward pass has changed nothing but the buffers
+        if state is None:  # the skipped step counts as taken; its forward pass has changed only the buffers
             self._buffers.set(self._before)
             progress.step += 1
             progress.samples_seen += step.num_samples
@@ -65,7 +65,7 @@ class Recovery:
         return state
 
     def _roll_back(self, *, past: Step, progress: Progress) -> dict[str, Any]:
-        """Load an earlier checkpoint; return its state, in which the samples continue after the step `past`."""
+        """Load an earlier checkpoint; return its state, with the sample counter after the step `past`."""
         self.saver.settle()
         found = self.saver.store.newest_valid(back=self.policy.back - 1)
         if found is None:  # the disk has refused even the checkpoint of step 0
@@ -75,6 +75,6 @@ class Recovery:
         kept = {"wall_s": progress.wall_s, "num_divergences": progress.num_divergences}
         state["progress"] |= kept | {"samples_seen": progress.samples_seen + past.num_samples}
         step = state["progress"]["step"]
-        self.saver.store.drop_after(step)  # a restart must not continue from them
+        self.saver.store.drop_after(step)  # a restart must not continue from later checkpoints
         self.recorder.rewind(step)
         return state

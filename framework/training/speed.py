@@ -1,4 +1,4 @@
-"""How fast a run is: where a step's time goes, samples and tokens a second, memory. What each number means: docs/metrics.md."""
+"""The speed of a run: the time of each phase of a step, samples and tokens a second, memory. Definitions: docs/metrics.md."""
 
 import resource
 import time
@@ -13,15 +13,15 @@ from framework.training.profile import Profile
 Phase = Literal["start", "data", "forward_backward", "optimizer", "checkpoint", "evaluation", "loop", "end"]
 PARTS: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "checkpoint")  # of a step's time; "loop" is the rest
 _STEPPING: tuple[Phase, ...] = ("data", "forward_backward", "optimizer", "loop")
-_MOST_EVENTS = 4000  # kept between two rows: of the last thousand steps
+_MOST_EVENTS = 4000  # kept between two rows: the events of the last thousand steps
 
 
 @dataclass(eq=False)
 class Speed:
-    """A stop-watch of the loop's phases, and the numbers that follow from it. Each rank has its own.
+    """A stop-watch for the loop's phases, and the numbers computed from it. Each rank has its own.
 
-    Entering a phase reads a clock. On CUDA it also records an event, without waiting: a row is made when the device has
-    finished what came before it. `peak_flops` is the peak of all devices of the run together.
+    When the loop enters a phase, a clock is read. On CUDA an event is also recorded, without waiting: an event is counted when
+    the device has finished the work before it. `peak_flops` is the peak of all devices of the run together.
     """
 
     device: torch.device
@@ -50,19 +50,19 @@ class Speed:
             self._events.append((phase, event))
 
     def begin(self, *, step: int, samples_seen: int) -> None:
-        """Let the next row count from now."""
+        """Count for the next row from now on."""
         self.enter(self._phase)
         self._at_row = step, samples_seen, self._seconds.copy()
 
     def step_s(self, *, step: int) -> float:
-        """Return the seconds of a step since the last row, as this rank has measured them; 0 if there was none."""
+        """Return the seconds of a step since the last row, measured by this rank; 0 if there was no step."""
         self.enter(self._phase)
         last_step, _, before = self._at_row
         spent = self._since_then(before)
         return sum(spent[phase] for phase in (*PARTS, "loop")) / (step - last_step) if step > last_step else 0.0
 
     def row(self, *, step: int, samples_seen: int) -> dict[str, float]:
-        """Return this part of a training row: of the steps since the last row, as this rank has measured them."""
+        """Return the speed columns of a training row, for the steps since the last row, measured by this rank."""
         last_step, last_samples, before = self._at_row
         step_s, num_steps = self.step_s(step=step), step - last_step
         self.begin(step=step, samples_seen=samples_seen)
@@ -78,9 +78,9 @@ class Speed:
         return row
 
     def _of_device(self) -> dict[Phase, float]:
-        """Return the seconds of a step that the device spent in each phase: in `data`, it waits.
+        """Return the seconds per step that the device spent in each phase; in `data`, it waits.
 
-        What it has not done yet is left to the next row.
+        Work that the device has not finished counts for the next row.
         """
         assert self._events is not None
         spent = dict.fromkeys(self._seconds, 0.0)
@@ -92,7 +92,7 @@ class Speed:
         return {phase: spent[phase] / max(num_steps, 1) for phase in PARTS}
 
     def tick(self) -> tuple[float, float]:
-        """Return the seconds since the last call, and how many of them were spent in steps."""
+        """Return the seconds since the last call, and how many of these were spent in steps."""
         self.enter(self._phase)
         spent, self._at_tick = self._since_then(self._at_tick), self._seconds.copy()
         return sum(spent.values()), sum(spent[phase] for phase in _STEPPING)
@@ -102,7 +102,7 @@ class Speed:
 
 
 def peak_memory_gib(devices: list[torch.device]) -> float:
-    """Return this process's peak memory: allocated on its CUDA devices together, or resident on a CPU."""
+    """Return this process's peak memory: allocated on all its CUDA devices, or resident on a CPU."""
     if devices[0].type == "cuda":
         return sum(torch.cuda.max_memory_allocated(device) for device in devices) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB

@@ -1,4 +1,4 @@
-"""The first samples of a split as they are stored, to look at: for the loggers, and as a picture beside the predictions."""
+"""The first samples of a split as they are stored: for the loggers, and as a picture next to the predictions."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ _PIXELS = 64  # of the longer side of an image in a picture
 
 
 def stored_samples(source: Source, dataset: Any, *, count: int = 8) -> Samples:
-    """Return the first samples, as images or as texts if they are such. Not collective."""
+    """Return the first samples, as images or texts if they are images or texts. Not collective."""
     inputs, _ = source.gather(np.arange(min(count, len(source))))
     if not isinstance(inputs, np.ndarray):
         return Samples(images=None, texts=None)
@@ -25,7 +25,7 @@ def stored_samples(source: Source, dataset: Any, *, count: int = 8) -> Samples:
 
 
 def write_picture(samples: Samples, target: Path) -> None:
-    """Write images side by side as a PNG, each in a square of 64 pixels; without images remove the file. Not collective."""
+    """Write images side by side as a PNG, each in a square of 64 pixels; without images, remove the file. Not collective."""
     if samples.images is None:
         target.unlink(missing_ok=True)
         return

@@ -13,7 +13,7 @@ Derive = Callable[[dict[str, float]], dict[str, float]]
 
 
 def require_metric(name: str, row: Row, *, key: str) -> None:
-    """Raise Unfit if a row lacks the metric that `key` names: whether a task measures it may depend on the data."""
+    """Raise Unfit if a row lacks the metric that `key` names: the data may decide whether a task measures it."""
     if row.get(name) is None:
         measured = ", ".join(other for other, value in row.items() if is_curve(other) and value is not None)
         raise Unfit(f"{key}: {row['split']}/{name} is not measured here (there are {measured})")
@@ -21,14 +21,14 @@ def require_metric(name: str, row: Row, *, key: str) -> None:
 
 @dataclass(eq=False)
 class Patience:
-    """Early stopping: counts the evaluations in a row that brought no improvement."""
+    """Early stopping: a counter of consecutive evaluations without an improvement."""
 
     settings: EarlyStopping
     best: float | None = None
     num_bad: int = 0
 
     def note(self, row: Row) -> None:
-        """Note a row. Unfit if it lacks what is monitored."""
+        """Record a row. Unfit if it lacks the monitored metric."""
         split, _, metric = self.settings.monitor.partition("/")
         if row["split"] != split:
             return
@@ -54,7 +54,8 @@ class Patience:
 class Tracker:
     """The last and the best row of each split. `monitor` is SPLIT/METRIC; other splits are compared by their loss.
 
-    `derive` is the task's: from the means over samples to the metrics that follow from them; `metrics` are the run's others.
+    `derive` is a function of the task from the means over samples to the metrics derived from them. `metrics` are the run's
+    others.
     """
 
     monitor: str
@@ -68,12 +69,12 @@ class Tracker:
         self.splits: dict[str, dict[str, Row]] = {}
 
     def note(self, row: Row) -> None:
-        """Note a row. Unfit if it lacks what is monitored."""
+        """Record a row. Unfit if it lacks the monitored metric."""
         metric = self.monitor_metric if row["split"] == self.monitor_split else "loss"
         sign = -1 if metric == self.monitor_metric and self.mode == "max" else 1
         require_metric(metric, row, key="checkpoint.monitor")
         split = self.splits.setdefault(row["split"], {})
-        before = split.get("best", {}).get(metric)  # None also if the run that this run continues did not measure it
+        before = split.get("best", {}).get(metric)  # also None if the run that this run continues did not measure it
         is_best = before is None or sign * row[metric] < sign * before
         split["last"] = row
         if is_best:
@@ -81,7 +82,7 @@ class Tracker:
 
     @property
     def best(self) -> float | None:
-        """The best value of the monitor so far; None if it has not been measured."""
+        """The best value of the monitored metric so far; None if it has not been measured."""
         return self.splits.get(self.monitor_split, {}).get("best", {}).get(self.monitor_metric)
 
     def monitored(self, *, step: int) -> float | None:

@@ -1,4 +1,4 @@
-"""The loop. It does not know which strategy, launcher or logger it runs under."""
+"""The training loop. It does not depend on the strategy, the launcher or the loggers."""
 
 import functools
 import math
@@ -37,7 +37,7 @@ from framework.training.tracking import Tracker
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Trains an engine's model from `progress` to the plan's last step. Every method is collective."""
+    """The training of an engine's model from `progress` to the plan's last step. Every method is collective."""
 
     world: World
     engine: Engine
@@ -57,12 +57,12 @@ class Trainer:
         self.recovery = Recovery(divergence, world=self.world, held=self.held, saver=self.saver, recorder=self.recorder)
         self.parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
         self.trained = names_of_trained(self.engine.module)
-        self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: once a loss is not finite, it stays so
+        self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: not finite after a loss that is not
         self.memory_gib: list[float] = []  # the peak of each rank
-        self.grad_norm = 0.0  # when it was read last
+        self.grad_norm = 0.0  # the last value read
 
     def fit(self) -> bool:
-        """Train. Returns True when the run is finished, False when it was preempted, after a committed checkpoint."""
+        """Train. Return True when the run is finished; False when it was preempted, after a committed checkpoint."""
         if self.is_over:
             return True
         if self.recovery.needs_checkpoint:
@@ -87,7 +87,7 @@ class Trainer:
             is_best = can_pause and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
             flags, has_row = (PREEMPTION.requested, self.saver.has_failed), self.is_due(self.plan.settings.log_every)
             asked_now, save_failed = self.world.agreement.any_flags(*flags, now=has_row)
-            is_asked |= asked_now  # remembered: this step may be one after which a run cannot pause
+            is_asked |= asked_now  # remembered, because a run may not be able to pause after this step
             preempted = is_asked and can_pause
             if save_failed:
                 self.saver.settle()
@@ -124,7 +124,7 @@ class Trainer:
         return at >= self.plan.total_steps or (every is not None and at % every == 0)
 
     def take(self, step: Step) -> None:
-        """Take one optimizer step, and log it if due. Diverged, without a step, if it is not finite."""
+        """Take one optimizer step, and log it if due. Raise Diverged, without a step, if it is not finite."""
         if self.speed.profile is not None:
             self.speed.profile.begin_step(self.progress.step + 1)
         is_logged = self.is_due(self.plan.settings.log_every, at=self.progress.step + 1)
@@ -133,7 +133,7 @@ class Trainer:
             self.log_step(step, sums, grad_norm)
 
     def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
-        """Take one optimizer step. Returns this rank's sums and, if measured, the global gradient norm."""
+        """Take one optimizer step. Return this rank's sums and, if measured, the global gradient norm."""
         progress, turns = self.progress, self.update.due(self.progress.step)
         self.world.at("training", step=progress.step + 1)
         self.speed.enter("forward_backward")
@@ -152,7 +152,7 @@ class Trainer:
         return sums, torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else None
 
     def take_turn(self, turn: Turn | None, step: Step, *, measure: bool, is_last: bool) -> tuple[Sums, Tensor | None]:
-        """Do what `train_step` does for the parameters of one turn, or for all."""
+        """Do the work of `train_step` for the parameters of one turn, or for all parameters."""
         progress, plan, scale, is_watching = self.progress, self.plan, self.update.loss_scale, self.recovery.is_watching
         for parameter in self.parameters:
             parameter.grad = None
@@ -167,7 +167,7 @@ class Trainer:
         max_norm = turn and turn.clip_grad_norm or plan.settings.clip_grad_norm
         needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching
         grad_norm = self.engine.clip_grad_norm(max_norm) if needs_norm else None
-        if is_watching and grad_norm is not None:  # the device is waited for once
+        if is_watching and grad_norm is not None:  # so that the device is waited for only once
             loss, norm = torch.stack([sums["loss"].double(), grad_norm.to(sums["loss"].device).double()]).cpu()
             if self.world.agreement.sum((~torch.isfinite(loss)).double()):
                 raise Diverged(f"the loss of step {progress.step + 1} is not finite")
@@ -199,9 +199,9 @@ class Trainer:
         })  # fmt: skip
 
     def means(self, sums: Sums, *, num_samples: int, norm: Tensor | None = None) -> dict[str, float]:
-        """Return means over all ranks' samples; note the gradient's norm, which all ranks have, and each rank's memory.
+        """Return means over all ranks' samples; also store the gradient norm (the same on all ranks) and each rank's memory.
 
-        Diverged if the norm, or any loss since the last call, on any rank, is not finite.
+        Diverged if the norm, or on any rank a loss since the last call, is not finite.
         """
         size, step, watch = self.world.world_size, self.progress.step, self.loss_watch
         own = torch.zeros(size + 1, dtype=torch.float64)
@@ -217,7 +217,7 @@ class Trainer:
         return means(found, num_samples=num_samples)
 
     def record(self, row: Row) -> None:
-        """Note a row, and write it. Unfit if it lacks what is monitored."""
+        """Track a row, and write it. Unfit if it lacks the monitored metric."""
         row = {name: finite(value) for name, value in row.items()}
         self.tracker.patience.note(numbers_of(row))
         self.tracker.note(numbers_of(row))
@@ -226,7 +226,7 @@ class Trainer:
     def evaluate(self, split: Split) -> None:
         """Measure every sample of a split once.
 
-        Diverged if the loss is not finite: leaving out a batch would not help.
+        Diverged if the loss is not finite: skipping a batch would not help.
         """
         self.world.at("evaluation", step=self.progress.step)
         self.speed.enter("evaluation")
@@ -245,10 +245,10 @@ class Trainer:
         self.record(row)
 
     def save(self) -> None:
-        """Save a checkpoint. Diverged instead, if its content would not be finite."""
+        """Save a checkpoint. Raise Diverged instead if its content would not be finite."""
         self.world.at("saving", step=self.progress.step)
         self.speed.enter("checkpoint")
-        # the gradients of the step just taken are still there; where steps are watched, one that was left out leaves its own
+        # the gradients of the last step still exist; with a recovery policy, they may be those of a skipped step
         self.means({}, num_samples=1, norm=None if self.recovery.is_watching else self.engine.clip_grad_norm(None))
         self.commit()
         self.speed.enter("loop")
@@ -275,7 +275,7 @@ class Trainer:
         return self.progress.model_dump() | measured | {"metrics": self.tracker.splits, "saves": self.saver.counts}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain part of a checkpoint: everything but tensors."""
+        """Return the plain part of a checkpoint: everything except tensors."""
         return {
             "progress": self.progress.model_dump(),
             "metrics": self.tracker.splits,
@@ -289,7 +289,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's plain part. `checkpoint.canonical.restore` loads the tensors."""
+        """Continue from the plain part of a checkpoint. `checkpoint.canonical.restore` loads the tensors."""
         self.progress = self.parts.loop.progress = Progress(**state["progress"])
         self.parts.loop.stopped = state.get("stopped", "")
         self.tracker.splits = state["metrics"]

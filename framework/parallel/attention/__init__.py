@@ -1,1 +1,1 @@
-"""How the tokens that a process does not have reach its attention, under context parallelism."""
+"""The ways in which a process's attention reads the tokens of other processes, under context parallelism."""

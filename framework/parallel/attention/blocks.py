@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys, whose results can be merged: exact, and never a whole matrix of scores.
+"""Attention of some queries to some keys, with results that can be merged: exact, and never a whole matrix of scores.
 
-Shapes: B samples, N heads, T queries, S keys, E dim of a head. Computed in float32, or in float64 if the inputs are. Keys and
-values may have fewer heads than queries, which share them in groups.
+Shapes: B samples, N heads, T queries, S keys, E dim of a head. Computed in float32, or in float64 if the inputs are float64.
+Keys and values may have fewer heads than queries; groups of query heads then share them.
 Source: Dao 2023, "FlashAttention-2", Algorithms 1 and 2.
 """
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_NUM_SCORES = 1 << 22  # that are in memory at a time, of all samples and heads
+_NUM_SCORES = 1 << 22  # scores in memory at a time, of all samples and heads
 
 
 class Read(NamedTuple):
-    """What queries have read: a mean of values (B, N, T, E), and the logarithm of the sum of their weights, (B, N, T)."""
+    """The result of attention: a mean of values (B, N, T, E), and the logarithm of the sum of their weights (B, N, T)."""
 
     values: Tensor
     weights: Tensor
@@ -27,7 +27,7 @@ class Read(NamedTuple):
         return cls(torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device), weights)
 
     def merge(self, more: "Read", *, rows: slice) -> None:
-        """Let the queries of these rows have read `more` too, in place."""
+        """Add the result `more` to the queries of these rows, in place."""
         values, weights = self.values[:, :, rows], self.weights[:, :, rows]
         merged = torch.logaddexp(weights, more.weights)
         values.mul_((weights - merged).exp().unsqueeze(-1)).add_(more.values * (more.weights - merged).exp().unsqueeze(-1))
@@ -35,7 +35,7 @@ class Read(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -> Read:
-    """Return what queries read of some keys and values; causal: the n-th query reads the first n. There is at least one key."""
+    """Return the result of attention to some keys and values (at least one); causal: the n-th query reads the first n keys."""
     found = Read.nothing(q, v)
     k, v = (_for_heads_of(q, tensor).to(found.values.dtype) for tensor in (k, v))
     for rows, keys, scores in _scores(q, k, scale=scale, is_causal=is_causal):
@@ -50,8 +50,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these keys and values add to the gradients of q, k and v.
 
-    `weights` are of all that the queries have read, `of_values` is the gradient of the values read, and `dots` are its
-    products with them, (B, N, T).
+    `weights` belong to all keys that the queries have read. `of_values` is the gradient of the values read. `dots` are the
+    dot products of the two, (B, N, T).
     """
     shared = k.shape[1]
     k, v = (_for_heads_of(q, tensor).to(of_values.dtype) for tensor in (k, v))

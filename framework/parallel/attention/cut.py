@@ -1,4 +1,4 @@
-"""Which tokens of a sample a process has, under context parallelism, and what its losses count for."""
+"""The tokens of a sample that a process has under context parallelism, and the share of their loss in the sample's loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ from framework.engine.sums import Value
 
 @dataclass(kw_only=True)
 class Cut:
-    """How the tokens of the current samples are cut: into runs, of sizes that differ by one at most, some for each rank."""
+    """The cut of the current samples: runs of tokens, with sizes that differ by at most one; each rank has some runs."""
 
     rank: int
-    runs: Sequence[Sequence[int]]  # of each rank, by their places in a sample
-    sizes: list[int] = field(default_factory=list)  # of the runs
+    runs: Sequence[Sequence[int]]  # the numbers of each rank's runs, by their places in a sample
+    sizes: list[int] = field(default_factory=list)  # the number of tokens of each run
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
@@ -28,7 +28,7 @@ class Cut:
 
     @classmethod
     def zigzag(cls, *, rank: int, size: int) -> "Cut":
-        """Return the cut in which each rank has an early and a late run: causal attention is as much work for each."""
+        """Return the cut in which each rank has an early and a late run, so that each has as much work in causal attention."""
         return cls(rank=rank, runs=[(r, 2 * size - 1 - r) for r in range(size)])
 
     @property
@@ -46,7 +46,7 @@ class Cut:
 
     @property
     def positions(self) -> Tensor:
-        """The places of this rank's tokens in a sample, (T,), increasing."""
+        """The positions of this rank's tokens in a sample, (T,), increasing."""
         return torch.cat(self._own(torch.arange(sum(self.sizes), device=self.device), dim=0))
 
     def of(self, whole: MicroBatch) -> MicroBatch:
@@ -62,10 +62,10 @@ class Cut:
 
 
 class OfSlices:
-    """A task of slices of samples.
+    """A task for slices of samples.
 
-    A sum with a weight of its own is a sum over tokens; any other is a sum over samples of what is a mean over their
-    tokens, so a slice adds its share.
+    A value with its own weight is a sum over tokens. Any other value is a sum over samples of a mean over the tokens of the
+    sample, so a slice adds its share.
     """
 
     def __init__(self, task: Task, cut: Cut) -> None:

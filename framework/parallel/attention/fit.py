@@ -1,4 +1,4 @@
-"""Which attention a model's mixers can have when their tokens are cut."""
+"""The kinds of attention that a model's mixers can use when their tokens are cut."""
 
 import copy
 from collections.abc import Sequence
@@ -14,32 +14,32 @@ from framework.parallel.attention.ring import ONE_CALL, require_plain, with_atte
 from framework.runtime.exits import Unfit
 
 Attention = Literal["ulysses", "ring"]
-_NUM_TOKENS, _SIZE = 7, 2  # of the comparison: runs of 2, 2, 2 and 1
+_NUM_TOKENS, _SIZE = 7, 2  # of the comparison: 7 tokens, 2 ranks, runs of 2, 2, 2 and 1
 
 
 def attention_of(model: nn.Module, *, asked: Attention | None, context: int) -> Attention:
-    """Return how tokens meet over so many processes: as asked, or by heads where the processes divide them, or in a ring."""
+    """Return the attention that was asked for; else by heads if the processes divide the heads, or else in a ring."""
     return asked or ("ring" if any(heads % context for heads in num_heads(model)) else "ulysses")
 
 
 def num_heads(model: nn.Module) -> set[int]:
-    """Return the numbers of heads of what the model's mixers are given, as a forward shows them, or as the model says."""
+    """Return the numbers of heads of the mixers' arguments: as a forward pass shows them, or else as the model gives them."""
     shown = {shape[1] for shapes in shapes_of_mixers(model).values() for shape in shapes}
     return shown or ({model.num_heads} if isinstance(getattr(model, "num_heads", None), int) else set())  # type: ignore[arg-type]
 
 
 def shapes_of_mixers(model: nn.Module) -> dict[nn.Module, list[torch.Size]]:
-    """Return the shapes of the tensors (B, N, T, E) that the mixers are seen to be given, by mixer."""
-    trace, mixers = traced(model), set(model.mixers())  # type: ignore[operator]  # the caller has checked that it answers
+    """Return the shapes of the tensors (B, N, T, E) that a trace shows each mixer to get."""
+    trace, mixers = traced(model), set(model.mixers())  # type: ignore[operator]  # the caller has checked that it exists
     entered = [(event.what, event.value[0]) for event in (trace.events if trace else ()) if event.kind == "enter"]
     return {what: [tensor.shape for tensor in given if isinstance(tensor, Tensor) and tensor.ndim == 4]
             for what, given in entered if what in mixers}  # fmt: skip
 
 
 def ring_fault(model: nn.Module) -> str | None:
-    """Return why the mixers do not compute in a ring what they compute with all tokens, or None if they do or are not seen.
+    """Return why the mixers do not compute the same in a ring as with all tokens; None if they do, or if no trace shows them.
 
-    One mixer of each class and shape is run on a few random tokens, whole and cut, in one process.
+    One mixer of each class and shape runs on a few random tokens, whole and cut, in one process.
     """
     kinds = {(type(mixer), *shapes): (mixer, shapes) for mixer, shapes in shapes_of_mixers(model).items()}
     for mixer, shapes in kinds.values():
@@ -48,7 +48,7 @@ def ring_fault(model: nn.Module) -> str | None:
             whole, cut = _whole_and_cut(_with_numbers(mixer), [(1, shape[1], _NUM_TOKENS, shape[3]) for shape in shapes])
         except Unfit as error:
             return f"{kind}: {str(error).partition(', but ')[2]}"
-        except Exception as error:  # a mixer of the user's may raise anything
+        except Exception as error:  # a user's mixer may raise anything
             return f"{kind} does not run on {_NUM_TOKENS} tokens: {error}"
         if whole.shape != cut.shape or not torch.allclose(whole, cut, rtol=0, atol=1e-9):
             return (f"{kind} computes something else of a part of the tokens; {ONE_CALL}, and what depends on places takes "
@@ -57,7 +57,7 @@ def ring_fault(model: nn.Module) -> str | None:
 
 
 def _with_numbers(mixer: nn.Module) -> nn.Module:
-    """Return a copy for evaluation, in float64, whose tensors, which have no storage, are random."""
+    """Return a copy for evaluation, in float64, with random numbers in its tensors (the originals have no storage)."""
     generator, memo = torch.Generator().manual_seed(0), dict[int, Any]()
     for tensor in (*mixer.parameters(), *mixer.buffers()):
         is_float = tensor.is_floating_point()
@@ -68,7 +68,7 @@ def _with_numbers(mixer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _whole_and_cut(mixer: nn.Module, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Return what a mixer computes of all tokens, and of those of each of two ranks whose attention reads all."""
+    """Return a mixer's output for all tokens, and its outputs for the tokens of two ranks with attention to all tokens."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     runs = torch.arange(_NUM_TOKENS).tensor_split(2 * _SIZE)

@@ -1,4 +1,4 @@
-"""Attention by heads: all heads of some tokens are exchanged for all tokens of some heads, and back."""
+"""Attention by heads: ranks exchange all heads of some tokens for all tokens of some heads, and back."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,9 @@ Parts = tuple[int, list[int]]  # how a tensor is cut over the ranks: a dim, and 
 
 
 def by_heads(mix: Callable[..., Tensor], *, cut: Cut, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    """Wrap a mixer of (B, N, T, E) tensors, called with every head of some tokens, to run on all tokens of some heads.
+    """Wrap a mixer of (B, N, T, E) tensors: callers give all heads of some tokens, and it runs on all tokens of some heads.
 
-    Each rank has one run of tokens. Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
+    Each rank must have one run of tokens. Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
 
     def run(*tensors: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def by_heads(mix: Callable[..., Tensor], *, cut: Cut, group: dist.ProcessGroup) 
 
 
 class _Exchange(torch.autograd.Function):
-    """All heads of some tokens <-> all tokens of some heads. The gradient is exchanged back."""
+    """The exchange of all heads of some tokens for all tokens of some heads. Its gradient is exchanged back."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, sent: Parts, received: Parts, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def,override]  # torch's own signature
@@ -40,7 +40,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(tensor: Tensor, sent: Parts, received: Parts, group: dist.ProcessGroup) -> Tensor:
-    """Send each rank its part along one dim; join the parts received from the ranks along another."""
+    """Send each rank its part along one dim; join the received parts along another dim."""
     dim, sizes = received
     parts = tensor.split(sent[1], dim=sent[0])
     shape = parts[group.rank()].shape

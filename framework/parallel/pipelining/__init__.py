@@ -1,1 +1,1 @@
-"""What the pipeline strategies share: the chain of a model, its stages, their schedule and their engine."""
+"""The code that the pipeline strategies share: a model's chain, its stages, their schedule and their engine."""

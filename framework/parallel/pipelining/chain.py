@@ -1,4 +1,4 @@
-"""A model as a chain of modules, cut into stages of about equal cost, and which stages are on which process."""
+"""A model as a chain of modules, cut into stages of about equal cost, and the processes that have these stages."""
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
@@ -24,15 +24,15 @@ def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:
 def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | None) -> list[int]:
     """Return the cost of each of the model's units: floating-point operations for a batch, plus one for each weight.
 
-    Weights only if the kind of batch is not known, or if the model does not take it: it reads numbers, not only shapes, or a
-    task's own step gives it something else.
+    Only weights count if no example batch is known, or if the model does not accept it on the meta device: the model reads
+    numbers and not only shapes, or a task's own step gives it other inputs.
     """
     weights = [1 + sum(p.numel() for p in unit.parameters()) for unit in units]
     if example is None:
         return weights
     copied, copies = on_meta(model)
-    units = [copies.get(id(unit), unit) for unit in units]  # a chain may have modules that the model has not: without weights
-    paths: dict[nn.Module, list[str]] = {}  # of a module in several places, several: its operations count under one of them
+    units = [copies.get(id(unit), unit) for unit in units]  # a chain may have modules without weights that are not in the model
+    paths: dict[nn.Module, list[str]] = {}  # a module in several places has several; its operations count under one
     for path, module in copied.named_modules(prefix=type(copied).__name__, remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     try:
@@ -46,14 +46,14 @@ def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | No
 
 
 def weighty(links: Sequence[nn.Module]) -> list[range]:
-    """Group the links so that each group has weights: a link without weights joins the link before it; the first, the next."""
+    """Group the links so that each group has weights: a link without weights joins the link before it, or the next."""
     starts = [i for i, link in enumerate(links) if any(True for _ in link.parameters())]
     return [range(start, end) for start, end in zip([0, *starts[1:]], [*starts[1:], len(links)])]
 
 
 def cut(costs: Sequence[int], *, num_stages: int) -> list[range]:
-    """Cut a list of costs into stages, none of them empty, so that the largest cost of a stage is as small as possible."""
-    # best[n]: of the stages so far, which hold the first n links, the least possible largest cost, and where each one starts
+    """Cut a list of costs into stages that are not empty, so that the largest cost of a stage is as small as possible."""
+    # best[n]: with the first n links in the stages so far, the smallest possible largest cost, and the start of each stage
     totals = [0, *itertools.accumulate(costs)]
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for stage in range(1, num_stages + 1):
@@ -67,7 +67,7 @@ def cut(costs: Sequence[int], *, num_stages: int) -> list[range]:
 
 
 class Stage(nn.Module):
-    """Some links of the chain, as one module. The engine sets `forward`, which runs them."""
+    """Some links of the chain, as one module. The engine sets its `forward`, which runs the links."""
 
     def __init__(self, links: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -75,16 +75,16 @@ class Stage(nn.Module):
 
 
 class Listed:
-    """The chain of a model that lists its modules: each is a link, and is called with what the one before returns."""
+    """The chain of a model that lists its modules: each module is a link, and gets the output of the link before it."""
 
     def __init__(self, model: nn.Module, links: Sequence[nn.Module]) -> None:
         self.model = model
         self.links = links
-        self._copies = [on_meta(link)[0] for link in links]  # the links themselves may be cut, or dropped, later
+        self._copies = [on_meta(link)[0] for link in links]  # the links themselves may be cut or removed later
         self._shapes: dict[str, list[Any]] = {}
 
     def outputs(self, inputs: Tree) -> list[Any]:
-        """Return each link's outputs, as meta tensors, for a batch like `inputs`; of all but the last, a tensor."""
+        """Return each link's outputs, as meta tensors, for a batch like `inputs`; every link but the last has one tensor."""
         value = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
         key, outputs = repr(value), []
         if key not in self._shapes:
@@ -96,7 +96,7 @@ class Listed:
         return self._shapes[key]
 
     def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[torch.dtype]:
-        """Return in which type each link but the last returns its outputs. The inputs are stand-ins too."""
+        """Return the dtype of each link's outputs, except the last link's. The inputs must be stand-ins too."""
         value, types = inputs, []
         for link in self._copies[:-1]:
             value = call(copied_with(link, stand_in)[0], value)
@@ -104,19 +104,19 @@ class Listed:
         return types
 
     def costs(self, example: Tree | None) -> list[int]:
-        """Return what each link costs, as `costs_of` counts."""
+        """Return the cost of each link, as `costs_of` counts it."""
         return costs_of(self.model, self.links, example=example)
 
     def spans(self, costs: Sequence[int], *, num_stages: int) -> list[range]:
-        """Return the numbers of each stage's links, for what each link costs."""
+        """Return the numbers of each stage's links, for these costs of the links."""
         groups = weighty(self.links)
         cuts = cut([sum(costs[i] for i in group) for group in groups], num_stages=num_stages)
         return [range(groups[part[0]][0], groups[part[-1]][-1] + 1) for part in cuts]
 
     def keep_own(self, spans: Sequence[range], *, own: Collection[int], device: torch.device) -> dict[int, Stage]:
-        """Return the stages of one of the pipeline's processes, which has these, by number.
+        """Return, by number, the stages that a process of the pipeline has; `own` has their numbers.
 
-        The parameters and buffers of the other links are removed from the model, except weights that this process's links
+        The parameters and buffers of the other links are removed from the model, except weights that the links of this process
         share: a weight keeps all its names.
         """
         links = self.links
@@ -133,7 +133,7 @@ class Listed:
         return stages
 
     def fill(self, stages: Sequence[Stage], *, device: torch.device) -> None:
-        """Put what is left of the model on the device, with its numbers."""
+        """Move the rest of the model to the device, and fill it with its numbers."""
         fill(self.model, device=device, stages=stages)
 
     def buffers(self, stage: Stage, span: range) -> set[int]:
@@ -141,7 +141,7 @@ class Listed:
         return {id(buffer) for buffer in stage.buffers()}
 
     def links_of_parameters(self) -> dict[int, set[int]]:
-        """Return in which links each parameter is, by its id."""
+        """Return the numbers of the links that have each parameter, by the parameter's id."""
         found: dict[int, set[int]] = {}
         for number, link in enumerate(self.links):
             for parameter in link.parameters():
@@ -149,7 +149,7 @@ class Listed:
         return found
 
     def run(self, stage: Stage, span: range, arguments: tuple[Any, ...], inputs: Tree) -> Any:
-        """Run a stage's links, the first one with `arguments`: what the stage before has sent, nothing for the first stage."""
+        """Run a stage's links; `arguments` are the received values for the first link (nothing in the first stage)."""
         first, *rest = stage.links
         value = call(first, inputs) if span.start == 0 else first(*arguments)
         for link in rest:
@@ -163,14 +163,14 @@ def shared_weights(model: nn.Module, *, mesh: DeviceMesh) -> list[tuple[nn.Param
     group = mesh.get_group("pipeline")
     stages: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(stages, list(mine), group=group)  # every pipeline has the same stages
-    holders: dict[str, tuple[int, ...]] = {}  # places in a pipeline
+    holders: dict[str, tuple[int, ...]] = {}  # places in the pipeline
     for place, names in enumerate(stages):
         for name in names:
             holders[name] = *holders.get(name, ()), place
     pipelines = mesh.mesh.movedim(axes.index("pipeline"), -1).reshape(-1, group.size()).tolist()
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for places in sorted({places for places in holders.values() if len(places) > 1}):
-        for ranks in pipelines:  # every rank makes every group
+        for ranks in pipelines:  # every rank must make every group
             made = dist.new_group([ranks[place] for place in places])
             if dist.get_rank() in ranks:
                 groups[places] = made

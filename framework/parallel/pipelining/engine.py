@@ -1,4 +1,4 @@
-"""The Engine of a model whose layers are on several processes."""
+"""The Engine of a model with layers on several processes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,11 +31,11 @@ from framework.runtime.torch_internals import around_last_backward
 
 
 class PipelineEngine(Engine):
-    """The Engine of a model whose layers are on the processes of the mesh's `pipeline` axis.
+    """The Engine of a model with layers on the processes of the mesh's `pipeline` axis.
 
-    Along a `replicate` axis every pipeline has its own samples, and this engine sums their gradients. Along a `shard` axis
-    too, but there the stages, wrapped by `shard_stage`, sum their gradients themselves. Processes along a `tensor` axis
-    work on the same samples.
+    Along a `replicate` axis, every pipeline has its own samples, and this engine sums their gradients. Along a `shard` axis,
+    every pipeline has its own samples too, but the stages, wrapped by `shard_stage`, sum their gradients themselves. Processes
+    along a `tensor` axis work on the same samples.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PipelineEngine(Engine):
         }
         self._schedules: dict[Any, Any] = {}
         self._loss_of: Callable[[Tree, MicroBatch], Tensor]  # of the current pass
-        self._waiting: dict[int, list[MicroBatch]] = {}  # that each stage still has to run
+        self._waiting: dict[int, list[MicroBatch]] = {}  # the micro-batches that each stage still has to run
         self._evaluated: MicroBatch | None = None
         self._index, self._turn = 0, ""
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -112,9 +112,9 @@ class PipelineEngine(Engine):
     def run_stage(
         self, number: int, micro_batch: MicroBatch, given: Sequence[Tensor], *, loss_of: Callable[[Tree, MicroBatch], Tensor]
     ) -> Tensor:
-        """Run one of this process's stages forward, in training, within a step that the caller has begun.
+        """Run one of this process's stages forward, in training, within a step that the caller has started.
 
-        Returns what the stage sends; the last stage, `loss_of` the model's outputs.
+        Return what the stage sends. For the last stage, return `loss_of` the model's outputs.
         """
         self._loss_of, self._waiting = loss_of, {number: [micro_batch]}
         value: Tensor = self.stages[number](*given)
@@ -123,13 +123,13 @@ class PipelineEngine(Engine):
     # --- training
 
     def begin_step(self, step: Step, *, index: int) -> None:
-        """Note what the forward passes of a step draw by, and the buffers that they read."""
+        """Set what the random draws of a step's forward passes depend on, and the buffers that the passes read."""
         self._index, self._turn = index, step.turn
         for buffers in self._buffers.values():
             buffers.begin_step(is_alone=[m.number for m in step.micro_batches] == [0])
 
     def end_step(self) -> None:
-        """Leave the buffers that the step's micro-batch 0 has left."""
+        """Set the buffers to the values that the step's micro-batch 0 has given them."""
         for buffers in self._buffers.values():
             buffers.end_step()
 
@@ -151,7 +151,7 @@ class PipelineEngine(Engine):
         return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
 
     def _overlapped_sums(self) -> OverlappedSums:
-        """Return what sums the gradients of the stages; weights that several processes of a pipeline have come after them."""
+        """Return the object that sums the gradients of the stages; weights on several processes of a pipeline come later."""
         assert self._data is not None
         shared = {id(parameter) for parameter, _ in self._shared}
         stages = {number: [p for p in stage.parameters() if p.requires_grad and id(p) not in shared]
@@ -171,7 +171,7 @@ class PipelineEngine(Engine):
 
         num_schedules = len(self._schedules)
         schedule = self._schedule_for(micro_batches)
-        # the gradients so far: when a schedule runs for the first time, torch clears the gradients of shards
+        # keep the gradients so far: when a schedule runs for the first time, torch clears the gradients of shards
         held = [p.grad for p in self._parameters] if len(self._schedules) > num_schedules else []
         self._loss_of = loss_of
         self._waiting = {number: list(micro_batches) for number in self.stages}
@@ -180,10 +180,10 @@ class PipelineEngine(Engine):
         if is_last and self._sums is not None:
             self._sums.begin(early=not held)
         try:
-            # the first stage takes its inputs, and the last its targets, from `_waiting`: torch would cut tensors only
+            # the first stage takes its inputs, and the last its targets, from `_waiting`, because torch would cut only tensors
             schedule.step(target=torch.empty(len(micro_batches)), return_outputs=False)
         except RuntimeError as error:
-            raise (error.__cause__ or error) from None  # torch wraps a link's error in one that prints all arguments
+            raise (error.__cause__ or error) from None  # torch wraps a link's error in an error that prints all arguments
         for parameter, gradient in zip(self._parameters, held):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -192,7 +192,7 @@ class PipelineEngine(Engine):
         sent = [value.requires_grad_() for value in self.sent.like(micro_batches[0].inputs)]
         key = (len(micro_batches), *(tuple(value.shape) for value in sent))
         if key not in self._schedules:
-            loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)  # what the last stage returns
+            loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)  # the last stage's result
             stages = []
             for number, stage in self.stages.items():
                 given = (sent[number - 1],) if number > 0 else ()
@@ -225,7 +225,7 @@ class PipelineEngine(Engine):
     # --- evaluation
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
-        """Run the stages one after the other, each on its process."""
+        """Run the stages one after the other, each on its process. Collective."""
         sent = self.sent.like(micro_batch.inputs)
         self._waiting, self._evaluated = {}, micro_batch
         self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
@@ -267,19 +267,19 @@ class PipelineEngine(Engine):
             buffers.synchronised()
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite the tensors by those of the process of the first pipeline that has the same stages."""
+        """Overwrite the tensors with the tensors of the process in the first pipeline that has the same stages. Collective."""
         assert self._data is not None
         broadcast_all({dist.get_global_rank(self._data, 0): tensors}, group=self._data)
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        return build(trained or stand_in(self._world.device))  # a stage may have frozen weights only
+        return build(trained or stand_in(self._world.device))  # a stage may have only frozen weights
 
 
 def _passes(step: Step) -> list[Sequence[MicroBatch]]:
-    """Cut a step into passes through the pipeline: a schedule is made for one shape.
+    """Cut a step into passes through the pipeline, because a schedule is made for one shape.
 
-    A short micro-batch is the last of its rank, and is run alone. Then every other rank runs its last micro-batch alone too:
-    all ranks gather shards in each pass.
+    A short micro-batch is the last of its rank, and runs alone. Then every other rank also runs its last micro-batch alone,
+    because all ranks gather shards in each pass.
     """
     if step.is_even or len(step.micro_batches) == 1:
         return [step.micro_batches]

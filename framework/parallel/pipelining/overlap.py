@@ -1,4 +1,4 @@
-"""The gradients of pipelines side by side, summed while the backward pass goes on."""
+"""The gradients of parallel pipelines are summed while the backward pass runs."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from framework.runtime.exits import Unfit
 
 
 class OverlappedSums:
-    """Sums gradients over the processes of a group, in buckets; each begins once all its gradients are final.
+    """A sum of gradients over the processes of a group, in buckets; a bucket starts when all its gradients are final.
 
-    `stages` has the parameters of this process's stages, by number. A gradient is final in the last micro-batch's backward pass
-    of its stage; of several stages that have it, in the last one's. The buckets are laid out once, in the order of a backward
-    pass, and begin in this order whatever comes first: every process sends the same messages, and what is summed with what
-    depends on no clock. Source: Li et al. 2020, "PyTorch Distributed", section 3.2.
+    `stages` has the parameters of this process's stages, by number. A gradient is final after the backward pass of the last
+    micro-batch through its stage; if several stages have it, after the last of these. The buckets are laid out once, in the
+    order of a backward pass, and start in this order, even if a later bucket is final first. So every process sends the same
+    messages, and the order of the sums depends on no timing. Source: Li et al. 2020, "PyTorch Distributed", section 3.2.
     """
 
     def __init__(self, stages: Mapping[int, Sequence[nn.Parameter]], *, group: dist.ProcessGroup) -> None:
@@ -35,20 +35,20 @@ class OverlappedSums:
         self._begun: deque[Message] = deque()
         self._num_begun = 0
         self._ended: set[int] = set()
-        self._open: int | None = None  # the stage whose last backward pass is under way
+        self._open: int | None = None  # the stage with a last backward pass in progress
         self._is_on = False
         for parameter in self._holders:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def begin(self, *, early: bool) -> None:
-        """Prepare for a step's last pass. `early`: what its last backward passes leave is final."""
+        """Prepare for a step's last pass. `early`: gradients are final after the last backward passes, not only in `finish`."""
         self._missing = [set(bucket) for bucket in self._buckets]
         self._begun.clear()
         self._num_begun, self._ended, self._open, self._is_on = 0, set(), None, early
 
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
-        """Be around the last micro-batch's backward pass of a stage: of all it has, or of the weights alone."""
+        """Surround the backward pass of a stage's last micro-batch: the whole pass, or only the pass for the weights."""
         self._open = stage
         try:
             yield
@@ -62,7 +62,7 @@ class OverlappedSums:
             self._send()
 
     def finish(self) -> None:
-        """Sum what is not summed yet, and wait for all. Collective."""
+        """Sum the gradients that are not summed yet, and wait for all sums. Collective."""
         for bucket in self._missing:
             bucket.clear()
         self._send(at_most=UNDER_WAY)

@@ -1,9 +1,9 @@
-"""A model's own forward as a chain: what comes before its blocks, each block, and what comes after them.
+"""A model's own forward as a chain: the part before its blocks, each block, and the part after them.
 
-For models that are no list of modules to be called one after the other, which most libraries' are not. Every stage runs the
-model's forward, which passes over the blocks of other stages: the first of its own blocks gets what the stage before has
-sent, and after the last one the forward is left. What the blocks take besides (masks, positions) is so made anew on every
-stage; weights that a stage does not have are zeros without storage there.
+This is for models that are not a list of modules to call one after the other; most libraries' models are not. Every stage
+runs the model's forward, but skips the blocks of other stages. The first of its own blocks gets the tensor that the stage
+before has sent; after its last block, the forward ends. So every stage computes the other arguments of the blocks (masks,
+positions) again. Weights that a stage does not have are zeros without storage there.
 """
 
 from collections import Counter, defaultdict
@@ -23,11 +23,11 @@ from framework.runtime.torch_internals import copy_all
 
 
 class Uncut(ValueError):
-    """A model whose forward cannot be cut at its blocks; the message says why."""
+    """The error for a model with a forward that cannot be cut at its blocks; the message says why."""
 
 
 class _Left(BaseException):
-    """Ends a forward after a stage's last block. (Not an Exception: a model may catch these.)"""
+    """The exception that ends a forward after a stage's last block. (Not an Exception, because a model may catch these.)"""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -35,7 +35,7 @@ class _Left(BaseException):
 
 @dataclass
 class _Window:
-    """The blocks of the stage that runs, and what it has received; `is_last` runs to the end of the forward."""
+    """The blocks of the running stage, and the tensor that it has received; with `is_last` the forward runs to its end."""
 
     start: int
     stop: int
@@ -45,11 +45,11 @@ class _Window:
 
 @dataclass
 class _Call:
-    """How the forward calls a block: where the hidden state is among the arguments, and in what it is returned."""
+    """The call of a block in the forward: which argument is the hidden state, and in which outputs it is returned."""
 
     place: int | str
     outputs: Any
-    hidden: list[Tensor] = field(default_factory=list)  # without storage: what goes in, and what comes out
+    hidden: list[Tensor] = field(default_factory=list)  # without storage: the hidden state before and after the block
 
     def given(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
         return named[self.place] if isinstance(self.place, str) else arguments[self.place]
@@ -62,17 +62,17 @@ class _Call:
         return (*arguments[: self.place], hidden, *arguments[self.place + 1 :]), named
 
     def returned(self, hidden: Tensor) -> Any:
-        """Return what a block that is passed over returns."""
+        """Return the outputs of a skipped block."""
         if isinstance(self.outputs, Tensor):
             return hidden
         return type(self.outputs)([hidden, *[None] * (len(self.outputs) - 1)])
 
 
 class OwnForward:
-    """The chain of a model's own forward: link 0 comes before its blocks, the last link after them, one link is a block.
+    """The chain of a model's own forward: link 0 is before its blocks, each block is a link, the last link is after them.
 
-    Uncut, in the constructor, where the blocks are not called once each, one after the other, with what the one before
-    has returned. What else a block may take from another (a bias of positions, a state) the rehearsal finds.
+    The constructor raises Uncut if the blocks are not called once each, in order, each with the output of the block before it.
+    The rehearsal finds other values that a block may take from another block (a bias of positions, a state).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,7 +97,7 @@ class OwnForward:
         return len(self.blocks) + 2
 
     def outputs(self, inputs: Tree) -> list[Any]:
-        """Return each link's outputs, as meta tensors, for a batch like `inputs`; of all but the last, a tensor."""
+        """Return each link's outputs, as meta tensors, for a batch like `inputs`; every link but the last has one tensor."""
         example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
         key = repr(example)
         if key not in self._shapes:
@@ -107,7 +107,7 @@ class OwnForward:
         return self._shapes[key]
 
     def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[torch.dtype]:
-        """Return in which type each link but the last returns its hidden state. The inputs are stand-ins too."""
+        """Return the dtype of each link's hidden state, except the last link's. The inputs must be stand-ins too."""
         copied, copies = copied_with(self._copy, stand_in)
         types: list[torch.dtype] = []
 
@@ -124,20 +124,20 @@ class OwnForward:
         return types
 
     def costs(self, example: Tree | None) -> list[int]:
-        """Return what each link costs, as `costs_of` counts."""
+        """Return the cost of each link, as `costs_of` counts it."""
         sizes = [sum(tensor.numel() for tensor in self._tensors(link)) for link in range(self.num_links)]
         costs = costs_of(self.model, self.blocks, example=example)
         rest = costs_of(self.model, [self.model], example=example)[0] - sum(costs) - sizes[0]
         return [1 + sizes[0], *costs, max(1, rest)]
 
     def spans(self, costs: Sequence[int], *, num_stages: int) -> list[range]:
-        """Return the numbers of each stage's links, for what each link costs."""
+        """Return the numbers of each stage's links, for these costs of the links."""
         return cut(costs, num_stages=num_stages)
 
     def keep_own(self, spans: Sequence[range], *, own: Collection[int], device: torch.device) -> dict[int, Stage]:
-        """Return the stages of one of the pipeline's processes, which has these, by number.
+        """Return, by number, the stages that a process of the pipeline has; `own` has their numbers.
 
-        The model keeps only their weights and buffers. What stands for the others is on the device.
+        The model keeps only the weights and buffers of these stages. The substitutes of the others are on the device.
         """
         links = {link for number in own for link in spans[number]}
         for module in self.model.modules():
@@ -158,13 +158,13 @@ class OwnForward:
         return stages
 
     def fill(self, stages: Sequence[Stage], *, device: torch.device) -> None:
-        """Put what is left of the model on the device, with its numbers."""
+        """Move the rest of the model to the device, and fill it with its numbers."""
         links = {name: self._links[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         fill(self.model, device=device, stages=stages)
         self._links = defaultdict(set, {id(tensor): links[name] for name, tensor in named_tensors(self.model).items()})
 
     def links_of_parameters(self) -> dict[int, set[int]]:
-        """Return in which links each parameter is used, by its id."""
+        """Return the numbers of the links that use each parameter, by the parameter's id."""
         return {id(parameter): self._links[id(parameter)] for parameter in self.model.parameters()}
 
     def _tensors(self, link: int) -> list[Tensor]:
@@ -181,7 +181,7 @@ class OwnForward:
         start, stop, is_last = max(span.start, 1) - 1, min(span.stop, count + 1) - 1, span.stop == self.num_links
         self._window = _Window(start, stop, None if span.start == 0 else arguments[0], is_last)
         own = self.buffers(stage, span)
-        others = [buffer for buffer in self.model.buffers() if id(buffer) not in own]  # this process's, in another stage
+        others = [buffer for buffer in self.model.buffers() if id(buffer) not in own]  # buffers of this process's other stages
         before = [buffer.clone() for buffer in others]
         try:
             return call(self.model, inputs)
@@ -216,13 +216,13 @@ class OwnForward:
 
 
 def chain_for(model: nn.Module) -> Listed | OwnForward:
-    """Return the model's chain: the modules that it lists, or its own forward. Uncut if it has neither."""
+    """Return the model's chain: the modules that it lists, or its own forward. Raise Uncut if it has neither."""
     links = chain_of(model)
     return OwnForward(model) if links is None else Listed(model, links)
 
 
 def _row_of_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of the class of which there are most, in the order of the model's tree."""
+    """Return the blocks of the most frequent class, in the order of the model's tree."""
     blocks = blocks_of(model)
     if not blocks:
         raise Uncut(f"{type(model).__name__} has no blocks (model.parts.blocks names them)")
@@ -231,7 +231,7 @@ def _row_of_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
-    """Return how each block is called. Uncut if the forward does not simply pass on a hidden state from block to block."""
+    """Return how each block is called. Raise Uncut if the forward does not pass one hidden state from block to block."""
     numbers = {block: number for number, block in enumerate(blocks)}
     entered = [event for event in trace.events if event.kind == "enter" and event.what in numbers]
     left = [event for event in trace.events if event.kind == "leave" and event.what in numbers]
@@ -263,7 +263,7 @@ def _hidden_in(outputs: Any) -> Tensor:
 
 
 def _links_of_tensors(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace) -> defaultdict[int, set[int]]:
-    """Return in which links each parameter and buffer is used, by its id. Uncut if one is used between two blocks."""
+    """Return the numbers of the links that use each parameter and buffer, by its id. Uncut for a use between two blocks."""
     links: defaultdict[int, set[int]] = defaultdict(set)
     for number, block in enumerate(blocks):
         for tensor in (*block.parameters(), *block.buffers()):

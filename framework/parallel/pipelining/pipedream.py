@@ -1,4 +1,4 @@
-"""PipeDream: a pipeline that is not flushed between steps; each stage steps by gradients of older batches. NOT one process."""
+"""PipeDream: a pipeline without a flush between steps; each stage steps with gradients of older batches. NOT one process."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from framework.parallel.pipelining.timetable import Action
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import set_versions, version_of
 
-DRAIN_EVERY = 50  # steps, where the user names no number
+DRAIN_EVERY = 50  # steps; the default
 
 
 def num_due(num_under_way: int, *, delay: int, is_drained: bool) -> int:
-    """Return how many batches a stage runs backward in a step, oldest first, of those that it has run forward."""
+    """Return how many batches a stage runs backward in a step, oldest first, of those with only a forward pass so far."""
     return max(0, num_under_way - (0 if is_drained else delay))
 
 
 def order_of_steps(num_steps: int, *, num_ranks: int, num_micro_batches: int, drain_every: int) -> dict[int, list[Action]]:
-    """Return what each process does in the first steps, in its order; the micro-batches of all steps are counted on."""
+    """Return the actions of each process in the first steps, in order; micro-batch numbers continue over all steps."""
     order: dict[int, list[Action]] = {}
     for rank in range(num_ranks):
         row, under_way = list[Action](), deque[range]()
@@ -46,27 +46,27 @@ def order_of_steps(num_steps: int, *, num_ranks: int, num_micro_batches: int, dr
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A batch whose backward pass through this stage is still to come."""
+    """A batch that has not yet had its backward pass through this stage."""
 
-    passes: list[tuple[Tensor | None, Tensor]]  # of each micro-batch, what the stage has received, and what it has made of it
-    weights: list[Tensor]  # those of its forward pass (the stash)
+    passes: list[tuple[Tensor | None, Tensor]]  # for each micro-batch, the input and the output of the stage
+    weights: list[Tensor]  # the weights of its forward pass (the stash)
     versions: list[int]
-    num_updates: int  # of this stage, before it
-    scale: Tensor  # of the loss, shape (); the last stage's
+    num_updates: int  # updates of this stage before the batch
+    scale: Tensor  # the factor of the loss, shape (); only the last stage uses it
 
 
 class PipeDream(EngineAround):
-    """An Engine around a pipeline's: in each step a stage runs the new batch forward and an older one backward.
+    """An Engine around a pipeline's: in each step a stage runs the new batch forward and an older batch backward.
 
-    Stage s of n runs batch t forward, then batch t - (n - 1 - s) backward, with the weights of that batch's own forward pass,
-    and steps by its gradient: it never waits for the pipeline to empty, and is n - 1 - s updates late. A minibatch of the
-    paper is a global batch; the gradients of its micro-batches are added up. The weights under way are kept by reference:
-    the optimizer's step gets a copy, so a stage has n - s versions of its weights, and the activations of as many batches.
+    Stage s of n runs batch t forward, then batch t - (n - 1 - s) backward with the weights of that batch's forward pass, and
+    steps with its gradient. So a stage never waits for the pipeline to empty, and its gradients are n - 1 - s updates late. A
+    minibatch of the paper is a global batch here, with the sum of its micro-batches' gradients. Older weights are kept by
+    reference: the optimizer's step gets a copy. A stage has n - s versions of its weights, and activations of as many batches.
 
-    After every `drain_every`-th step, and the last, nothing is under way: in that step a stage adds up the gradients of all
-    batches that it still has. Only then can a checkpoint be saved, so that a run continues to the same bits. With
-    `drain_every=1` it is a pipeline that is flushed in every step. Each stage clips by its own norm: all stages' would have
-    to wait for each other.
+    In every `drain_every`-th step, and in the last step, a stage adds up the gradients of all batches that it still has. Then
+    no batch waits for its backward pass. Only then can a checkpoint be saved, so that a resumed run computes the same bits.
+    With `drain_every=1` the pipeline is flushed in every step. Each stage clips by its own norm, because for a norm over all
+    stages, the stages would have to wait for each other.
     Sources: Harlap et al. 2018, "PipeDream: fast and efficient pipeline parallel DNN training"; Narayanan et al. 2019.
     """
 
@@ -76,12 +76,12 @@ class PipeDream(EngineAround):
         self._world, self._drain_every = world, drain_every
         self._number, self._last = world.rank, world.world_size - 1
         self._delay = self._last - self._number
-        # in a group of their own: under NCCL, what two processes send in two directions would wait in one queue
+        # a separate group: under NCCL, messages of two processes in two directions would wait in one queue
         self._backward_group = world.groups.new_group()
         self._connect()
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._under_way: deque[_UnderWay] = deque()
-        self._sends: list[list[tuple[dist.Work, Tensor]]] = [[]]  # of the step before, and of this one
+        self._sends: list[list[tuple[dist.Work, Tensor]]] = [[]]  # of the step before, and of this step
         self._num_updates = 0
         self._is_measured = False
         if world.rank == 0:
@@ -132,7 +132,7 @@ class PipeDream(EngineAround):
         self._under_way.append(_UnderWay(passes, weights, versions, self._num_updates, _scale(step, sums, loss_scale)))
 
     def _run_backward(self) -> int:
-        """Run the oldest batch backward, with the weights of its forward pass; return how many updates came between."""
+        """Run the oldest batch backward, with the weights of its forward pass; return the number of updates since then."""
         batch = self._under_way.popleft()
         now = [p.data for p in self._parameters], [version_of(p) for p in self._parameters]
         self._use_weights(batch.weights, batch.versions)
@@ -141,7 +141,7 @@ class PipeDream(EngineAround):
             if self._number < self._last:
                 gradient = torch.empty_like(made)
                 dist.recv(gradient, src=self._number + 1, group=self._backward_group)
-            if made.requires_grad:  # a stage may have frozen weights only
+            if made.requires_grad:  # a stage may have only frozen weights
                 torch.autograd.backward(made, gradient)
             if received is not None:
                 sent = torch.zeros_like(received) if received.grad is None else received.grad
@@ -150,7 +150,7 @@ class PipeDream(EngineAround):
         return self._num_updates - batch.num_updates
 
     def _connect(self) -> None:
-        """Connect the neighbours: gloo's first send waits until the other side receives, which is a step later."""
+        """Connect the neighbours: gloo's first send waits until the other side receives, which happens one step later."""
         nothing = torch.zeros(1, device=self._world.device)
         if self._number > 0:
             dist.send(nothing, dst=self._number - 1, group=self._backward_group)
@@ -168,14 +168,14 @@ class PipeDream(EngineAround):
         self._sends[-1].append((work, tensor))
 
     def _wait_for_sends(self, *, all_of_them: bool) -> None:
-        """Wait until what was sent in the step before has come; this step's, if the neighbours will take nothing later."""
+        """Wait for the messages of the step before; with `all_of_them`, also of this step (neighbours receive none later)."""
         for sends in self._sends if all_of_them else self._sends[:-1]:
             for work, _ in sends:
                 work.wait()
             sends.clear()
 
     def weigh(self, sums: Sums, *, num_samples: int) -> None:
-        """Do nothing: the last stage has divided by the weight of the batch's own loss."""
+        """Do nothing: the last stage has already divided by the weight of the batch's own loss."""
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this stage's own norm. In a measured step and before a checkpoint, return the norm over all stages."""
@@ -189,7 +189,7 @@ class PipeDream(EngineAround):
         return square.sqrt()
 
     def meet(self, step: int, *, is_last: bool) -> bool:
-        if is_last and self._under_way:  # it ends early: their gradients come too late
+        if is_last and self._under_way:  # the run ends early: these gradients come too late
             LOGGER.warning("parallel.drain_every: %d, and the run ends in between: stage %d leaves out the gradients of %d "
                            "batches", self._drain_every, self._number, len(self._under_way))  # fmt: skip
             while self._under_way:
@@ -201,7 +201,7 @@ class PipeDream(EngineAround):
 
 
 def _scale(step: Step, sums: Sums, loss_scale: float) -> Tensor:
-    """Return by what the sum of a batch's losses is multiplied; the last stage's is what counts."""
+    """Return the factor of the sum of a batch's losses; only the last stage's factor counts."""
     weight = sums.get(weight_of("loss"))
     if weight is None:
         return torch.tensor(loss_scale / step.num_samples, dtype=torch.float64)
@@ -209,7 +209,7 @@ def _scale(step: Step, sums: Sums, loss_scale: float) -> Tensor:
 
 
 def pipedream_problems(model: nn.Module, *, demands: Demands, drain_every: int) -> list[str]:
-    """Return why a model that can be cut into stages, or a run, cannot go through a pipeline that is not flushed."""
+    """Return why a model with a chain, or a run, does not work with a pipeline that is not flushed."""
     links = chain_for(model).links_of_parameters()
     names = [name for name, parameter in model.named_parameters() if len(links[id(parameter)]) > 1]
     if names:

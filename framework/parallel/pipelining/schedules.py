@@ -1,4 +1,4 @@
-"""In which order the stages of a pipeline work: torch's schedules by name, and the share of time that is spent waiting."""
+"""The order in which the stages of a pipeline work: torch's schedules by name, and the share of time spent waiting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "du
 
 @dataclass(frozen=True)
 class Kind:
-    """One of torch's schedules, and which stages a process has under it."""
+    """One of torch's schedules, and the stages that a process has with it."""
 
     made_by: Any
     stages_per_rank: int
-    otherwise: Any  # the schedule for numbers of micro-batches that it refuses
-    asks: str = ""  # of that number
-    has_v: bool = False  # the second half of the stages on the processes in reverse: the first process has also the last stage
+    otherwise: Any  # the schedule for numbers of micro-batches that `made_by` refuses
+    asks: str = ""  # the rule for this number, for a message
+    has_v: bool = False  # the second half of the stages is in reverse order: the first process also has the last stage
 
 
 _ROUNDS = "a multiple of the processes, or fewer"
@@ -41,16 +41,16 @@ KINDS: dict[str, Kind] = {
 
 
 def owners(name: str, *, num_ranks: int) -> list[int]:
-    """Return which of the pipeline's processes has each stage."""
+    """Return the process of the pipeline that has each stage."""
     ranks = [*range(num_ranks)]
     return ranks + ranks[::-1] if KINDS[name].has_v else ranks * KINDS[name].stages_per_rank
 
 
 def make_schedule(name: str, stages: Sequence[Any], *, num_micro_batches: int) -> tuple[Any, str]:
-    """Return the schedule, for stages of which the last returns the loss; and what it asks for, if it is not the named one.
+    """Return a schedule, and if it is not the named one, the named one's rule. The last stage must return the loss.
 
-    It is the plain schedule of its kind if the named one cannot run this number of micro-batches: fewer than stages, or no
-    multiple of its rounds. (An epoch's short micro-batch comes alone.)
+    It is the simple schedule of its kind if the named one cannot run this number of micro-batches: fewer than the stages, or
+    not a multiple of its rounds. (An epoch's short micro-batch runs alone.)
     """
     kind = KINDS[name]
     given: Any = stages[0] if kind.stages_per_rank == 1 else [*stages]
@@ -69,10 +69,10 @@ def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> f
 
 
 def order_of(name: str, *, num_ranks: int, num_micro_batches: int) -> tuple[dict[int, list[Action]], str]:
-    """Return what each process does in a pass, in its order, without a model or other processes; and as `make_schedule` does.
+    """Return each process's actions in a pass, in order, without a model or processes; also the rule as in `make_schedule`.
 
-    Schedule1F1B lists other actions than it runs (its last process begins with the second micro-batch): one of a single stage
-    is run, and what it asks of its stage noted. Those of several stages run what they list.
+    Schedule1F1B lists other actions than it runs (its last process starts with the second micro-batch). So a schedule with a
+    single stage is run, and its calls to the stage are recorded. Schedules with several stages run the actions that they list.
     """
     owned, order, asked = owners(name, num_ranks=num_ranks), dict[int, list[Action]](), ""
     for rank in range(num_ranks):
@@ -86,7 +86,7 @@ def order_of(name: str, *, num_ranks: int, num_micro_batches: int) -> tuple[dict
 
 
 class _Noting:
-    """In place of a stage: it computes and sends nothing, and notes what a schedule asks for."""
+    """A stand-in for a stage: it computes and sends nothing, and records what a schedule calls."""
 
     def __init__(self, number: int, num_stages: int, *, rank: int, num_ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = number, num_stages, rank, num_ranks
@@ -101,5 +101,5 @@ class _Noting:
     def backward_one_chunk(self, number: int, *others: Any, **options: Any) -> None:
         self.noted.append(("FULL_BACKWARD", self.stage_index, number))
 
-    def __getattr__(self, name: str) -> Any:  # what a schedule prepares, clears, or would send
+    def __getattr__(self, name: str) -> Any:  # calls that prepare, clear or would send
         return lambda *others, **options: []

@@ -1,4 +1,4 @@
-"""How long each link of a chain takes, measured: for stages of equal time instead of equal counted operations."""
+"""The measured time of each link of a chain, for stages of equal time instead of equal operation counts."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from framework.runtime.log import LOGGER
 
 Balance = Literal["operations", "time"]
 _NUM_SAMPLES = 8
-_REPEATS = 3  # the shortest counts: others share the machine
-_WHOLE = 3  # a forward and its backward pass, by the time of the forward pass
+_REPEATS = 3  # the shortest time counts, because other programs share the machine
+_WHOLE = 3  # the time of a forward and backward pass, in times of the forward pass
 
 
 def agreed_spans(
@@ -28,8 +28,8 @@ def agreed_spans(
 ) -> list[range]:
     """Return the numbers of each stage's links. Collective.
 
-    Measured times differ from process to process and from start to start: rank 0's decide, which a cut may, since it changes
-    nothing that is computed.
+    Measured times differ between processes and between starts, so rank 0's times decide. Different cuts at different starts are
+    safe, because a cut does not change any result.
     """
     if balance == "operations":
         return chain.spans(chain.costs(forward.example), num_stages=len(owners))
@@ -56,7 +56,7 @@ def agreed_spans(
 def measured_costs(chain: Listed | OwnForward, *, forward: Forward) -> list[int]:
     """Return the nanoseconds that each link takes forward and backward, for 8 samples of the data's kind.
 
-    A copy of the model works, so that nothing of the model changes, its random draws neither. What the model raises is raised.
+    A copy of the model runs, so nothing of the model changes, nor do the random draws. The model's exceptions pass through.
     """
     assert forward.example is not None
     states = generator_states(devices=forward.devices)
@@ -73,7 +73,7 @@ def measured_costs(chain: Listed | OwnForward, *, forward: Forward) -> list[int]
 
 
 def _cloned(tensor: Tensor, *, device: torch.device) -> Tensor:
-    """Return a copy on the device; of a tensor without numbers, which do not matter here, one with some."""
+    """Return a copy on the device; if a tensor has no numbers, the copy has some (their values do not matter here)."""
     clone = torch.full_like(tensor, 0.01, device=device) if tensor.is_meta else tensor.detach().to(device, copy=True)
     return nn.Parameter(clone, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
 
@@ -81,18 +81,18 @@ def _cloned(tensor: Tensor, *, device: torch.device) -> Tensor:
 def _inputs(example: Tensor, *, device: torch.device) -> Tensor:
     shape = (_NUM_SAMPLES, *example.shape[1:])
     if not example.is_floating_point():
-        return torch.zeros(shape, dtype=example.dtype, device=device)  # the first class, or token, of any vocabulary
+        return torch.zeros(shape, dtype=example.dtype, device=device)  # the first class, or the first token of any vocabulary
     return torch.rand(shape, dtype=example.dtype, device=device)
 
 
 class _Watch:
-    """Takes the time of modules, on an idle device."""
+    """A timer for modules, on an idle device."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
 
     def in_turn(self, links: list[nn.Module], inputs: Tree) -> list[int]:
-        """Time links, each of which is called with what the one before returns."""
+        """Time links; each link gets the output of the link before it."""
         times, value = [], inputs
         for link in links:
             taken, value = self._timed(lambda given, link=link: call(link, given), value)  # type: ignore[misc]
@@ -100,7 +100,7 @@ class _Watch:
         return times
 
     def within(self, model: nn.Module, blocks: list[nn.Module], inputs: Tree) -> list[int]:
-        """Time what comes before the blocks in a forward, each block, and what comes after them."""
+        """Time the part of a forward before the blocks, each block, and the part after them."""
         given: dict[nn.Module, Any] = {}
         marks: dict[str, int] = {}
 
@@ -127,10 +127,10 @@ class _Watch:
         return [min(ends[::2]) * _WHOLE, *times, min(ends[1::2]) * _WHOLE]
 
     def _timed(self, run: Callable[[Tree], Tree], given: Tree) -> tuple[int, Tree]:
-        """Return the nanoseconds of `run` and its backward pass, and what it returns."""
+        """Return the nanoseconds of `run` and its backward pass, and the outputs of `run`."""
         times: list[int] = []
         outputs: Tree = None
-        for _ in range(1 + _REPEATS):  # the first one warms up
+        for _ in range(1 + _REPEATS):  # the first repeat warms up
             inputs = map_tensors(_leaf, given)
             start = self._now()
             outputs = self._forward.under_autocast(lambda: run(inputs))  # noqa: B023  # called at once

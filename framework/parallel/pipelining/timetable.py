@@ -1,9 +1,9 @@
-"""When each process of a pipeline computes what: an order of actions, played with stages that all cost the same."""
+"""The time at which each process of a pipeline runs each action, if all stages cost the same."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-Action = tuple[str, int, int]  # the type of computation, by torch's name, the stage and the micro-batch
+Action = tuple[str, int, int]  # the kind of computation, by torch's name, the stage and the micro-batch
 
 TIMES = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWARD": 2}  # the usual proportions
 
@@ -19,14 +19,14 @@ class Placed(NamedTuple):
 
 
 def timetable(order: Mapping[int, Sequence[Action]]) -> dict[int, list[Placed]]:
-    """Return when each process runs its actions; sending costs nothing. Actions that compute nothing are left out.
+    """Return when each process runs its actions; sending takes no time. Actions that compute nothing are left out.
 
-    A forward waits for the stage before it, a backward for the stage behind it, and both for what their process does first.
+    A forward waits for the stage before it, a backward for the stage after it, and both for earlier actions of their process.
     """
     rows = {rank: [action for action in row if action[0] in TIMES] for rank, row in order.items()}
     placed: dict[int, list[Placed]] = {rank: [] for rank in rows}
     last_stage = max(stage for row in rows.values() for _, stage, _ in row)
-    ready: dict[Action, int] = {}  # when an activation or a gradient is there
+    ready: dict[Action, int] = {}  # when an activation or a gradient is available
     clocks = dict.fromkeys(rows, 0)
     while any(rows.values()):
         left = sum(map(len, rows.values()))

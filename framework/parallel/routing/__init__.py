@@ -1,1 +1,1 @@
-"""Tokens on their way to experts that lie on other processes, and back."""
+"""The exchange of tokens with experts on other processes."""

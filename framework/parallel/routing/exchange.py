@@ -1,4 +1,4 @@
-"""Tokens to the processes that have their experts, and back. Shapes: N tokens, D dim, K experts of a token, M rows received."""
+"""Tokens go to the processes with their experts. Shapes: N tokens, D dim, K experts of a token, M received rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +11,17 @@ from torch.autograd.function import once_differentiable
 from framework.modules.tensors import local
 from framework.parallel.routing.part import run_part
 
-Counts = tuple[list[int], list[int]]  # the rows sent to each rank of the group, and those received from each
+Counts = tuple[list[int], list[int]]  # the number of rows sent to each rank of the group, and received from each rank
 
 
 def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    """Wrap a module of experts, cut over the group, to be called with this rank's own tokens. Collective, as its gradient is.
+    """Wrap a module of experts, cut over the group; callers give this rank's own tokens. Collective, as is its gradient.
 
-    A token goes to each of its experts, however many others do: none is dropped, and no place is left empty. Source: Lepikhin
-    et al. 2020, "GShard"; without its capacity.
+    A token goes to each of its experts, even if many other tokens go there: no token is dropped, and no place is left empty.
+    Source: Lepikhin et al. 2020, "GShard"; without its capacity.
     """
     num_experts, kinds = next(module.parameters()).shape[0], dict[Any, torch.dtype]()
-    share = -(-num_experts // group.size())  # DTensor's: the last ranks may have fewer, or none
+    share = -(-num_experts // group.size())  # as DTensor cuts: the last ranks may have fewer experts, or none
 
     def run(*given: Tensor, **named: Tensor) -> Tensor:
         x_ND, index_NK, weights_NK = (*given, *named.values())
@@ -45,7 +45,7 @@ def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Te
 
 
 def _type_of_result(module: nn.Module, x_MD: Tensor, weights_M1: Tensor) -> torch.dtype:
-    """Return in which type the module's outputs are: every rank must know it, also one without rows, or without experts."""
+    """Return the dtype of the module's outputs: every rank needs it, even a rank without rows or without experts."""
     one = {name: local(p).new_zeros(1, *p.shape[1:]) for name, p in module.named_parameters(recurse=False)}
     with torch.no_grad():
         index_11 = torch.zeros(1, 1, dtype=torch.int64, device=x_MD.device)
@@ -60,12 +60,12 @@ def _counts(owners: Tensor, group: dist.ProcessGroup) -> Counts:
 
 
 def _joined(y_MD: Tensor, *others: Tensor) -> Tensor:
-    """Return `y_MD` as if it depended on the others too: a rank that has received no rows enters the same backward pass."""
+    """Return `y_MD` as if it depended on the others: a rank without received rows must also run the backward pass."""
     return torch.cat([y_MD, *(other.reshape(-1)[:0].view(0, y_MD.shape[1]).to(y_MD.dtype) for other in others)])
 
 
 def _sent(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
-    """Send each rank its run of rows; return those received, in the order of the ranks."""
+    """Send each rank its run of rows; return the received rows, in the order of the ranks."""
     sent, received = counts
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
@@ -73,7 +73,7 @@ def _sent(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows of several tensors to other ranks. Their gradients come back, in one node: every rank has the same order."""
+    """The exchange of several tensors' rows. One node returns all their gradients, so all ranks use the same order."""
 
     @staticmethod
     def forward(ctx: Any, counts: Counts, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

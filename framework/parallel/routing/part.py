@@ -1,4 +1,4 @@
-"""Some of a module's experts in place of all of them, and whether they compute their part of what all do."""
+"""A module with only some of its experts, and the check that such parts together compute the same as the whole module."""
 
 import copy
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 from framework.modules.parts import Choices
 
-_NUM_TOKENS, _MOST = 3, 3  # of the comparison: tokens, and experts, in two parts of different sizes
+_NUM_TOKENS, _MOST = 3, 3  # of the comparison: tokens, and at most so many experts, in two parts of different sizes
 
 
 def run_part(module: nn.Module, stacked: Mapping[str, Tensor], *given: Tensor) -> Tensor:
-    """Call a module of experts with other parameters: those of some of them, whose places count from 0.
+    """Call a module of experts with the parameters of only some of its experts; their indices count from 0.
 
-    A module reads how many there are from its parameters, or from `num_experts`.
+    A module must read the number of experts from its parameters, or from `num_experts`.
     """
     part = copy.copy(module)
     state = vars(part)
-    state.pop("forward", None)  # a wrapper around the whole module
+    state.pop("forward", None)  # remove a wrapper around the whole module
     state["_parameters"] = {}
     state.update(stacked)  # tensors that autograd follows, not parameters
     if "num_experts" in state:
@@ -27,10 +27,10 @@ def run_part(module: nn.Module, stacked: Mapping[str, Tensor], *given: Tensor) -
 
 
 def fault_of(module: nn.Module, choices: Choices | None) -> str | None:
-    """Return why a module's experts cannot lie apart, or None. `choices` are the sizes that it is called with, if known.
+    """Return why a module's experts cannot be on different processes, or None. `choices` are the sizes of its calls, if known.
 
-    It is run on a few random tokens, with some experts at once and in two parts, in one process, in training: experts that
-    draw, as dropout does, compute another thing each time.
+    The module runs on a few random tokens, with some experts at once and in two parts, in one process, in training mode:
+    experts with random draws, such as dropout, do not give the same result twice.
     """
     kind = type(module).__name__
     stacked = dict(module.named_parameters(recurse=False))
@@ -43,7 +43,7 @@ def fault_of(module: nn.Module, choices: Choices | None) -> str | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             whole, apart = _whole_and_apart(module, stacked, choices)
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # a user's module may raise anything
         return f"{kind} does not run with some of its experts: {error}"
     closeness = 1e-9 if whole.dtype == torch.float64 else 1e-4
     if whole.shape != apart.shape or not torch.allclose(whole, apart, rtol=closeness, atol=closeness):
@@ -55,13 +55,13 @@ def _whole_and_apart(module: nn.Module, stacked: Mapping[str, Tensor], choices: 
     num_experts = min(_MOST, next(iter(stacked.values())).shape[0])
     generator = torch.Generator().manual_seed(0)
 
-    # not float64 always: some kernels, such as grouped products, do not have it
+    # not always float64: some kernels, such as grouped products, do not support it
     dtype = torch.promote_types(next(iter(stacked.values())).dtype, torch.float32)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    # numbers repeated along most dims: to draw all of large experts takes long
+    # numbers are repeated along most dims, because drawing all numbers of large experts takes long
     tensors = {
         name: random(num_experts, *[1] * (p.ndim - 2), *p.shape[1:][-1:]).expand(num_experts, *p.shape[1:]).contiguous()
         for name, p in stacked.items()

@@ -1,1 +1,1 @@
-"""The parameter server: remote calls, and its synchronous and its asynchronous mode."""
+"""The parameter server: remote calls, the synchronous mode and the asynchronous mode."""

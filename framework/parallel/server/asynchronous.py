@@ -1,4 +1,4 @@
-"""The asynchronous parameter server: it takes a step from each gradient as it comes. NOT equal to one process."""
+"""The asynchronous parameter server: it takes a step with each gradient that arrives. NOT equal to one process."""
 
 import threading
 from typing import Any
@@ -17,10 +17,10 @@ from framework.parallel.server.rpc import Gradients, call_remote, gradients_of, 
 
 
 class Hogwild(EngineAround):
-    """An Engine whose ranks never wait for each other's gradients: pull, compute, push, and the server takes a step.
+    """An Engine with ranks that never wait for each other's gradients: pull, compute, push, and the server takes a step.
 
-    A rank's gradient is the mean over its own samples, at parameters that other ranks may have changed since. The ranks
-    meet only where the loop needs one number of all (a row, an evaluation, a checkpoint, the flags that end a run).
+    A rank's gradient is the mean over its own samples, at parameters that other ranks may have changed meanwhile. The ranks
+    meet only where the loop needs one number for all ranks (a row, an evaluation, a checkpoint, the flags that end a run).
     Sources: Recht et al. 2011, "Hogwild!"; Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD).
     """
 
@@ -28,9 +28,9 @@ class Hogwild(EngineAround):
         super().__init__(engine)
         self._world = world
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
-        self._server: ParameterStore | None = None  # rank 0's
-        self._optimizer: torch.optim.Optimizer  # from make_optimizer on
-        self._num_samples = 0  # this rank's, in the current step
+        self._server: ParameterStore | None = None  # only on rank 0
+        self._optimizer: torch.optim.Optimizer  # set by make_optimizer
+        self._num_samples = 0  # of this rank, in the current step
         self._is_measured = False
         self._pushed: Gradients = []
         join_rpc(world)
@@ -39,15 +39,15 @@ class Hogwild(EngineAround):
         self._pull()
         self._is_measured = measure
         self._num_samples = step.num_own_samples
-        step = step._replace(num_samples=max(1, self._num_samples))  # a mean over this rank's own
+        step = step._replace(num_samples=max(1, self._num_samples))  # a mean over this rank's own samples
         return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
 
     def weigh(self, sums: Sums, *, num_samples: int) -> None:
         weigh_gradients(self.module, sums, num_samples=self._num_samples, among_ranks=False)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clip by this rank's own norm. In a measured step and before a checkpoint, return the root of its mean square over
-        the ranks; elsewhere, ranks do not wait to agree on it.
+        """Clip by this rank's own norm. In a measured step and before a checkpoint, return the root mean square of the norms of
+        all ranks. In other steps the ranks do not wait to compute it.
         """
         norm = self._engine.clip_grad_norm(max_norm)
         if max_norm is not None and not self._is_measured:
@@ -57,14 +57,14 @@ class Hogwild(EngineAround):
         return (square / self.dp_size).sqrt()
 
     def warm_up(self, step: Step) -> None:
-        """Start from the values of the module and the optimizer, which may come from a checkpoint."""
+        """Start from the values of the module and the optimizer, which may come from a checkpoint. Collective."""
         if self._server is not None:
             self._server.begin(self._parameters, self._optimizer.state, group_values(self._optimizer))
         self._world.agreement.barrier()
 
     def sync_buffers(self) -> None:
-        """Bring all ranks to the server's parameters. No rank pushes again before all have them: collectives follow."""
-        self._world.agreement.barrier()  # a push returns when its step is taken: now all are
+        """Give all ranks the server's parameters. Collective. No rank pushes again before all ranks have them."""
+        self._world.agreement.barrier()  # a push returns after its step: after the barrier, all steps are taken
         self._engine.sync_buffers()
         self._pull()
         if self._server is not None:
@@ -72,7 +72,7 @@ class Hogwild(EngineAround):
             take_over(self._optimizer, self._server.groups())
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        """Return an optimizer whose step pushes the gradients. On rank 0 it shows the server's state."""
+        """Return an optimizer with a step that pushes the gradients. On rank 0 it shows the server's state."""
         if self.dp_rank == 0:
             self._server = ParameterStore(build, trained)
             serve(self._server)
@@ -80,7 +80,7 @@ class Hogwild(EngineAround):
         else:
             self._optimizer = build(stand_in(self._world.device))
             for group in self._optimizer.param_groups:
-                group["lr"] = 1.0  # which the loop multiplies by the schedule's factor
+                group["lr"] = 1.0  # the loop multiplies this by the schedule's factor
         self._optimizer.register_step_pre_hook(self._push)
         self._optimizer.register_step_post_hook(self._put_back)
         return self._optimizer
@@ -95,8 +95,8 @@ class Hogwild(EngineAround):
         sent = gradients_of(self._parameters) if self._server is None else []
         self._pushed = [p.grad for p in self._parameters]
         for parameter in self._parameters:
-            parameter.grad = None  # the replica is not stepped: it is pulled
-        if self._num_samples == 0:  # in a short batch; momentum and decay must not act for a rank without samples
+            parameter.grad = None  # the replica takes no step: it pulls the parameters
+        if self._num_samples == 0:  # a short batch; momentum and decay must not act for a rank without samples
             return
         if self._server is not None:
             self._server.update(self._pushed, [group["lr"] for group in optimizer.param_groups])
@@ -105,19 +105,19 @@ class Hogwild(EngineAround):
 
     def _put_back(self, *_: object) -> None:
         for parameter, gradient in zip(self._parameters, self._pushed):
-            parameter.grad = gradient  # a checkpoint asks whether it is finite
+            parameter.grad = gradient  # a checkpoint checks whether the gradient is finite
 
 
 def take_over(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Give an optimizer's groups the values that another optimizer's have."""
+    """Copy the values of another optimizer's groups into the groups of this optimizer."""
     for group, values in zip(optimizer.param_groups, groups):
         group.update(values)
 
 
 class ParameterStore:
-    """The parameters and their optimizer, in rank 0's process, separate from the replica that this process trains.
+    """The server's parameters and optimizer, in rank 0's process, separate from the replica that this process trains.
 
-    Updates come from the threads of rpc handlers and from rank 0's own; a lock makes each of them complete before the next.
+    Updates come from the threads of RPC handlers and from rank 0's own thread. A lock completes each update before the next.
     """
 
     def __init__(self, build: BuildOptimizer, trained: list[Trainable]) -> None:
@@ -128,7 +128,7 @@ class ParameterStore:
 
     @torch.no_grad()
     def begin(self, parameters: list[nn.Parameter], state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
-        """Take over values, optimizer state and what the optimizer keeps in its groups."""
+        """Copy the parameters' values, the optimizer state, and the values in the optimizer's groups."""
         with self._lock:
             for mine, theirs in zip(self._parameters, parameters):
                 mine.copy_(theirs)
@@ -137,21 +137,21 @@ class ParameterStore:
             take_over(self._optimizer, groups)
 
     def state_by(self, parameters: list[nn.Parameter]) -> dict[Tensor, Any]:
-        """Return the optimizer's state by the parameters of a replica."""
+        """Return the optimizer's state, with the parameters of a replica as keys."""
         state = self._optimizer.state
         return {theirs: state[mine] for mine, theirs in zip(self._parameters, parameters) if mine in state}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return what the optimizer keeps in its groups."""
+        """Return the values that the optimizer keeps in its groups."""
         return group_values(self._optimizer)
 
     def current(self) -> list[Tensor]:
-        """Return the parameters as they are: all of them after the same number of updates."""
+        """Return the current parameters, all after the same number of updates."""
         with self._lock:
             return [on_cpu(parameter) for parameter in self._parameters]
 
     def update_by_factor(self, gradients: Gradients, factor: float) -> None:
-        """Take an optimizer step at `factor` times the peak learning rates."""
+        """Take an optimizer step with `factor` times the peak learning rates."""
         self.update(gradients, [peak * factor for peak in self._peak_lrs])
 
     def update(self, gradients: Gradients, lrs: list[float]) -> None:

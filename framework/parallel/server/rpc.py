@@ -1,4 +1,4 @@
-"""torch.distributed.rpc among the ranks of a world: joined through the run's own store, left together with it."""
+"""torch.distributed.rpc among the ranks of a world: the ranks join through the run's own store, and leave together."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ Gradients = list[Tensor | None]
 
 _SCHEME = "steadfast"
 _ENDED: "Future[None]" = Future()  # done when this process leaves: rank 0 waits for it, to notice a process that dies
-_SERVED: list[Any] = []  # rank 0's object: rpc calls functions by name, and they find the object here
+_SERVED: list[Any] = []  # rank 0's object: RPC calls functions by name, and these functions find the object here
 
 
 def name_of(rank: int) -> str:
@@ -26,10 +26,10 @@ def name_of(rank: int) -> str:
 
 
 def join_rpc(world: World, *, lost: Callable[[int, Exception], None] | None = None) -> None:
-    """Let this rank answer the calls of the others until the world ends. Collective.
+    """Let this rank answer the calls of the other ranks until the world ends. Collective.
 
-    Rank 0 calls `lost`, from another thread, with a rank that has died and the error that rpc gave.
-    RPC unpickles what it receives, and a pickle is a program: a run on one machine listens to this machine only.
+    Rank 0 calls `lost`, from another thread, with a rank that has died and the error of RPC. RPC unpickles received data,
+    and a pickle can run any program: so a run on one machine listens only to this machine.
     """
     if world.world_size == world.local_world_size:
         variables().setdefault("TP_SOCKET_IFNAME", "lo")
@@ -39,10 +39,10 @@ def join_rpc(world: World, *, lost: Callable[[int, Exception], None] | None = No
 
     dist.register_rendezvous_handler(_SCHEME, rendezvous)  # no port of its own, and a new store for every attempt
     timeout_s = world.timeout.total_seconds()
-    num_threads = max(2, world.world_size)  # handlers wait for a lock at most, not for each other
+    num_threads = max(2, world.world_size)  # handlers wait at most for a lock, not for each other
     options = rpc_options(init_method=f"{_SCHEME}://", timeout_s=timeout_s, num_threads=num_threads)
     with warnings.catch_warnings():
-        # torch's own: about the group that init_rpc makes for itself
+        # a warning of torch about the group that init_rpc makes for itself
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(name_of(world.rank), rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
     world.groups.at_end(leave=partial(_leave, timeout_s=timeout_s), abandon=partial(rpc.shutdown, graceful=False))
@@ -70,14 +70,14 @@ def _report_loss(call: "Future[None]", *, rank: int, lost: Callable[[int, Except
 
 
 def serve(server: Any) -> None:
-    """Let the other ranks call the methods of this object, on rank 0."""
+    """Let the other ranks call the methods of this object. Call it on rank 0."""
     _SERVED[:] = [server]
 
 
 def call_remote(method: str, *arguments: Any) -> Any:
     """Call a method of the object that rank 0 serves, in rank 0's process, and return its result.
 
-    A method that returns a future keeps no thread of rank 0 waiting.
+    If the method returns a future, no thread of rank 0 waits for it.
     """
     return rpc.rpc_sync(name_of(0), _run, args=(method, arguments))
 
@@ -93,10 +93,10 @@ def _run(method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """Return a copy that can be sent: later changes of `tensor` do not change it."""
+    """Return a copy that can be sent: later changes of `tensor` do not change the copy."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
-    """Return the gradients, on the CPU, to be sent."""
+    """Return the gradients, on the CPU, so that they can be sent."""
     return [None if p.grad is None else p.grad.to("cpu") for p in parameters]

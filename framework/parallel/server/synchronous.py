@@ -18,7 +18,7 @@ from framework.parallel.server.rpc import Gradients, call_remote, gradients_of, 
 
 
 class Synchronous(EngineAround):
-    """An Engine equal to one process: one optimizer step, on rank 0, from the sum of all ranks' gradients.
+    """An Engine equal to one process: one optimizer step, on rank 0, with the sum of all ranks' gradients.
 
     Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server", in its sequential mode.
     """
@@ -35,7 +35,7 @@ class Synchronous(EngineAround):
         return sums
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clip the sum, which only rank 0 has; return its norm on every rank."""
+        """Clip the sum of the gradients, which only rank 0 has; return its norm on every rank."""
         (norm,) = self._side.share(lambda: [self._engine.clip_grad_norm(max_norm)])
         return norm.to(self._device)
 
@@ -44,7 +44,7 @@ class Synchronous(EngineAround):
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         optimizer = build(trained if self.dp_rank == 0 else stand_in(self._device))
-        # at once, not before the next forward pass: an average of the weights follows them after each step
+        # immediately, not before the next forward pass: an average of the weights reads the weights after each step
         optimizer.register_step_post_hook(lambda *_: self._pull())
         return optimizer
 
@@ -54,14 +54,14 @@ class Synchronous(EngineAround):
             parameter.copy_(value)
 
 
-# Both sides have the same methods, which every rank calls in the same order: `add_up` leaves in rank 0's `.grad` the sum
-# over the ranks; `share` returns what `compute` gives on rank 0, the only rank that calls it.
+# Both classes have the same methods, and every rank calls them in the same order. `add_up` puts the sum over the ranks into
+# rank 0's `.grad`. `share` returns the result of `compute` on rank 0; only rank 0 calls `compute`.
 
 
 class Server:
-    """Rank 0's side. All arithmetic happens in the thread of the training loop; rpc handlers only store and hand out.
+    """Rank 0's side. The thread of the training loop does all arithmetic; RPC handlers only store and return values.
 
-    So no handler waits: a request for what is not there yet gets a future.
+    So no handler waits: a request for a value that does not exist yet gets a future.
     """
 
     def __init__(self, world: World) -> None:
@@ -74,7 +74,7 @@ class Server:
         join_rpc(world, lost=lambda rank, error: self._inboxes[rank].put(error))
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        # in the order of the ranks, not of arrival: the same step has the same bits again
+        # in the order of the ranks, not of arrival, so that the same step has the same bits again
         for rank in range(1, len(self._inboxes)):
             for parameter, gradient in zip(parameters, self._take(rank)):
                 if gradient is not None and parameter.grad is not None:
@@ -92,7 +92,7 @@ class Server:
         return taken
 
     def hand_in(self, gradients: Gradients, rank: int) -> None:
-        """Keep a rank's gradients until they are added. Called by handlers."""
+        """Store a rank's gradients until they are added. Handlers call this."""
         self._inboxes[rank].put(gradients)
 
     def share(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -103,7 +103,7 @@ class Server:
 
 
 class Notices:
-    """Numbered values that each of the readers takes once, before or after they are there."""
+    """Numbered values that each of the readers takes once; a reader may ask before the values exist."""
 
     def __init__(self, *, num_readers: int) -> None:
         self._num_readers = num_readers
@@ -137,7 +137,7 @@ class Client:
         join_rpc(world)
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        # it waits until the gradients have arrived: the loop will change them
+        # wait until the gradients have arrived, because the loop will change them
         call_remote("hand_in", gradients_of(parameters), self._rank)
 
     def share(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
