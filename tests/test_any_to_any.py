@@ -118,7 +118,7 @@ def pairs() -> Iterator[Any]:
     for stride in strides:
         for i, first in enumerate(STRATEGIES):
             second = STRATEGIES[(i + stride) % count]
-            yield pytest.param(first, second, marks=[] if stride == 1 and i % 4 == 0 else [pytest.mark.slow])
+            yield pytest.param(first, second, marks=[] if stride == 1 and i % 6 == 0 else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("first", "second"), [*pairs()])

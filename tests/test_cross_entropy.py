@@ -142,6 +142,7 @@ def test_sixteen_bits_are_summed_in_thirty_two(classes: int) -> None:
     assert torch.equal(mine, wide) and mine.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
 def test_compiled_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     task, compiled = LanguageModeling(bytes_per_token=None), list[int]()

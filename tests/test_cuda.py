@@ -245,7 +245,10 @@ def answers_of_rank(rank: int, num_ranks: int, folder: str, line: list[str], dev
     "line",
     [
         pytest.param(["model=cnn", "dataset=digits", "dataset.augment=true"], marks=pytest.mark.slow),
-        ["model=cnn", "dataset=digits", "precision=bf16", "micro_batch_size=16", "trainer.clip_grad_norm=1.0"],
+        pytest.param(
+            ["model=cnn", "dataset=digits", "precision=bf16", "micro_batch_size=16", "trainer.clip_grad_norm=1.0"],
+            marks=pytest.mark.slow,
+        ),
         [*TOKENS, "model.dropout=0.1", "precision=bf16", "trainer.ema_decay=0.9"],
         pytest.param([*TOKENS, "optimizer=muon", "trainer.activation_checkpointing=true"], marks=pytest.mark.slow),
         pytest.param(
@@ -343,7 +346,12 @@ def test_a_run_on_a_device_has_the_numbers_of_one_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow), pytest.param("sgd", marks=pytest.mark.slow)]
+    "optimizer",
+    [
+        pytest.param("muon", marks=pytest.mark.slow),
+        pytest.param("adamw", marks=pytest.mark.slow),
+        pytest.param("sgd", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_on_a_device_goes_on_from_its_checkpoint(optimizer: str) -> None:
     line = ["model=mlp", "dataset=digits", f"optimizer={optimizer}", "rehearse=false", "trainer.log_every=3"]
@@ -366,6 +374,7 @@ def test_batches_cross_the_bus_as_they_are_stored(augment: bool, num_workers: in
     assert counted["bytes"]["to the device"] == 3 * 16 * (image + 8 + draws)
 
 
+@pytest.mark.slow
 def test_workers_are_spawned_where_there_are_devices() -> None:
     on_cpu = call(spawned, line=["model=mlp", "dataset=digits", "device=cpu"])
     assert on_cpu["code"] == 0, on_cpu["log"]

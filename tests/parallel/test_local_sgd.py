@@ -107,7 +107,9 @@ def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_
     averaged: list[Tensor] = []
     monkeypatch.setattr(local_sgd, "sum_all", averaged.extend)
     module = torch.nn.Linear(2, 2)
-    engine = LocalSGD(SimpleNamespace(module=module, task=None, mesh=None, dp_rank=0, dp_size=3), sync_every=1, sync_first=0)  # type: ignore[arg-type]
+    engine = LocalSGD(
+        SimpleNamespace(module=module, task=None, mesh=None, observers=[], dp_rank=0, dp_size=3), sync_every=1, sync_first=0
+    )  # type: ignore[arg-type]
     optimizer = engine.make_optimizer(lambda _: torch.optim.AdamW(module.parameters()), [])
     module(torch.ones(2)).sum().backward()
     optimizer.step()

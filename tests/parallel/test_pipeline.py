@@ -179,7 +179,7 @@ def test_too_few_micro_batches_run_in_another_order_which_is_said(one: Callable[
     assert_close(cut, one(*GPT_LINE))
 
 
-@pytest.mark.parametrize("name", slow_but(["zbv"], V))
+@pytest.mark.parametrize("name", slow_but([], V))
 def test_a_killed_run_goes_on_with_the_same_bits_and_under_another_strategy(
     name: str, one: Callable[..., Ended], tmp_path: Path
 ) -> None:

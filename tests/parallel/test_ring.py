@@ -211,6 +211,7 @@ SIX_HEADS = [*MODELS["gpt, tied"], "model.dim=24", "model.num_heads=6", *OPTIMIZ
 EIGHT = ["parallel=context", "parallel.context=8", "launch.nproc_per_node=8"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_more_processes_than_heads_compute_what_one_does(tmp_path: Path) -> None:
     """13 tokens over 8 processes: runs of one token, and none."""

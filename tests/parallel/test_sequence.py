@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_it_and_without(one: dict[str, Ended], tmp_path: Path
 
 
 @pytest.mark.parametrize(("num_tokens", "mesh"), [
-    (13, "tensor 2"), (1, "tensor 2"), pytest.param(5, "tensor 4", marks=pytest.mark.slow), pytest.param(13, "tensor 4", marks=pytest.mark.slow),
+    (13, "tensor 2"), pytest.param(1, "tensor 2", marks=pytest.mark.slow), pytest.param(5, "tensor 4", marks=pytest.mark.slow), pytest.param(13, "tensor 4", marks=pytest.mark.slow),
     pytest.param(13, "fsdp+tp 2x2", marks=pytest.mark.slow)])  # fmt: skip
 def test_the_parts_of_a_sample_may_differ(num_tokens: int, mesh: str, tmp_path: Path) -> None:
     """Of 5 tokens four processes have 2, 2, 1 and none."""

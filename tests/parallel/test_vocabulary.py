@@ -197,7 +197,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.param(["parallel=tensor", "launch.nproc_per_node=4"], ["model.tie_embeddings=false"], 5, marks=pytest.mark.slow),
     # FSDP does not shard uneven parts: such a vocabulary stays whole there
     pytest.param(["parallel=fsdp+tp", "launch.nproc_per_node=4"], [], 19, marks=pytest.mark.slow),
-    (["parallel=fsdp+tp", "launch.nproc_per_node=4"], ["dataset.vocab_size=20"], 10),
+    pytest.param(["parallel=fsdp+tp", "launch.nproc_per_node=4"], ["dataset.vocab_size=20"], 10, marks=pytest.mark.slow),
     pytest.param(["parallel=pp+fsdp+tp", "launch.nproc_per_node=8"], ["dataset.vocab_size=20"], 10, marks=pytest.mark.slow),
     (["parallel=tensor", "launch.nproc_per_node=2"], ["task._target_=tests.parallel.test_vocabulary.Ours", "task.bytes_per_token=4"], 19),
 ])  # fmt: skip
