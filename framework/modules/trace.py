@@ -139,18 +139,34 @@ def follow(
 
 
 class _Uses(TorchFunctionMode):
-    """A mode that reports each tensor that an operation turns into another tensor, or whose dtype it reads."""
+    """A mode that reports each tensor that an operation turns into another tensor, or whose dtype it reads.
+
+    Positions (torch.arange), and what is computed from positions alone, have numbers: masks of many models read them.
+    """
 
     def __init__(self, report: Callable[[str, Tensor, Operation], None]) -> None:
         super().__init__()
         self._report = report
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+        args, kwargs = _on_one_device(function, args, kwargs or {})
+        result = function(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list, torch.dtype)) and not is_of_backward():
             kind = "see" if isinstance(result, torch.dtype) else "use"
-            for given in (*args, *(kwargs or {}).values()):
+            for given in (*args, *kwargs.values()):
                 for item in given if isinstance(given, (tuple, list)) else (given,):
                     if isinstance(item, Tensor):
                         self._report(kind, item, function)
         return result
+
+
+def _on_one_device(function: Operation, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of an operation: on the CPU if all are there, without numbers if one of them has none."""
+    devices = {tensor.device.type for tensor in tensors_in([args, kwargs])}
+    if function is torch.arange or devices == {"cpu"}:
+        meta, cpu = torch.device("meta"), torch.device("cpu")
+        args = [cpu if isinstance(value, torch.device) and value == meta else value for value in args]
+        return args, {name: cpu if name == "device" and torch.device(value or cpu) == meta else value for name, value in kwargs.items()}
+    if devices == {"cpu", "meta"}:
+        return map_tensors(lambda tensor: tensor.to("meta"), [list(args), kwargs])
+    return args, kwargs

@@ -129,7 +129,8 @@ class LocalSGD(EngineAround):
         # sorted, because a state from a checkpoint has another order than a state from steps, and the place of a tensor among
         # the others decides in which order a ring sums it
         found = [state[key] for state in states for key in sorted(state)]
-        self._average(value for value in found if isinstance(value, Tensor) and value.ndim > 0)
+        # values without dimensions too: the moments of such a parameter, or a norm. Equal counts of steps stay as they are
+        self._average(value for value in found if isinstance(value, Tensor) and value.is_floating_point())
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
         averaged = list(tensors)

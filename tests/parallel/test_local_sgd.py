@@ -15,7 +15,7 @@ from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.parallel import local_sgd
 from framework.parallel.local_sgd import LocalSGD
-from tests.harness import Says, assert_same_bits, checked, command, finished
+from tests.harness import Says, assert_same_bits, checked, command, finished, slow_but
 from tests.test_resume import after_step, preempt
 
 RANKS, SYNC_EVERY, SYNC_FIRST, STEPS = 3, 4, 2, 15
@@ -102,6 +102,16 @@ def test_a_model_that_answers_no_question_is_trained_too(tmp_path: Path) -> None
     assert all(map(math.isfinite, losses)) and len(losses) == 15 + 4 + 1  # training, validation (the last at the end), test
 
 
+@pytest.mark.parametrize("strategy", slow_but(["local-sgd"], ["local-sgd", "diloco", "gossip"]))
+def test_moments_of_a_parameter_without_dimensions_are_averaged_too(strategy: str, tmp_path: Path) -> None:
+    line = [*(word for word in RUN if not word.startswith("optimizer")), "model._target_=tests.odd_models.Scalar",
+            f"parallel={strategy}", "launch.nproc_per_node=3", "parallel.sync_every=4", "rehearse=false"]  # fmt: skip
+    whole = finished(*line, root=tmp_path / "whole")
+    stopped = command(*line, root=tmp_path / "runs", before=after_step(6, preempt))
+    assert (stopped.code, stopped.summary["step"]) == (75, 8), stopped.output
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
+
+
 def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a tensor lies in a message decides in which order a ring of three or more sums it."""
     averaged: list[Tensor] = []
@@ -120,4 +130,4 @@ def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_
         averaged.clear()
         assert engine.meet(1, is_last=False)
         orders.append([tensor.data_ptr() for tensor in averaged])
-    assert orders[0] == orders[1] and len(orders[0]) == 6
+    assert orders[0] == orders[1] and len(orders[0]) == 8  # the counts of steps too, which stay equal
