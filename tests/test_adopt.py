@@ -79,7 +79,7 @@ def test_what_has_no_default_is_asked_for_and_the_file_stays(project: Path, monk
     file.write_text(file.read_text() + "# mine\n")
     again = adopted(project, "nets.odd:Wide", "model.width=1")
     assert again.code == 0 and re.search(r"ddp +yes\n", again.output), again.output
-    assert "stays as it is" in again.output and file.read_text().endswith("# mine\n")
+    assert "is not changed" in again.output and file.read_text().endswith("# mine\n")
 
 
 @pytest.mark.parametrize(

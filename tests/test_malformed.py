@@ -35,7 +35,7 @@ def choices(key: str) -> str:
 CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout, init_from, parts"
 SECTION = "a section, whose keys are set as in {0}.KEY=VALUE"
 SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text with a comma \"'a,b'\")"
-HYDRA = "is Hydra's own and does nothing in a single run (run.root and run.dir say where a run goes)"
+HYDRA = "is a key of Hydra that does nothing in a single run (run.root and run.dir say where a run goes)"
 MONITOR = "one of val/loss, val/accuracy, val/top5, train/loss, train/accuracy, train/top5"
 GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
 GIVES_TOKENS = (
@@ -53,7 +53,7 @@ MALFORMED: dict[str, list[str]] = {
     "gpus=2": ["gpus: unknown key (did you mean launch.nproc_per_node?)"],
     "parallel=fsdp parallel.prefetchh=2": ["parallel.prefetchh: unknown key (did you mean parallel.prefetch?)"],
     "trainer.compile=true trainer.activation_checkpointing=operations": [
-        "trainer.activation_checkpointing: operations, but of a compiled block (trainer.compile) the operations are not seen "
+        "trainer.activation_checkpointing: operations, but the operations of a compiled block (trainer.compile) are not visible "
         "(true, or a number of blocks)"
     ],
     "launch.nproc=2": ["launch.nproc: unknown key (did you mean launch.nproc_per_node?)"],
@@ -117,8 +117,8 @@ MALFORMED: dict[str, list[str]] = {
     "logger=wandb logger.wandb.project=3": ["logger.wandb.project: 3 is not valid (text; did you mean \"logger.wandb.project='3'\"?)"],
     # out of range
     "seed=-1": ["seed: -1 is out of range (at least 0)"],
-    "seed=99999999999999999999999999": ["seed: 99999999999999999999999999 is out of range (at most 9223372036854775807, which is what 64 bits hold)"],
-    "seed=" + "9" * 5000: ["seed: an integer of 5000 digits (at most 19 digits, which is what 64 bits hold)"],
+    "seed=99999999999999999999999999": ["seed: 99999999999999999999999999 is out of range (at most 9223372036854775807, the limit of 64 bits)"],
+    "seed=" + "9" * 5000: ["seed: an integer of 5000 digits (at most 19 digits, the limit of 64 bits)"],
     "optimizer.lr=0": ["optimizer.lr: 0 is out of range (above 0)"],
     "optimizer.lr=nan": ["optimizer.lr: nan is out of range (a finite number)"],
     "optimizer.lr=inf": ["optimizer.lr: inf is out of range (a finite number)"],
@@ -162,7 +162,7 @@ MALFORMED: dict[str, list[str]] = {
     "seed=1,2": [f"seed: {SWEEP}"],
     "model=cnn,mlp": [f"model: {SWEEP}"],
     "seed=range(1,3)": [f"seed: {SWEEP}"],
-    "~seed": ["~seed: a key cannot be deleted (null switches off what can be off)"],
+    "~seed": ["~seed: a key cannot be deleted (null switches off an optional part)"],
     "+model.foo=1": [f"model.foo: unknown key ({CNN})"],
     "++seed=x": ["seed: 'x' is not valid (an integer)"],
     "hydra.run.dir=x": [f"hydra.run.dir: {HYDRA}"],
@@ -175,7 +175,7 @@ MALFORMED: dict[str, list[str]] = {
     "seed=???": ["seed: ??? is not valid (a value)"],
     # numbers that do not fit each other
     "micro_batch_size=128": ["micro_batch_size: 128 is more than global_batch_size=64 (at most 64)"],
-    "trainer.max_epochs=null": ["trainer.max_steps: null, as is trainer.max_epochs: the run would never end (a number for one of them)"],
+    "trainer.max_epochs=null": ["trainer.max_steps: null, and trainer.max_epochs is null too: the run would never end (a number for one of them)"],
     "model=gpt dataset=text model.dim=30": ["model.dim: 30 is not a multiple of 2 * num_heads=8: every head gets an equal share, and rotary positions turn its dims in pairs; set dim to a multiple of 8"],
     "checkpoint.monitor=loss": [f"checkpoint.monitor: 'loss' is not valid ({MONITOR}; did you mean val/loss?)"],
     "checkpoint.monitor=val/acuracy": [f"checkpoint.monitor: 'val/acuracy' is not valid ({MONITOR}; did you mean val/accuracy?)"],
@@ -183,7 +183,7 @@ MALFORMED: dict[str, list[str]] = {
     "launch.nproc_per_node=2": ["parallel: single is one process, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"],
     "parallel=model-parallel launch.nproc_per_node=2": ["parallel: model-parallel is one process, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"],
     "export.formats=[torchscript]": ["export.formats: ['torchscript'] is not valid (a list of safetensors, pt2, onnx, huggingface, as in [safetensors], or null)"],
-    "trainer.early_stopping.patience=2 trainer.eval_every=null": ["trainer.early_stopping.patience: is counted in evaluations, but with trainer.eval_every=null there is one, at the end (a number for trainer.eval_every)"],
+    "trainer.early_stopping.patience=2 trainer.eval_every=null": ["trainer.early_stopping.patience: is counted in evaluations, but with trainer.eval_every=null there is only one evaluation, at the end (a number for trainer.eval_every)"],
     "model=vit model.dim=30 model.num_heads=5 parallel=tensor launch.nproc_per_node=2": ["parallel.tensor: 2: does not divide the 5 heads of the model; take a divisor, or ddp, zero, fsdp or hsdp, which take any number"],
     "parallel=ddp_mp launch.nproc_per_node=2": [f"parallel: no option 'ddp_mp' ({one_of('parallel')}; did you mean ddp+mp?)"],
     "parallel=ddp parallel.replicate=3 launch.nproc_per_node=2": ["parallel.replicate: 3, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=3, or null for one axis, which takes what is left)"],
@@ -202,7 +202,7 @@ MALFORMED: dict[str, list[str]] = {
     # the run's own keys
     "name=a/b": ["name: 'a/b' is not valid (a directory's name: no slash, at most 200 bytes)"],
     "name=..": ["name: '..' is not valid (a directory's name: no slash, at most 200 bytes)"],
-    "run.id=mine": ["run.id: cannot be chosen: it is a hash of what decides the result (name and run.dir can)"],
+    "run.id=mine": ["run.id: cannot be set: it is a hash of the keys that decide the result (set name or run.dir)"],
     "run.dir=/etc/hostname/x": ["run.root: /etc/hostname is not a directory (a directory, or a path where one can be made)"],
     "run.dir=": ["run.dir: '' is not valid (a directory; ~ is not replaced: use $HOME)"],
     "run.dir=" + "x" * 300: ["run.dir: is too long for a path (255 bytes between slashes, 3000 in all)"],
@@ -372,14 +372,16 @@ FLAGS = {
         for flag in ("--config-path", "-cp", "--config-dir", "-cd")
     },
     "-cd": ["--config-dir: has no value (--config-dir DIR)"],
-    "--package x": ["--package: is Hydra's, and not taken here (--cfg job prints the whole)"],
-    "--run": ["--run: is Hydra's, and not taken here (a run is what there is without it)"],
-    "--experimental-rerun x": ["--experimental-rerun: is Hydra's, and not taken here (the same command continues a run)"],
+    "--package x": ["--package: is a flag of Hydra that does not work here (--cfg job prints the whole)"],
+    "--run": ["--run: is a flag of Hydra that does not work here (a run is what there is without it)"],
+    "--experimental-rerun x": [
+        "--experimental-rerun: is a flag of Hydra that does not work here (the same command continues a run)"
+    ],
     "--info no": ["--info: 'no' is not valid (one of all, config, defaults, defaults-tree, plugins, searchpath)"],
     "-sc": [f"--shell-completion: '' is not valid ({SHELLS})"],
     "-sc install=ksh": [f"--shell-completion: 'install=ksh' is not valid ({SHELLS})"],
     "--cfg nonsense": ["--cfg: 'nonsense' is not valid (one of job, hydra, all)"],
-    "--resolve": ["--resolve: resolves what --cfg prints, and there is none (--cfg job --resolve)"],
+    "--resolve": ["--resolve: works only together with --cfg (--cfg job --resolve)"],
     "--cfg job lr=1": ["lr: unknown key (did you mean optimizer.lr?)"],
     "--cfg job nonsense": ["nonsense: is not key=value (key=value, or group=option)"],
     "-m seed=1,2,x model=cnn,cnnn": [

@@ -233,7 +233,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
         (["optimizer.groups=[{match: '*', lr: -1}]"], ["optimizer.groups[0].lr: -1 is out of range"]),
         (["optimizer.groups={match: '*', lr: 1}"], ["optimizer.groups", "names and options"]),
         (["model=mynet", "name=x${data:num_classes}"], ["name: x${data:num_classes}", "for components"]),
-        (["model=mynet", "model.width=1${data:num_classes}"], ["model.width: 1${data:num_classes}", "the whole of a value"]),
+        (["model=mynet", "model.width=1${data:num_classes}"], ["model.width: 1${data:num_classes}", "the whole value"]),
         (["model=mynet", "model._recursive_=maybe"], ["model._recursive_: 'maybe'", "true or false"]),
         (
             ["model._target_=mynet.stack", "model.layers=[{_target_: mynet.haed}, {_target_: mynet.head, in_feature: 3}]"],

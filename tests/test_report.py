@@ -636,7 +636,7 @@ def test_without_a_run_there_is_a_line_and_no_page(exists: bool, tmp_path: Path)
     root = tmp_path / "runs" / "none"
     ended = command("mode=report", root=root)
     assert ended.code == 78
-    assert ended.output == f"run.root: {root} has no run (a directory that runs live in)\n"
+    assert ended.output == f"run.root: {root} has no run (a directory that contains runs)\n"
     assert not (root / "report.html").exists()
 
 

@@ -202,4 +202,4 @@ def test_a_file_that_changes_before_the_start_is_refused(ranks: int, first: Ende
     line = [*RUN, init(file), "parallel=ddp", f"launch.nproc_per_node={ranks}"]
     refused = command(*line, root=tmp_path / "runs", before=change_before_the_start(file))
     assert refused.code == 65, refused.output
-    assert f"model.init_from: {file} has changed since the command was given" in refused.output
+    assert f"model.init_from: {file} has changed since the command started" in refused.output
