@@ -257,7 +257,7 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 
 REFUSED = {
     "a stream": ([*MAP, "dataset.train._target_=tests.test_any_data.Endless"], "dataset: ... Endless has no length ... shards"),
-    "no pair": ([*MAP, "+dataset.train.alone=true"], "dataset: ... no pair of inputs and targets (dataset.inputs ..."),
+    "no pair": ([*MAP, "+dataset.train.alone=true"], "dataset: ... not a pair of inputs and targets (dataset.inputs ..."),
     "a wrong argument": ([*MAP, "+dataset.train.sise=3"], "dataset.train.sise: unknown key (did you mean dataset.train.size?)"),
     "one key alone": ([*MAP, "dataset.inputs=x"], "dataset: ... dataset.inputs and dataset.targets go together ..."),
     "no file": ([*MAP, "dataset.train={_target_:framework.data.shards.Tar,files:none-*.tar}"], "dataset: ... files=none-*.tar: there is no such file"),

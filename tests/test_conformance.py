@@ -284,7 +284,7 @@ def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(
     line = [*WHOLE, f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
     run = finished(*line, root=tmp_path / "runs")
     assert_close(run, one_process_whole)
-    assert "depends on the number of processes" not in run.output
+    assert "depend on the number of processes" not in run.output
 
 
 def test_a_model_with_batch_statistics_is_told_to_set_micro_batch_size(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(run: End
     shutil.copytree(run.directory, tmp_path / "copy")
     gone = command("mode=eval", f"run.dir={tmp_path / 'copy'}", root=tmp_path / "none", before=delete_before_loading)
     assert gone.code == 65
-    assert "step_00000010: the run goes on, and has deleted it meanwhile: give the command again" in gone.output
+    assert "step_00000010: the active run has deleted it meanwhile: give the command again" in gone.output
 
 
 # --- what is refused: with a line, before a process is started or a file written
@@ -280,7 +280,7 @@ def test_a_best_checkpoint_that_is_not_kept_is_said_to_be_gone(run: Ended, tmp_p
     shutil.copytree(run.directory, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / "checkpoints" / f"step_{best:08d}")
     ended = finished("mode=eval", f"run.dir={tmp_path / 'copy'}", "run.checkpoint=best", root=tmp_path / "none")
-    assert f"the best val/loss was that of step {best}, of which there is no checkpoint any more" in ended.output
+    assert f"the best val/loss was at step {best}, but its checkpoint was deleted" in ended.output
 
 
 def test_without_a_run_and_in_a_sweep(run: Ended, tmp_path: Path) -> None:

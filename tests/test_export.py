@@ -172,7 +172,7 @@ def hide_onnxruntime() -> None:
 def test_without_onnx_there_are_the_others_and_a_line(run: Run, tmp_path: Path) -> None:
     copy = copied(run("mlp"), tmp_path)
     told = finished("mode=export", f"run.dir={copy}", root=tmp_path / "none", before=hide_onnxruntime).output
-    assert "no ONNX: that needs " in told and "onnxruntime (pip install 'steadfast[export]'" in told
+    assert "no ONNX: it needs " in told and "onnxruntime (pip install 'steadfast[export]'" in told
     assert {path.name for path in (copy / "export").iterdir()} == {"model.safetensors", "model.pt2"}
     line = ["mode=export", f"run.dir={copy}", "export.formats=[onnx]"]
     asked = command(*line, root=tmp_path / "none", before=hide_onnxruntime)

@@ -194,9 +194,9 @@ MALFORMED: dict[str, list[str]] = {
     "dataset=mnist dataset.root=/nowhere": ["dataset.root: train-images-idx3-ubyte and its three companions, plain or .gz, are not in /nowhere/MNIST/raw (dataset.download=true)"],
     "dataset=cifar10 dataset.root=/nowhere": ["dataset.root: data_batch_1.bin, data_batch_2.bin, data_batch_3.bin, data_batch_4.bin, data_batch_5.bin, test_batch.bin not in /nowhere/cifar-10-batches-bin (dataset.download=true)"],
     "dataset=image_folder dataset.root=/nowhere": ["dataset.root: /nowhere/train has no class folders (expected /nowhere/train/<class>/*.png)"],
-    "dataset=tokens dataset.root=/nowhere": ["dataset.vocab_size: is null (how many tokens the tokenizer has)", "dataset.root: /nowhere/train.bin, /nowhere/val.bin not there (train.bin and val.bin, or one file)"],
+    "dataset=tokens dataset.root=/nowhere": ["dataset.vocab_size: is null (the number of the tokenizer's tokens)", "dataset.root: /nowhere/train.bin, /nowhere/val.bin not found (train.bin and val.bin, or one file)"],
     "dataset=text dataset.root=/nowhere model=gpt": ["dataset.root: /nowhere is not a folder (give one with text files)"],
-    "dataset=text dataset.tokenizer=/nowhere model=gpt": ["dataset.tokenizer: /nowhere is not there (a tokenizer.json of Hugging Face, or a folder with one)"],
+    "dataset=text dataset.tokenizer=/nowhere model=gpt": ["dataset.tokenizer: /nowhere does not exist (a tokenizer.json of Hugging Face, or a folder with one)"],
     "dataset=synthetic dataset.kind=tokens dataset.augment=true": ["dataset.augment: true: there is no augmentation of tokens (dataset.kind=images has one)"],
     "backend=ucc": ["backend: ucc is not in this PyTorch build, but in one compiled from source with USE_UCC=1 (gloo, or auto for the best there is)"],
     # the run's own keys

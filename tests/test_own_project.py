@@ -243,7 +243,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
         (["+augment=hard", "extra=5"], ["extra: 5", "section"]),
         (["augment.strength=5"], ["augment.strength", "+augment=OPTION"]),
         (["+augment.strength=5"], ["augment.strength", "+augment=OPTION"]),
-        (["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"], ["scheduler: ReduceLROnPlateau steps by a metric"]),
+        (["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"], ["scheduler: ReduceLROnPlateau uses a metric"]),
         (["+augment=hard", "augment.strenth=5"], ["augment.strenth", "did you mean augment.strength?"]),
         (["optimizer.groups=5"], ["optimizer.groups: 5", "names and options"]),
     ],

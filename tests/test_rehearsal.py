@@ -179,9 +179,7 @@ def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> No
     assert found(line) == []  # one process
     ddp = [*line, "parallel=ddp", TWO]
     (finding,) = found(ddp)
-    assert not finding.refuses and said(finding) == Says(
-        expected + " depends on the number of processes (set micro_batch_size)"
-    )
+    assert not finding.refuses and said(finding) == Says(expected + " depend on the number of processes (set micro_batch_size)")
     assert found([*ddp, "micro_batch_size=2"]) == []
 
 
@@ -270,9 +268,7 @@ def test_statistics_that_other_processes_do_not_have_are_not_read(tmp_path: Path
     finished(*line, root=tmp_path / "one")
     refused = command(*line, "parallel=ddp", TWO, root=tmp_path / "two")
     assert refused.code == 78
-    assert (
-        "a BatchNorm1d goes into evaluation mode within a run, and rank 0 alone has its statistics (keep it" in refused.output
-    )
+    assert "a BatchNorm1d goes into evaluation mode during a run, and only rank 0 has its statistics (keep it" in refused.output
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_with_the_reason(tmp_path: Path) -> None:

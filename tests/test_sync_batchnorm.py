@@ -37,7 +37,7 @@ def test_synchronised_statistics_are_those_of_the_whole_batch(
     line, alone = one_process
     run = finished(*line, SYNC, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
     assert_close(run, alone)
-    assert "depends on the number of processes" not in run.output
+    assert "depend on the number of processes" not in run.output
 
 
 def test_without_it_they_are_not(one_process: tuple[list[str], Ended], tmp_path: Path) -> None:

@@ -118,9 +118,9 @@ def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
             ["optimizer.turns.critic.match=critique.*"],
             "optimizer.turns.critic.match: critique.* matches no parameter that is trained ...",
         ),
-        (["optimizer.turns.critic.match=critic.0.*"], "optimizer.turns: none of them has critic.2.weight (name it in one, ..."),
+        (["optimizer.turns.critic.match=critic.0.*"], "optimizer.turns: no turn has critic.2.weight (name it in a turn, ..."),
         (["optimizer.turns.critic.match='*'"], "optimizer.turns: critic and generator have generator.0.weight (one of them)"),
-        (["optimizer.turns.critic.every=3"], "optimizer.turns: some steps would take none of them (every: 1 for one)"),
+        (["optimizer.turns.critic.every=3"], "optimizer.turns: some steps would have no turn (every: 1 for one)"),
         (["optimizer.turns.critic.every=0"], "optimizer.turns.critic.every: 0 is not valid (a number of steps, at least 1)"),
         (
             ["optimizer.turns.critic.learning_rate=1"],

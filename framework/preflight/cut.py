@@ -95,7 +95,7 @@ class Cutting:
     def _depends_on_cut(self, key: str, what: str) -> list[Finding]:
         if not self._is_by_ranks:
             return []
-        what = f"{what}, so what it computes depends on the number of processes"
+        what = f"{what}, so the results depend on the number of processes"
         return [Finding(key, what, "set micro_batch_size", refuses=False)]
 
 
