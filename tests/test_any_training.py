@@ -77,10 +77,10 @@ STEPS = {
     "SelfDistillation": ["trainer.ema_decay=0.9"],
     "GradientPenalty": ["precision=fp64"],
 }
-WHOLE = "the task has a step of its own"
+WHOLE = "the task has its own step"
 REFUSED = {
     **{(task, strategy): WHOLE for task in STEPS for strategy in ("pipeline", "ddp+pp", *CONTEXTS)},
-    **{(task, "pp+fsdp+tp"): "does not answer chain()" for task in STEPS},
+    **{(task, "pp+fsdp+tp"): "does not have chain()" for task in STEPS},
     **{("GradientPenalty", strategy): "2 processes" for strategy in ("fsdp", "hsdp", "tensor", "fsdp+tp")},
 }
 CELLS = [(step, *strategy) for step in STEPS for strategy in STRATEGIES]

@@ -153,7 +153,7 @@ CONTEXTS = ("context", "fsdp+context")
 ANSWERS_NOT = "parallel: {} ... mixers()"
 REFUSED |= {(strategy, ranks, model): ANSWERS_NOT.format(kind) for strategy in CONTEXTS for ranks in (2, 3, 4) for model, kind in [
     ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), ("experts", "MoEGPT"), (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
-NO_EXPERTS = "parallel: {} is not seen to call a module of stacked experts ... experts()"
+NO_EXPERTS = "parallel: {} calls no known module of stacked experts ... experts()"
 REFUSED |= {("expert", ranks, model): NO_EXPERTS.format(kind) for ranks in (2, 3, 4) for model, kind in [
     ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), ("gpt, tied", "GPT"), (RESNET18, "TorchvisionClassifier"),
     ("two inputs", "TwoInputs")]}  # fmt: skip
@@ -189,7 +189,7 @@ def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tm
     line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh, "launch.nproc_per_node=2"]
     refused = command(*line, root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output.startswith("parallel: the model has dropout, whose draws")
+    assert refused.output.startswith("parallel: the model has dropout, and its draws")
 
 
 @pytest.fixture(scope="session")

@@ -356,7 +356,7 @@ def test_what_breaks_the_promise_is_refused_before_the_start(part: str, tmp_path
         (["part=swa", "part.swa.start=2"], "part.swa: start=2 is out of range (from 0 to below 1)"),
         (["part=swa", "part.swa.begin=2"], "part.swa.begin: unknown key ..."),
         (["part=nothing"], "part: no option nothing ..."),
-        (["part=swa", "parallel=local-sgd", "launch.nproc_per_node=2"], "part: swa, but between its averages ..."),
+        (["part=swa", "parallel=local-sgd", "launch.nproc_per_node=2"], "part: swa, but between two averages ..."),
         (["part=text_samples"], "part.text_samples.tokenizer: a Synthetic has no encode(text) and decode(tokens) ..."),
     ],
 )

@@ -245,7 +245,7 @@ def test_context_refuses_them(tmp_path: Path) -> None:
     ]
     line += ["metric=f1", "metric.f1.num_classes=64", "metric.f1.ignore_index=-100", "parallel=context", TWO]
     refused = command(*line, root=tmp_path / "runs")
-    assert refused.code == 78 and refused.output == Says("metric: takes the outputs of whole samples ...")
+    assert refused.code == 78 and refused.output == Says("metric: needs the outputs of whole samples ...")
 
 
 def test_tokens_are_classes_in_a_dimension_that_torchmetrics_expects(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ TURNS = TURNS.replace("optimizer: 1, ", "")
 GAN = [*RUN, *SMALL, "model._target_=tests.trainings.Gan", "task._target_=tests.trainings.Adversarial", TURNS, "trainer.max_steps=6",
        "trainer.clip_grad_norm=null", "checkpoint.every=2"]  # fmt: skip
 REFUSED = {
-    **dict.fromkeys(("pipeline", "ddp+pp", "context", "fsdp+context"), "the task has a step of its own"),
-    "pp+fsdp+tp": "does not answer chain()",
+    **dict.fromkeys(("pipeline", "ddp+pp", "context", "fsdp+context"), "the task has its own step"),
+    "pp+fsdp+tp": "does not have chain()",
     "parameter-server": "several optimizers",
 }
 One = Callable[..., Ended]
@@ -130,7 +130,7 @@ def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
         (["trainer.divergence.action=skip"], "trainer.divergence.action: skip, but a step of several turns ..."),
         (
             ["parallel=local-sgd", "launch.nproc_per_node=2", "trainer.eval_every=null", "checkpoint.every=null"],
-            "optimizer.turns: are several optimizers, ...",
+            "optimizer.turns: ... several optimizers ...",
         ),
     ],
 )
