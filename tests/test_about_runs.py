@@ -217,7 +217,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(root: Path, damaged: Path
         (["show"], 78, "show: needs 1 run (steadfast show RUN"),
         (["diff", "a"], 78, "diff: needs 2 runs"),
         (["why", "--all", "x"], 78, "why: needs 1 run"),
-        (["show", "zzz"], 65, "zzz is neither a run nor the beginning of the id of one"),
+        (["show", "zzz"], 65, "zzz is neither a run nor the beginning of the id of a run"),
         (["show", ""], 65, "is neither a run"),
         (["show", "*"], 65, "is neither a run"),
         (["show", "x", "patch=y"], 78, "needs 1 run"),

@@ -281,7 +281,7 @@ def test_a_collate_function_that_draws_is_warned_of_where_it_is_cut_by_processes
     data = ["dataset=map_style", "dataset.train._target_=tests.faulty.Points", "dataset.facts={num_classes:10}",
             "dataset.collate={_target_:tests.faulty.masked,_partial_:true}", "model._target_=tests.faulty.Net"]  # fmt: skip
     line = [*RUN, *data, "rehearse=true", "parallel=ddp", TWO]
-    said = "dataset: its collate function or a transform draws for a micro-batch as a whole, so what it computes depends on"
+    said = "dataset: its collate function or a transform draws once for a whole micro-batch, so the results depend on"
     assert said in finished(*line, root=tmp_path / "by_ranks").output
     cut = finished(*line, "micro_batch_size=2", root=tmp_path / "cut")
     assert said not in cut.output

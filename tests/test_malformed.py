@@ -198,7 +198,7 @@ MALFORMED: dict[str, list[str]] = {
     "dataset=text dataset.root=/nowhere model=gpt": ["dataset.root: /nowhere is not a folder (give one with text files)"],
     "dataset=text dataset.tokenizer=/nowhere model=gpt": ["dataset.tokenizer: /nowhere does not exist (a tokenizer.json of Hugging Face, or a folder with one)"],
     "dataset=synthetic dataset.kind=tokens dataset.augment=true": ["dataset.augment: true: there is no augmentation of tokens (dataset.kind=images has one)"],
-    "backend=ucc": ["backend: ucc is not in this PyTorch build, but in one compiled from source with USE_UCC=1 (gloo, or auto for the best there is)"],
+    "backend=ucc": ["backend: ucc is not in this PyTorch build, but in one compiled from source with USE_UCC=1 (gloo, or auto for the best available)"],
     # the run's own keys
     "name=a/b": ["name: 'a/b' is not valid (a directory's name: no slash, at most 200 bytes)"],
     "name=..": ["name: '..' is not valid (a directory's name: no slash, at most 200 bytes)"],
@@ -287,7 +287,7 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         assert libc.capset(header, sets) == 0
 
     ended = command(f"run.dir={tmp_path}/closed/runs", root=tmp_path / "runs", before=obey_modes)
-    assert re.fullmatch(r"run\.root: /\S+ cannot be written \(a directory that can\)\n", ended.output)
+    assert re.fullmatch(r"run\.root: /\S+ cannot be written \(a writable directory\)\n", ended.output)
     assert ended.code == Exit.CONFIGURATION
 
 
@@ -410,7 +410,7 @@ def test_a_directory_with_files_that_are_no_runs_is_refused(resume: str, tmp_pat
     line = [f"run.dir={home}", f"run.resume={resume}"]
     refused = command(*line, root=tmp_path / "runs")
     assert refused.code == Exit.CONFIGURATION
-    what = f"run.dir: {home} is not a run's: it holds 'docs' (a directory of its own, which the run makes)"
+    what = f"run.dir: {home} is not a run's directory: it holds 'docs' (a new directory, which the run makes)"
     assert lines(refused.output) == [what]
     assert sorted(path.name for path in home.iterdir()) == ["docs", "thesis.txt"]
 

@@ -50,5 +50,5 @@ def test_without_it_they_are_not(one_process: tuple[list[str], Ended], tmp_path:
 def test_stages_that_have_no_samples_of_their_own_refuse_it(tmp_path: Path) -> None:
     refused = command(*RUN, SYNC, "parallel=ddp+pp", "launch.nproc_per_node=4", root=tmp_path / "runs")
     assert refused.code == 78
-    what = "true, but processes along the pipeline axis have no samples of their own"
+    what = "true, but processes along the pipeline axis do not have their own samples"
     assert refused.output == f"trainer.sync_batchnorm: {what} (false, or parallel=ddp, zero, fsdp or hsdp)\n"

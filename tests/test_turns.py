@@ -126,7 +126,7 @@ def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
             ["optimizer.turns.critic.learning_rate=1"],
             "optimizer.turns.critic.learning_rate: unknown key (did you mean optimizer.lr?)",
         ),
-        (["precision=fp16"], "precision: fp16, whose loss scale is about whole steps, but optimizer.turns divides them ..."),
+        (["precision=fp16"], "precision: fp16, but its loss scale needs whole steps, and optimizer.turns divides them ..."),
         (["trainer.divergence.action=skip"], "trainer.divergence.action: skip, but a step of several turns ..."),
         (
             ["parallel=local-sgd", "launch.nproc_per_node=2", "trainer.eval_every=null", "checkpoint.every=null"],
