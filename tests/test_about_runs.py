@@ -133,9 +133,7 @@ def test_a_parent_is_remembered_whatever_becomes_of_it(root: Path, tmp_path: Pat
     assert [ancestor.run.name for ancestor in lineage(child)] == ["parent", "child"]
     parent.rename(tmp_path / "elsewhere")
     ended = asked(root, "why", str(child))
-    assert re.search(
-        r"took run\.resume=\S+ from \S+/parent \(.* is not there any more: its origin is not known\)", ended.output
-    )
+    assert re.search(r"took run\.resume=\S+ from \S+/parent \(.* no longer exists: its origin is not known\)", ended.output)
     finished(*line, "seed=4", root=tmp_path)
     ended = asked(root, "why", str(child))
     assert "in " + str(parent) + " is another run now" in ended.output

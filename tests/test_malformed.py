@@ -35,7 +35,7 @@ def choices(key: str) -> str:
 CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout, init_from, parts"
 SECTION = "a section, whose keys are set as in {0}.KEY=VALUE"
 SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text with a comma \"'a,b'\")"
-HYDRA = "is a key of Hydra that does nothing in a single run (run.root and run.dir say where a run goes)"
+HYDRA = "is a key of Hydra that does nothing in a single run (run.root and run.dir choose the run's directory)"
 MONITOR = "one of val/loss, val/accuracy, val/top5, train/loss, train/accuracy, train/top5"
 GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
 GIVES_TOKENS = (

@@ -529,7 +529,7 @@ def test_a_search_written_in_a_file(folder: Path) -> None:
 def test_an_option_with_a_sweep_of_its_own_is_not_swept(folder: Path) -> None:
     grid = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      seed: 1,2\n"
     write(folder, conf__experiment__grid=grid)
-    assert "experiment: grid defines a sweep of its own" in refused("-m", "experiment=grid,null", "mode=plan", folder=folder)
+    assert "experiment: grid defines its own sweep" in refused("-m", "experiment=grid,null", "mode=plan", folder=folder)
     listed = typed("-m", "experiment=grid", "model=mynet", "mode=plan", "hydra.verbose=true", directory=folder)
     assert listed.code == 0 and listed.output.count("missing") == 2, listed.output
 

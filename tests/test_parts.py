@@ -327,7 +327,7 @@ REFUSED = {
     "Unstorable": "part.unstorable.when: is a value of type object, which no checkpoint can hold ...",
     "FailsLate": "part.failslate: it fails in a rehearsal: KeyError: 'late' ...",
     "OfRank": "part.ofrank: 2 processes compute different results with this model than one process: ... loop.sum() ...",
-    "TakenColumn": "part.takencolumn: its column loss is another's (a name of its own; ...",
+    "TakenColumn": "part.takencolumn: its column loss has the name of another column (use a new name; ...",
     "OddColumn": "part.oddcolumn: its column when is a object (a number, or a list of numbers; ...",
     "NoDictionary": "part.nodictionary: state_dict() returns a int (a dictionary; ...",
     "WholeMask": "part.wholemask: it fails in a rehearsal: RuntimeError: ... DTensor ...",
@@ -388,7 +388,7 @@ def test_state_that_begins_late_is_warned_of_once_unless_it_is_declared(tmp_path
 
 LATE = (
     "[rank 0] WARNING: part.beginslate.count has changed for the first time since the start, and no checkpoint holds it: if "
-    "anything depends on it, a run that is continued computes something else (docs/extend.md)"
+    "anything depends on it, a continued run computes different results (docs/extend.md)"
 )
 
 

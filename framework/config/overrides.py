@@ -69,7 +69,7 @@ def chosen_by_default() -> set[str]:
     return {*chosen, *(defaults_in(CONF / "config.yaml") if "config" in chosen else ())}
 
 
-_WHERE = "run.root and run.dir say where a run goes"
+_WHERE = "run.root and run.dir choose the run's directory"
 # Hydra's own keys, and what to use instead. The first matching prefix counts.
 _INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
     ("hydra.run", "is a key of Hydra that does nothing in a single run", _WHERE),

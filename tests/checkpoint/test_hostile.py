@@ -332,7 +332,7 @@ TEXTS = {
     "of_nested_objects": (nested('{"a":'), "nested too deeply"),
     "gigantic": (b" " * (17 << 20), "is too large"),
     "not_utf_8": (b'{"step": "\xff"}', "is damaged"),
-    "with_a_key_twice": (DUPLICATES, "a key comes twice"),
+    "with_a_key_twice": (DUPLICATES, "a key occurs twice"),
     "with_a_huge_integer": (HUGE, "is damaged"),
     "a_list": (b"[]", "is"),
     "empty": (b"", "is damaged"),
