@@ -77,7 +77,7 @@ MALFORMED: dict[str, list[str]] = {
     "modle=mlp": ["modle: unknown key (did you mean model=mlp?)"],
     "model.hiden=3": ["model.hiden: unknown key (did you mean model.channels?)"],  # a misspelt word of other programs
     "parallel=deepspeed": [f"parallel: no option 'deepspeed' ({one_of('parallel')}; did you mean zero or fsdp?)"],
-    "trainer.accelerator=gpu": [Says("trainer.accelerator: unknown key ... the device is found by itself ... launch.nproc_per_node")],
+    "trainer.accelerator=gpu": [Says("trainer.accelerator: unknown key ... the device is chosen automatically ... launch.nproc_per_node")],
     "callbacks=default": [Says("callbacks: unknown key ... trainer and checkpoint ... part=NAME")],
     "trainer.lr=3": ["trainer.lr: unknown key (did you mean optimizer.lr?)"],
     "optimizer.weigth_decay=0.1": ["optimizer.weigth_decay: unknown key (did you mean optimizer.weight_decay?)"],
@@ -186,8 +186,8 @@ MALFORMED: dict[str, list[str]] = {
     "trainer.early_stopping.patience=2 trainer.eval_every=null": ["trainer.early_stopping.patience: is counted in evaluations, but with trainer.eval_every=null there is only one evaluation, at the end (a number for trainer.eval_every)"],
     "model=vit model.dim=30 model.num_heads=5 parallel=tensor launch.nproc_per_node=2": ["parallel.tensor: 2: does not divide the 5 heads of the model; take a divisor, or ddp, zero, fsdp or hsdp, which take any number"],
     "parallel=ddp_mp launch.nproc_per_node=2": [f"parallel: no option 'ddp_mp' ({one_of('parallel')}; did you mean ddp+mp?)"],
-    "parallel=ddp parallel.replicate=3 launch.nproc_per_node=2": ["parallel.replicate: 3, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=3, or null for one axis, which takes what is left)"],
-    "parallel=hsdp parallel.replicate=2 parallel.shard=3 launch.nproc_per_node=4": ["parallel.replicate: parallel.replicate=2 x parallel.shard=3 = 6, but launch.nproc_per_node gives 4 processes (try launch.nproc_per_node=6, or null for one axis, which takes what is left)"],
+    "parallel=ddp parallel.replicate=3 launch.nproc_per_node=2": ["parallel.replicate: 3, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=3, or null for one axis, which takes the rest)"],
+    "parallel=hsdp parallel.replicate=2 parallel.shard=3 launch.nproc_per_node=4": ["parallel.replicate: parallel.replicate=2 x parallel.shard=3 = 6, but launch.nproc_per_node gives 4 processes (try launch.nproc_per_node=6, or null for one axis, which takes the rest)"],
     # data, machine
     "model=gpt": [f"model.vocab_size: {GIVES_IMAGES}", f"model.seq_len: {GIVES_IMAGES}"],
     "dataset=text": [f"model.{key}: {GIVES_TOKENS}" for key in ("num_classes", "in_channels", "image_size")],
@@ -198,7 +198,7 @@ MALFORMED: dict[str, list[str]] = {
     "dataset=text dataset.root=/nowhere model=gpt": ["dataset.root: /nowhere is not a folder (give one with text files)"],
     "dataset=text dataset.tokenizer=/nowhere model=gpt": ["dataset.tokenizer: /nowhere does not exist (a tokenizer.json of Hugging Face, or a folder with one)"],
     "dataset=synthetic dataset.kind=tokens dataset.augment=true": ["dataset.augment: true: there is no augmentation of tokens (dataset.kind=images has one)"],
-    "backend=ucc": ["backend: ucc is not in this PyTorch build, but in one compiled from source with USE_UCC=1 (gloo, or auto for the best available)"],
+    "backend=ucc": ["backend: ucc is not in this PyTorch build, but in builds from source with USE_UCC=1 (gloo, or auto for the best available)"],
     # the run's own keys
     "name=a/b": ["name: 'a/b' is not valid (a directory's name: no slash, at most 200 bytes)"],
     "name=..": ["name: '..' is not valid (a directory's name: no slash, at most 200 bytes)"],

@@ -100,7 +100,7 @@ def _continue(trainer: Trainer, build: Builder) -> None:
     if found is None and elsewhere is not None:
         found = _from_elsewhere(elsewhere, build)
         if fault := _unfit(trainer, *found):
-            raise NoValidCheckpoint(f"{found[0]} {fault}; model.init_from=FILE begins with weights alone")
+            raise NoValidCheckpoint(f"{found[0]} {fault}; model.init_from=FILE loads only the weights")
     elif found is not None and elsewhere is not None and world.rank == 0:
         LOGGER.info("run.resume=%s is not used: this run already has its own checkpoints", resume)
     if found is None:
@@ -129,7 +129,7 @@ def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str
     writer = str(state.get("record_id") or run_id).partition("-")[0]
     if writer != run_id:
         what = f"{path} was written by another run ({writer}, this is {run_id})"
-        raise NoValidCheckpoint(f"{what}; run.resume={path} begins with it, in a directory without checkpoints")
+        raise NoValidCheckpoint(f"{what}; run.resume={path} starts from it, in a directory without checkpoints")
     return _unfit(trainer, path, state)
 
 

@@ -163,7 +163,7 @@ def require_gradients(parameters: dict[str, nn.Parameter]) -> None:
     if unused := [name for name, parameter in parameters.items() if parameter.grad is None]:
         some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
         raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {some} in "
-                    "every step (true, at a small cost; or freeze what is not used)")  # fmt: skip
+                    "every step (true, at a small cost; or freeze the unused parameters)")  # fmt: skip
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:

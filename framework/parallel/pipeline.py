@@ -74,11 +74,11 @@ def _cut_problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule
     if links is None:
         return _own_forward_problems(model, num_stages=num_stages, most_models=most_models)
     if stray := stray_parameters(model, links):
-        return [f"{type(model).__name__}.chain() leaves out {stray[0]}, which belongs to none of its modules; {most_models}"]
+        return [f"{type(model).__name__}.chain() leaves out {stray[0]}, which is in none of its modules; {most_models}"]
     uses = Counter(module for link in links for module in link.modules() if any(True for _ in module.buffers(recurse=False)))
     if shared := [module for module, count in uses.items() if count > 1]:
-        return [f"{type(model).__name__}.chain() has a {type(shared[0]).__name__} in two of its modules, whose buffers several "
-                f"processes would change; {most_models}"]  # fmt: skip
+        return [f"{type(model).__name__}.chain() has a {type(shared[0]).__name__} in two of its modules, and several "
+                f"processes would change its buffers; {most_models}"]  # fmt: skip
     if num_stages > len(weighty(links)):
         return [f"pipeline={pipeline}: makes {num_stages} stages with schedule={schedule}, and the model's chain has "
                 f"{len(weighty(links))} modules with weights; take fewer, or another strategy: {most_models}"]  # fmt: skip

@@ -122,7 +122,7 @@ class Player:
         self.module.train()
         freeze_parameters(self.module, config.trainer.freeze)
         hidden = hidden_matrices(self.module)
-        with blamed("model", "it cannot be prepared for training", "see docs/extend.md, what a model may be"):
+        with blamed("model", "it cannot be prepared for training", "see docs/extend.md, section A model"):
             self.engine: Engine = build.engine(self.module)
         trained = trainable(self.engine.module, hidden=hidden)
         with blamed("optimizer", "it cannot be built", "see the optimizer's own documentation"):

@@ -85,7 +85,7 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
         what = f"{arithmetic}, but {source} process{'es' * (count != 1)}"
         if open_axes:
             return [Problem(key, what, f"try {start.format(f'a multiple of {product}')}, or another size")]
-        return [Problem(key, what, f"try {start.format(product)}, or null for one axis, which takes what is left")]
+        return [Problem(key, what, f"try {start.format(product)}, or null for one axis, which takes the rest")]
     return []
 
 
@@ -157,7 +157,7 @@ def open_files_problems(launch: LaunchSection, dataset: Node) -> list[Problem]:
 
 _FILES, _FILES_OF_EACH = 48, 8  # open files of a process, and of each process or loader worker that it communicates with
 
-_BACKEND_COMES_WITH = {"nccl": "those for CUDA", "ucc": "one compiled from source with USE_UCC=1"}
+_BACKEND_COMES_WITH = {"nccl": "builds for CUDA", "ucc": "builds from source with USE_UCC=1"}
 
 
 def backend_problems(backend: BackendSection, launch: LaunchSection) -> list[Problem]:

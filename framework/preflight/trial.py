@@ -104,7 +104,7 @@ class Trial:
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         shape = f" of shape {list(micro_batch.inputs.shape)}" if isinstance(micro_batch.inputs, Tensor) else ""
         fails = f"its forward or the task's loss does not take a batch{shape} of this dataset"
-        cure = "see docs/extend.md, what a model and a task are given"
+        cure = "see docs/extend.md, sections A model and A task"
         if self.build.config.trainer.channels_last:
             cure += "; or trainer.channels_last=false: with true, `view` of a convolution's output fails, `reshape` works"
         if recomputed := self.build.config.trainer.activation_checkpointing:
