@@ -89,7 +89,7 @@ def test_one_bit_of_one_weight_is_seen(root: Path, tmp_path: Path) -> None:
     name = sorted(weights)[0]
     weights[name].view(-1)[0] = torch.nextafter(weights[name].view(-1)[0], torch.tensor(math.inf))
     save_file(weights, other / "model.safetensors")
-    assert re.match(rf"1 of {len(weights)} tensors differ, most {re.escape(name)}: by ", weights_difference(one, other))
+    assert re.match(rf"1 of {len(weights)} tensors differ, the most in {re.escape(name)}: by ", weights_difference(one, other))
 
 
 def test_a_row_s_value_that_is_changed_is_named(root: Path, tmp_path: Path) -> None:

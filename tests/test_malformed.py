@@ -91,7 +91,7 @@ MALFORMED: dict[str, list[str]] = {
     "trainer=3": [f"trainer: 3 is not valid ({SECTION.format('trainer')})"],
     "trainer=null": [f"trainer: null is not valid ({SECTION.format('trainer')})"],
     "trainer.early_stopping=5": [f"trainer.early_stopping: 5 is not valid ({SECTION.format('trainer.early_stopping')})"],
-    "logger.tensorboard=3": ["logger.tensorboard: 3 is not valid (keys, as logger=tensorboard has them)"],
+    "logger.tensorboard=3": ["logger.tensorboard: 3 is not valid (keys, as in logger=tensorboard)"],
     "seed={a:1}": ["seed: {a: 1} is not valid (an integer)"],
     "seed.x=1": ["seed.x: unknown key (seed holds a value, not keys)"],
     "trainer.max_steps.foo=1": ["trainer.max_steps.foo: unknown key (trainer.max_steps holds a value, not keys)"],

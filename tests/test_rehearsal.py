@@ -254,7 +254,7 @@ def test_a_rehearsal_that_dies_is_a_warning_and_the_run_starts(tmp_path: Path) -
 def test_a_state_of_no_parameter_is_refused_with_and_without_it(tmp_path: Path) -> None:
     refused = command(*optimizer("ForAll"), "rehearse=false", root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output == Says("optimizer: ForAll keeps 'all' in its state, an entry of no parameter ...")
+    assert refused.output == Says("optimizer: ForAll keeps 'all' in its state, an entry that belongs to no parameter ...")
 
 
 def test_statistics_that_other_processes_do_not_have_are_not_read(tmp_path: Path) -> None:

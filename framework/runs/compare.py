@@ -105,7 +105,7 @@ def weights_difference(first: Path, second: Path) -> str:
         return f"the same, to the last bit ({len(names)} tensors)"
     worst = max(distances, key=lambda name: distances[name])
     by = "another shape or type" if distances[worst] == math.inf else f"by {distances[worst]:.3g}"
-    return f"{len(distances)} of {len(names)} tensors differ, most of all {worst}: {by}"
+    return f"{len(distances)} of {len(names)} tensors differ, the most in {worst}: {by}"
 
 
 def latest_start(path: Path) -> dict[str, Any]:
