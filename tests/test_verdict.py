@@ -33,7 +33,7 @@ STEPS = ["training", "logging"] * 4  # the beats 0 to 7
 def test_who_has_begun_less_than_before_in_the_same_part_has_left_one_out() -> None:
     said = verdict(seen(0, [*STEPS, "training"], begun=(4, 0)), seen(1, [*STEPS, "training", "logging"], odd={8: 3}))
     assert said.startswith("rank 1 hangs: in step 5 (training) it has started 3 collectives on the default process group, "
-                           "where 4 are expected; all have waited"), said  # fmt: skip
+                           "but 4 are expected; all have waited"), said  # fmt: skip
 
 
 def test_who_has_begun_more_than_before_is_named_and_not_the_one_that_went_on() -> None:
