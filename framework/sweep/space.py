@@ -147,7 +147,7 @@ def swept_values(override: Any, *, draws: bool) -> list[str] | Interval:
 def _listed(override: Any) -> list[str]:
     """Return the listed values of a sweep. Raise ValueError if it lists no values, or if no value remains."""
     if override.is_interval_sweep():
-        raise ValueError("an interval has endless values: hydra/sweeper=optuna draws from it, with sampler=tpe or random")
+        raise ValueError("an interval has infinitely many values: hydra/sweeper=optuna draws from it, with sampler=tpe, random")
     if not override.is_sweep_override():  # one value with a condition
         return [override.get_value_element_as_str()]
     if hasattr(override.value(), "filter"):  # glob(...)

@@ -298,7 +298,7 @@ def test_a_mistake_about_a_search_is_named(words: str, problem: str) -> None:
             "model=mlp,cnn optimizer=sgd,adam model.dim@mlp=3 model.dim@optimizer:sgd=4",
             "model.dim@optimizer:sgd: depends ... model",
         ),
-        ("model=mlp,cnn model.dim@mlp=interval(1,2)", "model.dim@mlp: an interval has endless values"),
+        ("model=mlp,cnn model.dim@mlp=interval(1,2)", "model.dim@mlp: an interval has infinitely many values"),
     ],
 )
 def test_a_condition_with_a_mistake_is_named(words: str, problem: str) -> None:
