@@ -62,7 +62,7 @@ def problems(model: nn.Module, *, demands: Demands, replicate: int, mode: str, *
         "trainer.grad_noise.eta": demands.grad_noise,
         "trainer.sync_batchnorm": "true" if demands.sync_batchnorm else None,
         "trainer.divergence.action": demands.recovers,
-        "precision": "fp16, because its loss scale needs the global norm of every step" if demands.scales_loss else None,
+        "precision": "fp16 (its loss scale needs the global norm of every step)" if demands.scales_loss else None,
     }
     return [f"{key}: {value}, but under parallel.mode=async each process has different weights (parallel.mode=sync for that)"
             for key, value in at_odds.items() if value is not None]  # fmt: skip

@@ -48,7 +48,7 @@ class Cutting:
         if not math.isfinite(whole + parts) or abs(whole - parts) <= 1e-3 * max(abs(whole), abs(parts)):
             return []
         if abs(2 * whole - parts) <= 1e-3 * max(abs(2 * whole), abs(parts)):
-            what = f"its loss of {of} is the mean of {parts_are}: the results would depend on the cut of a step"
+            what = f"its loss of {of} is the mean of {parts_are}: the results would depend on how a step is cut"
             raise Refused("task", what, "return the sum over the samples (reduction='sum')")
         return self._depends_on_cut("task", f"its loss of {of} is neither the sum nor the mean of {parts_are}")
 

@@ -133,7 +133,7 @@ def _check_init(model: nn.Module, init_from: Any) -> list[Problem]:
         return []
     entries = entries_of(init_from)
     fit = Fit.of(stored_tensors(entries), model)
-    what = f"strict, but not all of it fits this model: {'; '.join(fit.misplaced)}" if fit.misplaced else ""
+    what = f"not all of it fits this model, but strict is true: {'; '.join(fit.misplaced)}" if fit.misplaced else ""
     if not fit.fitting:
         what = f"nothing in {', '.join(entry.file for entry in entries)} fits this model"
     return [Problem("model.init_from", what, "; ".join([*filter(None, [fit.remedy]), *fit.faults]))] if what else []

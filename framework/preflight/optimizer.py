@@ -27,7 +27,7 @@ def turns_problems(model: nn.Module, optimizer: Node, demands: Demands) -> list[
             Problem("precision", "fp16, but its loss scale needs whole steps, and optimizer.turns divides them", "bf16 or fp32")
         ]
     if turns and demands.recovers == "skip":
-        what = "skip, but a step of several turns cannot be skipped in the middle"
+        what = "skip, but a step of several turns can fail in the middle, after an update"
         return [Problem("trainer.divergence.action", what, "raise or rollback")]
     return []
 

@@ -219,7 +219,7 @@ def pipedream_problems(model: nn.Module, *, demands: Demands, drain_every: int) 
         "optimizer.turns": "several optimizers" if demands.turns else None,
         "part": ", ".join(demands.parts) or None,
         "trainer.divergence.action": demands.recovers,
-        "precision": "fp16, because its loss scale needs the global norm of every step" if demands.scales_loss else None,
+        "precision": "fp16 (its loss scale needs the global norm of every step)" if demands.scales_loss else None,
     }
     found = [f"{key}: {value}, but under parallel.schedule=pipedream each stage is at a different step (1f1b for that)"
              for key, value in at_odds.items() if value is not None]  # fmt: skip
