@@ -101,7 +101,7 @@ def run(*overrides: str) -> Run:
         code = start(list(overrides))
     done = Run(Path(config.run.dir))
     if code not in (Exit.FINISHED, Exit.PREEMPTED):
-        raise RunFailed(code, str(done.summary.get("error") or "what was wrong is on standard error"))
+        raise RunFailed(code, str(done.summary.get("error") or "the problem is on standard error"))
     return done
 
 

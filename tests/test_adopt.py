@@ -66,7 +66,7 @@ def test_the_file_has_every_plain_argument_and_the_strategies_are_told_apart(
     assert text.startswith("# Layers one after the other, in a list.\n")
     assert re.search(r"ddp +yes\n", ended.output) and re.search(r"pipeline +yes\n", ended.output)
     assert re.search(r"local-sgd +yes, with trainer\.eval_every=104 checkpoint\.every=104\n", ended.output)
-    assert re.search(r"context +not yet:\n +parallel: OddNet does not answer mixers\(\)", ended.output)
+    assert re.search(r"context +not yet:\n +parallel: OddNet does not have mixers\(\)", ended.output)
     run = typed("model=odd_net", *SMALL, "parallel=pipeline", "launch.nproc_per_node=2", directory=project)
     assert run.code == 0, run.output
 
@@ -79,7 +79,7 @@ def test_what_has_no_default_is_asked_for_and_the_file_stays(project: Path, monk
     file.write_text(file.read_text() + "# mine\n")
     again = adopted(project, "nets.odd:Wide", "model.width=1")
     assert again.code == 0 and re.search(r"ddp +yes\n", again.output), again.output
-    assert "stays as it is" in again.output and file.read_text().endswith("# mine\n")
+    assert "is not changed" in again.output and file.read_text().endswith("# mine\n")
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 
 REFUSED = {
     "a stream": ([*MAP, "dataset.train._target_=tests.test_any_data.Endless"], "dataset: ... Endless has no length ... shards"),
-    "no pair": ([*MAP, "+dataset.train.alone=true"], "dataset: ... no pair of inputs and targets (dataset.inputs ..."),
+    "no pair": ([*MAP, "+dataset.train.alone=true"], "dataset: ... not a pair of inputs and targets (dataset.inputs ..."),
     "a wrong argument": ([*MAP, "+dataset.train.sise=3"], "dataset.train.sise: unknown key (did you mean dataset.train.size?)"),
     "one key alone": ([*MAP, "dataset.inputs=x"], "dataset: ... dataset.inputs and dataset.targets go together ..."),
     "no file": ([*MAP, "dataset.train={_target_:framework.data.shards.Tar,files:none-*.tar}"], "dataset: ... files=none-*.tar: there is no such file"),
@@ -281,7 +281,7 @@ def test_a_collate_function_that_draws_is_warned_of_where_it_is_cut_by_processes
     data = ["dataset=map_style", "dataset.train._target_=tests.faulty.Points", "dataset.facts={num_classes:10}",
             "dataset.collate={_target_:tests.faulty.masked,_partial_:true}", "model._target_=tests.faulty.Net"]  # fmt: skip
     line = [*RUN, *data, "rehearse=true", "parallel=ddp", TWO]
-    said = "dataset: its collate function or a transform draws for a micro-batch as a whole, so what it computes depends on"
+    said = "dataset: its collate function or a transform draws once for a whole micro-batch, so the results depend on"
     assert said in finished(*line, root=tmp_path / "by_ranks").output
     cut = finished(*line, "micro_batch_size=2", root=tmp_path / "cut")
     assert said not in cut.output

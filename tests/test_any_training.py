@@ -77,10 +77,10 @@ STEPS = {
     "SelfDistillation": ["trainer.ema_decay=0.9"],
     "GradientPenalty": ["precision=fp64"],
 }
-WHOLE = "the task has a step of its own"
+WHOLE = "the task has its own step"
 REFUSED = {
     **{(task, strategy): WHOLE for task in STEPS for strategy in ("pipeline", "ddp+pp", *CONTEXTS)},
-    **{(task, "pp+fsdp+tp"): "does not answer chain()" for task in STEPS},
+    **{(task, "pp+fsdp+tp"): "does not have chain()" for task in STEPS},
     **{("GradientPenalty", strategy): "2 processes" for strategy in ("fsdp", "hsdp", "tensor", "fsdp+tp")},
 }
 CELLS = [(step, *strategy) for step in STEPS for strategy in STRATEGIES]
@@ -146,7 +146,7 @@ def test_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
 FAULTS = {
     "mean": ("MeanLoss", [], "task: its loss of a batch is the mean of its halves' losses"),
     "trained teacher": ("TrainedTeacher", [], "task: its parameter teacher.stem.1.weight would not be trained"),
-    "no average": ("SelfDistillation", ["trainer.ema_decay=null"], "trainer.ema_decay: null, but the task's step asks for"),
+    "no average": ("SelfDistillation", ["trainer.ema_decay=null"], "trainer.ema_decay: null, but the task's step needs"),
     "gather by micro-batches": (
         "Contrastive",
         ["invariance=bitwise"],

@@ -153,7 +153,7 @@ CONTEXTS = ("context", "fsdp+context")
 ANSWERS_NOT = "parallel: {} ... mixers()"
 REFUSED |= {(strategy, ranks, model): ANSWERS_NOT.format(kind) for strategy in CONTEXTS for ranks in (2, 3, 4) for model, kind in [
     ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), ("experts", "MoEGPT"), (RESNET18, "TorchvisionClassifier"), ("two inputs", "TwoInputs")]}  # fmt: skip
-NO_EXPERTS = "parallel: {} is not seen to call a module of stacked experts ... experts()"
+NO_EXPERTS = "parallel: {} calls no known module of stacked experts ... experts()"
 REFUSED |= {("expert", ranks, model): NO_EXPERTS.format(kind) for ranks in (2, 3, 4) for model, kind in [
     ("mlp", "MLP"), ("cnn with BatchNorm", "CNN"), ("vit", "ViT"), ("gpt, tied", "GPT"), (RESNET18, "TorchvisionClassifier"),
     ("two inputs", "TwoInputs")]}  # fmt: skip
@@ -189,7 +189,7 @@ def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tm
     line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh, "launch.nproc_per_node=2"]
     refused = command(*line, root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output.startswith("parallel: the model has dropout, whose draws")
+    assert refused.output.startswith("parallel: the model has dropout, and its draws")
 
 
 @pytest.fixture(scope="session")
@@ -284,10 +284,10 @@ def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(
     line = [*WHOLE, f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
     run = finished(*line, root=tmp_path / "runs")
     assert_close(run, one_process_whole)
-    assert "depends on the number of processes" not in run.output
+    assert "depend on the number of processes" not in run.output
 
 
 def test_a_model_with_batch_statistics_is_told_to_set_micro_batch_size(tmp_path: Path) -> None:
     line = [*WHOLE, "model.norm=batch", "model.dropout=0.5", "parallel=ddp", "launch.nproc_per_node=2"]
     run = finished(*line, "global_batch_size=8", root=tmp_path / "runs")
-    assert run.output.count("the model has BatchNorm2d and Dropout: what it computes depends on the number of") == 1
+    assert run.output.count("the model has BatchNorm2d and Dropout: the results depend on the number of") == 1

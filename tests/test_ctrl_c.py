@@ -93,7 +93,7 @@ def test_once_it_is_said_at_once_and_a_checkpoint_is_committed(moment: str, undi
     assert time.monotonic() - begun < 2.0, "while the step goes on"
     stopped = end(process, root=root)
     assert stopped.code == 75
-    told = f"stopped after step {STEP}; the same command continues from step {STEP}, of which there is a checkpoint"
+    told = f"stopped after step {STEP}; the same command continues from the checkpoint of step {STEP}"
     assert stopped.output.splitlines()[-1] == told
     assert_same_bits(finished(*LINE, root=root), undisturbed)
 

@@ -64,7 +64,7 @@ def test_a_signal_reaches_a_run_in_a_container(tmp_path: Path) -> None:
     wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), what="its first row")
     running.send_signal(signal.SIGTERM)
     output, _ = running.communicate(timeout=60)
-    assert running.returncode == 75 and "of which there is a checkpoint" in output
+    assert running.returncode == 75 and "continues from the checkpoint of step" in output
 
 
 def test_a_definition_for_apptainer_runs_the_same_command(tmp_path: Path) -> None:

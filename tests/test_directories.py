@@ -20,7 +20,7 @@ def test_a_home_with_nothing_but_hidden_files_is_not_taken(name: str, resume: st
     (tmp_path / "home" / name).mkdir(parents=True)
     refused = command(f"run.dir={tmp_path / 'home'}", f"run.resume={resume}", root=tmp_path / "runs")
     assert refused.code == Exit.CONFIGURATION
-    assert f"is not a run's: it holds {name!r}" in refused.output
+    assert f"is not a run's directory: it holds {name!r}" in refused.output
     assert os.listdir(tmp_path) == ["home"] or sorted(os.listdir(tmp_path)) == ["home", "runs", "runs.output"]
     assert os.listdir(tmp_path / "home") == [name]
 

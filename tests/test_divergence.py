@@ -141,7 +141,7 @@ def test_skips_are_counted_through_interruptions_and_bounded(tmp_path: Path) -> 
     assert command(*line, root=tmp_path / "runs", before=plant).code == 75
     ended = command(*line, root=tmp_path / "runs", before=faults)
     assert ended.code == 70, ended.output
-    assert "of step 17 is not finite (the run has recovered 2 times, which is trainer.divergence.limit)" in ended.output
+    assert "of step 17 is not finite (the run has recovered 2 times, the limit in trainer.divergence.limit)" in ended.output
     assert ended.summary["num_divergences"] == 2
 
 
@@ -166,7 +166,7 @@ def test_a_rollback_goes_on_from_a_checkpoint_behind_the_bad_batch(strategy: str
     expected = rolled_back(strategy, to=8, root=tmp_path / "expected")
     line = [*LINE, *STRATEGIES[strategy], ROLLBACK]
     ended = finished(*line, root=tmp_path / "runs", before=bad_batches(BAD))
-    assert ": back to step 8, leaving out the batches since (1 of 10 times)" in ended.output
+    assert ": back to step 8, without the batches since (1 of 10 times)" in ended.output
     assert_same_bits(ended, expected)
     assert ended.summary["num_divergences"] == 1
 
@@ -182,7 +182,7 @@ def test_a_rollback_may_go_to_an_older_checkpoint(tmp_path: Path) -> None:
 def test_before_the_first_checkpoint_it_goes_back_to_the_beginning(tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], ROLLBACK, "checkpoint.every=null"]
     ended = finished(*line, root=tmp_path / "runs", before=bad_batches(BAD))
-    assert ": back to step 0, leaving out the batches since" in ended.output
+    assert ": back to step 0, without the batches since" in ended.output
     assert [row["step"] for row in ended.rows if row["split"] == "train"] == list(range(1, 22))
 
 

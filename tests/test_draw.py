@@ -189,7 +189,7 @@ def test_several_ranks_that_keep_the_same_are_one_line_and_not_all_of_many_are_b
     plan = planned_memory(build(*TINY, "parallel=ddp", "launch.nproc_per_node=16"))
     assert len(plan.ranks) == 8 and (min(plan.ranks), max(plan.ranks)) == (0, 15)
     lines = plan.lines()
-    assert len(lines) == 4 and lines[2] == "of 16 ranks, these 8 were looked at" and "activations" in lines[3]
+    assert len(lines) == 4 and lines[2] == "of 16 ranks, these 8 were examined" and "activations" in lines[3]
     (axes,) = plan.drawn().axes
     widths = [sum(bar.get_width() for bar in axes.patches[rank::8]) for rank in range(8)]
     assert widths == pytest.approx([sum(plan.ranks[0].values()) / 1024] * 8)

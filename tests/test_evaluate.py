@@ -186,7 +186,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(run: End
     shutil.copytree(run.directory, tmp_path / "copy")
     gone = command("mode=eval", f"run.dir={tmp_path / 'copy'}", root=tmp_path / "none", before=delete_before_loading)
     assert gone.code == 65
-    assert "step_00000010: the run goes on, and has deleted it meanwhile: give the command again" in gone.output
+    assert "step_00000010: the active run has deleted it meanwhile: give the command again" in gone.output
 
 
 # --- what is refused: with a line, before a process is started or a file written
@@ -221,9 +221,14 @@ def leave(run: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "line", "code", "said"),
     [
-        (leave, "optimizer.lr=1", 78, "optimizer.lr: is not to be given to mode=eval: it takes the run as it is (only run.dir"),
-        (leave, "model=mlp", 78, "model: is not to be given to mode=eval"),
-        (leave, "logger=tensorboard", 78, "logger: is not to be given to mode=eval"),
+        (
+            leave,
+            "optimizer.lr=1",
+            78,
+            "optimizer.lr: cannot be given to mode=eval: the mode uses the run as it is (only run.dir",
+        ),
+        (leave, "model=mlp", 78, "model: cannot be given to mode=eval"),
+        (leave, "logger=tensorboard", 78, "logger: cannot be given to mode=eval"),
         (leave, "launch.nnodes=2", 78, "parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2"),
         (leave, "eval.split=tst", 78, "eval.split: 'tst' is not valid (one of train, val, test; did you mean test?)"),
         (leave, "launch.nproc_per_node=2", 78, "parallel: single is one process, but launch.nproc_per_node gives 2"),
@@ -234,7 +239,7 @@ def leave(run: Path) -> None:
         (leave, "run.checkpoint=5", 65, "run.checkpoint: 5, but there is no "),
         (leave, "run.checkpoint=lst", 65, "(last, best, final, a path, or a step (the run has: 2, 4, 6, 8, 10))"),
         (remove_configuration, "", 65, "is not a run: there is no config.yaml"),
-        (spoil_configuration, "", 65, "config.yaml is not as it was frozen: its hash is another"),
+        (spoil_configuration, "", 65, "config.yaml has changed since the run wrote it: its hash differs"),
         (remove_checkpoints, "", 65, "run.checkpoint: last, but there is no "),
         (remove_weights, "run.checkpoint=final", 65, "run.checkpoint: final, but there is no "),
         (link_the_result_elsewhere, "", 65, "evaluations.jsonl is not a plain file"),
@@ -275,12 +280,12 @@ def test_a_best_checkpoint_that_is_not_kept_is_said_to_be_gone(run: Ended, tmp_p
     shutil.copytree(run.directory, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / "checkpoints" / f"step_{best:08d}")
     ended = finished("mode=eval", f"run.dir={tmp_path / 'copy'}", "run.checkpoint=best", root=tmp_path / "none")
-    assert f"the best val/loss was that of step {best}, of which there is no checkpoint any more" in ended.output
+    assert f"the best val/loss was at step {best}, but its checkpoint was deleted" in ended.output
 
 
 def test_without_a_run_and_in_a_sweep(run: Ended, tmp_path: Path) -> None:
     refused = command("mode=eval", root=tmp_path / "none")
-    assert (refused.code, refused.output) == (78, "run.dir: is not given: mode=eval is about one run (run.dir=runs/NAME/ID)\n")
+    assert (refused.code, refused.output) == (78, "run.dir: is missing: mode=eval needs one run (run.dir=runs/NAME/ID)\n")
     line = [sys.executable, str(ROOT / "train.py"), "-m", "mode=eval", f"run.dir={run.directory}", "eval.split=val,test"]
     done = subprocess.run(line, text=True, capture_output=True, timeout=60)
     assert done.returncode == 78 and "mode: eval does nothing with a sweep (without -m)" in done.stderr

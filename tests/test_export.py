@@ -172,7 +172,7 @@ def hide_onnxruntime() -> None:
 def test_without_onnx_there_are_the_others_and_a_line(run: Run, tmp_path: Path) -> None:
     copy = copied(run("mlp"), tmp_path)
     told = finished("mode=export", f"run.dir={copy}", root=tmp_path / "none", before=hide_onnxruntime).output
-    assert "no ONNX: that needs " in told and "onnxruntime (pip install 'steadfast[export]'" in told
+    assert "no ONNX: it needs " in told and "onnxruntime (pip install 'steadfast[export]'" in told
     assert {path.name for path in (copy / "export").iterdir()} == {"model.safetensors", "model.pt2"}
     line = ["mode=export", f"run.dir={copy}", "export.formats=[onnx]"]
     asked = command(*line, root=tmp_path / "none", before=hide_onnxruntime)
@@ -182,9 +182,9 @@ def test_without_onnx_there_are_the_others_and_a_line(run: Run, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("parallel=ddp", "parallel: is not to be given to mode=export: it takes the run as it is (only run.dir, run.root, "),
+        ("parallel=ddp", "parallel: cannot be given to mode=export: the mode uses the run as it is (only run.dir, run.root, "),
         ("export.formats=[pt3]", "export.formats: ['pt3'] is not valid"),
-        ("eval.split=val", "eval.split: is not to be given to mode=export"),
+        ("eval.split=val", "eval.split: cannot be given to mode=export"),
     ],
 )
 def test_what_is_wrong_is_said(line: str, said: str, run: Run, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_an_error_in_a_worker_is_told_in_three_lines(strategy: str, rank: int, t
     told = failed.output[failed.output.index("[rank 0] ERROR") :].splitlines()
     assert told[0] == f"[rank 0] ERROR: rank {rank} failed: LookupError: the planted fault"
     assert told[1].startswith("  at ") and told[1].endswith("in forward_backward")
-    assert told[2] == f"  the whole story is in {failed.directory / 'train.log'}"
+    assert told[2] == f"  the whole log is in {failed.directory / 'train.log'}"
     assert len(told) == 3, failed.output
     assert f"[rank {rank}] ERROR Traceback" in (failed.directory / "train.log").read_text()
     assert failed.summary["status"] == "failed"

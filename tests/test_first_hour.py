@@ -40,7 +40,7 @@ def test_overfitting_trains_and_evaluates_on_the_same_few_samples(tmp_path: Path
         (["trainer.limit_batches=0"], "trainer.limit_batches: 0 is ..."),
         (
             ["trainer.limit_batches=1", "trainer.overfit_batches=1"],
-            "trainer.limit_batches: is given, and so is trainer.overfit_batches ...",
+            "trainer.limit_batches: cannot be given together with trainer.overfit_batches ...",
         ),
     ],
 )

@@ -98,8 +98,8 @@ def test_outputs_that_are_too_large_are_left_out_with_a_warning(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ([*TEXTS, "parallel=context", "launch.nproc_per_node=2"], "part.predictions: takes the outputs of whole samples ... context ..."),
-        ([*RUN, "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "part.predictions: ... measures by its step() ..."),
+        ([*TEXTS, "parallel=context", "launch.nproc_per_node=2"], "part.predictions: needs the outputs of whole samples ... context ..."),
+        ([*RUN, "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "part.predictions: ... measures in its step() ..."),
         ([*RUN, "part.predictions.count=0"], "part.predictions: count=0 is out of range (at least 1) ..."),
         ([*RUN, "part.predictions.split=train"], "part.predictions.split: 'train' is not valid (one of val, test) ..."),
     ],

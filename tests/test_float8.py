@@ -71,7 +71,7 @@ def test_an_old_gpu_and_a_missing_package_are_said(
 
 def test_a_process_refuses_devices_that_cannot() -> None:
     convert_linear(nn.Linear(2, 2), to=None, devices=[torch.device("cpu")])
-    with pytest.raises(Unfit, match=r"precision: float8, but it takes a CUDA device.*precision=bf16"):
+    with pytest.raises(Unfit, match=r"precision: float8, but it needs a CUDA device.*precision=bf16"):
         convert_linear(nn.Linear(2, 2), to="float8", devices=[torch.device("cpu")])
 
 

@@ -74,7 +74,7 @@ def test_several_processes_warn_once_and_go_on(strategy: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (faulty.LaterBuffer, "late is float32 [12] now, and was not there at the start"),
+        (faulty.LaterBuffer, "late is float32 [12] now, and was missing at the start"),
         (faulty.GrowingBuffer, "history is float32 [2, 12] now, and was float32 [1, 12] at the start"),
     ],
 )

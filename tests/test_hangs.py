@@ -211,7 +211,7 @@ def test_a_rank_that_hangs_at_its_start_is_named(act: Act, whole: Callable[[str]
     ended, elapsed_s = hang("ddp 2", 1, act, at_the_start, folder=tmp_path)
     assert ended.code == 71, ended.output
     assert elapsed_s < WITHIN_S
-    assert ended.summary["error"].startswith("rank 1 hangs: it has not come so far"), ended.summary["error"]
+    assert ended.summary["error"].startswith("rank 1 hangs: it has not yet reported"), ended.summary["error"]
     assert_same_bits(finished(*LINES["ddp 2"], root=tmp_path / "runs"), whole("ddp 2"))
 
 
@@ -304,7 +304,7 @@ def test_a_rank_that_leaves_out_a_collective_is_named_and_the_same_command_conti
     ended, elapsed_s = hang(strategy, rank, leave_out, what, folder=tmp_path, options=options)
     check(ended, elapsed_s, rank=rank, stacks=dict.fromkeys(range(int(strategy[-1])), "fit"))
     part = "logging" if what is the_agreements else "training"
-    said = rf"rank {rank} hangs: in step {AT + 1} \({part}\) it has begun \d+ collectives on the {group} group, where "
+    said = rf"rank {rank} hangs: in step {AT + 1} \({part}\) it has started \d+ collectives on the {group} group, but "
     assert re.match(said, ended.summary["error"]), ended.summary["error"]
     if not options:
         assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))

@@ -196,7 +196,7 @@ def test_the_names_of_a_base_without_a_prefix_are_refused_with_the_prefix(tmp_pa
     [
         ("ours", "export.formats: huggingface: MLP has no save_pretrained()"),
         pytest.param("scaled", "export.formats: huggingface: Scaled has no save_pretrained()", marks=pytest.mark.slow),
-        ("unfrozen", "export.formats: huggingface: the adapter alone base_model.model.transformer.ln_f.weight was trained too"),
+        ("unfrozen", "export.formats: huggingface: only the adapter base_model.model.transformer.ln_f.weight was trained too"),
     ],
 )
 def test_what_has_no_folder_is_refused_before_anything_is_written(

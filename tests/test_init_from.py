@@ -177,7 +177,7 @@ def damage_of(kind: str, folder: Path) -> None:
     ("kind", "line"),
     [
         ("shard", "model.init_from: names model-00002-of-00002.safetensors, which cannot be read (No such file"),
-        ("place", "model.init_from: is in model-00002-of-00002.safetensors, where it is not"),
+        ("place", "model.init_from: is in model-00002-of-00002.safetensors, but ... is not there"),
         ("escape", "model.init_from: names '../hub/model-0000 which is not a safetensors file beside it"),
         ("json", "model.init_from: is damaged:"),
         ("map", "model.init_from: has no weight_map"),
@@ -208,7 +208,7 @@ def test_a_shard_that_changes_before_the_start_is_refused(first: Ended, tmp_path
     line = [*RUN, f"model.init_from={folder}", "parallel=ddp", "launch.nproc_per_node=2"]
     shard = folder / "model-00002-of-00002.safetensors"
     refused = command(*line, root=tmp_path / "runs", before=change_before_the_start(shard))
-    assert refused.code == 65 and f"model.init_from: {shard} has changed since the command was given" in refused.output
+    assert refused.code == 65 and f"model.init_from: {shard} has changed since the command started" in refused.output
 
 
 def test_the_configuration_of_a_run_holds_the_checksum_of_each_file(first: Ended, tmp_path: Path) -> None:  # noqa: F811

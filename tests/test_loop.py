@@ -488,4 +488,4 @@ def test_the_same_command_of_a_finished_run_says_so_and_changes_nothing(base: En
 @pytest.mark.parametrize(("warmup", "times"), [(100_000, 1), (1, 0)])
 def test_a_learning_rate_that_never_rises_is_said(warmup: int, times: int, tmp_path: Path) -> None:
     run = finished(*BASE, f"scheduler.warmup_steps={warmup}", root=tmp_path / "runs")
-    assert run.output.count("the learning rate never gets beyond") == times
+    assert run.output.count("the learning rate never exceeds") == times

@@ -35,7 +35,7 @@ def choices(key: str) -> str:
 CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout, init_from, parts"
 SECTION = "a section, whose keys are set as in {0}.KEY=VALUE"
 SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text with a comma \"'a,b'\")"
-HYDRA = "is Hydra's own and does nothing in a single run (run.root and run.dir say where a run goes)"
+HYDRA = "is a key of Hydra that does nothing in a single run (run.root and run.dir choose the run's directory)"
 MONITOR = "one of val/loss, val/accuracy, val/top5, train/loss, train/accuracy, train/top5"
 GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
 GIVES_TOKENS = (
@@ -53,7 +53,7 @@ MALFORMED: dict[str, list[str]] = {
     "gpus=2": ["gpus: unknown key (did you mean launch.nproc_per_node?)"],
     "parallel=fsdp parallel.prefetchh=2": ["parallel.prefetchh: unknown key (did you mean parallel.prefetch?)"],
     "trainer.compile=true trainer.activation_checkpointing=operations": [
-        "trainer.activation_checkpointing: operations, but of a compiled block (trainer.compile) the operations are not seen "
+        "trainer.activation_checkpointing: operations, but the operations of a compiled block (trainer.compile) are not visible "
         "(true, or a number of blocks)"
     ],
     "launch.nproc=2": ["launch.nproc: unknown key (did you mean launch.nproc_per_node?)"],
@@ -77,7 +77,7 @@ MALFORMED: dict[str, list[str]] = {
     "modle=mlp": ["modle: unknown key (did you mean model=mlp?)"],
     "model.hiden=3": ["model.hiden: unknown key (did you mean model.channels?)"],  # a misspelt word of other programs
     "parallel=deepspeed": [f"parallel: no option 'deepspeed' ({one_of('parallel')}; did you mean zero or fsdp?)"],
-    "trainer.accelerator=gpu": [Says("trainer.accelerator: unknown key ... the device is found by itself ... launch.nproc_per_node")],
+    "trainer.accelerator=gpu": [Says("trainer.accelerator: unknown key ... the device is chosen automatically ... launch.nproc_per_node")],
     "callbacks=default": [Says("callbacks: unknown key ... trainer and checkpoint ... part=NAME")],
     "trainer.lr=3": ["trainer.lr: unknown key (did you mean optimizer.lr?)"],
     "optimizer.weigth_decay=0.1": ["optimizer.weigth_decay: unknown key (did you mean optimizer.weight_decay?)"],
@@ -91,7 +91,7 @@ MALFORMED: dict[str, list[str]] = {
     "trainer=3": [f"trainer: 3 is not valid ({SECTION.format('trainer')})"],
     "trainer=null": [f"trainer: null is not valid ({SECTION.format('trainer')})"],
     "trainer.early_stopping=5": [f"trainer.early_stopping: 5 is not valid ({SECTION.format('trainer.early_stopping')})"],
-    "logger.tensorboard=3": ["logger.tensorboard: 3 is not valid (keys, as logger=tensorboard has them)"],
+    "logger.tensorboard=3": ["logger.tensorboard: 3 is not valid (keys, as in logger=tensorboard)"],
     "seed={a:1}": ["seed: {a: 1} is not valid (an integer)"],
     "seed.x=1": ["seed.x: unknown key (seed holds a value, not keys)"],
     "trainer.max_steps.foo=1": ["trainer.max_steps.foo: unknown key (trainer.max_steps holds a value, not keys)"],
@@ -117,8 +117,8 @@ MALFORMED: dict[str, list[str]] = {
     "logger=wandb logger.wandb.project=3": ["logger.wandb.project: 3 is not valid (text; did you mean \"logger.wandb.project='3'\"?)"],
     # out of range
     "seed=-1": ["seed: -1 is out of range (at least 0)"],
-    "seed=99999999999999999999999999": ["seed: 99999999999999999999999999 is out of range (at most 9223372036854775807, which is what 64 bits hold)"],
-    "seed=" + "9" * 5000: ["seed: an integer of 5000 digits (at most 19 digits, which is what 64 bits hold)"],
+    "seed=99999999999999999999999999": ["seed: 99999999999999999999999999 is out of range (at most 9223372036854775807, the limit of 64 bits)"],
+    "seed=" + "9" * 5000: ["seed: an integer of 5000 digits (at most 19 digits, the limit of 64 bits)"],
     "optimizer.lr=0": ["optimizer.lr: 0 is out of range (above 0)"],
     "optimizer.lr=nan": ["optimizer.lr: nan is out of range (a finite number)"],
     "optimizer.lr=inf": ["optimizer.lr: inf is out of range (a finite number)"],
@@ -162,7 +162,7 @@ MALFORMED: dict[str, list[str]] = {
     "seed=1,2": [f"seed: {SWEEP}"],
     "model=cnn,mlp": [f"model: {SWEEP}"],
     "seed=range(1,3)": [f"seed: {SWEEP}"],
-    "~seed": ["~seed: a key cannot be deleted (null switches off what can be off)"],
+    "~seed": ["~seed: a key cannot be deleted (null switches off an optional part)"],
     "+model.foo=1": [f"model.foo: unknown key ({CNN})"],
     "++seed=x": ["seed: 'x' is not valid (an integer)"],
     "hydra.run.dir=x": [f"hydra.run.dir: {HYDRA}"],
@@ -175,7 +175,7 @@ MALFORMED: dict[str, list[str]] = {
     "seed=???": ["seed: ??? is not valid (a value)"],
     # numbers that do not fit each other
     "micro_batch_size=128": ["micro_batch_size: 128 is more than global_batch_size=64 (at most 64)"],
-    "trainer.max_epochs=null": ["trainer.max_steps: null, as is trainer.max_epochs: the run would never end (a number for one of them)"],
+    "trainer.max_epochs=null": ["trainer.max_steps: null, and trainer.max_epochs is null too: the run would never end (a number for one of them)"],
     "model=gpt dataset=text model.dim=30": ["model.dim: 30 is not a multiple of 2 * num_heads=8: every head gets an equal share, and rotary positions turn its dims in pairs; set dim to a multiple of 8"],
     "checkpoint.monitor=loss": [f"checkpoint.monitor: 'loss' is not valid ({MONITOR}; did you mean val/loss?)"],
     "checkpoint.monitor=val/acuracy": [f"checkpoint.monitor: 'val/acuracy' is not valid ({MONITOR}; did you mean val/accuracy?)"],
@@ -183,26 +183,26 @@ MALFORMED: dict[str, list[str]] = {
     "launch.nproc_per_node=2": ["parallel: single is one process, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"],
     "parallel=model-parallel launch.nproc_per_node=2": ["parallel: model-parallel is one process, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"],
     "export.formats=[torchscript]": ["export.formats: ['torchscript'] is not valid (a list of safetensors, pt2, onnx, huggingface, as in [safetensors], or null)"],
-    "trainer.early_stopping.patience=2 trainer.eval_every=null": ["trainer.early_stopping.patience: is counted in evaluations, but with trainer.eval_every=null there is one, at the end (a number for trainer.eval_every)"],
+    "trainer.early_stopping.patience=2 trainer.eval_every=null": ["trainer.early_stopping.patience: is counted in evaluations, but with trainer.eval_every=null there is only one evaluation, at the end (a number for trainer.eval_every)"],
     "model=vit model.dim=30 model.num_heads=5 parallel=tensor launch.nproc_per_node=2": ["parallel.tensor: 2: does not divide the 5 heads of the model; take a divisor, or ddp, zero, fsdp or hsdp, which take any number"],
     "parallel=ddp_mp launch.nproc_per_node=2": [f"parallel: no option 'ddp_mp' ({one_of('parallel')}; did you mean ddp+mp?)"],
-    "parallel=ddp parallel.replicate=3 launch.nproc_per_node=2": ["parallel.replicate: 3, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=3, or null for one axis, which takes what is left)"],
-    "parallel=hsdp parallel.replicate=2 parallel.shard=3 launch.nproc_per_node=4": ["parallel.replicate: parallel.replicate=2 x parallel.shard=3 = 6, but launch.nproc_per_node gives 4 processes (try launch.nproc_per_node=6, or null for one axis, which takes what is left)"],
+    "parallel=ddp parallel.replicate=3 launch.nproc_per_node=2": ["parallel.replicate: 3, but launch.nproc_per_node gives 2 processes (try launch.nproc_per_node=3, or null for one axis, which takes the rest)"],
+    "parallel=hsdp parallel.replicate=2 parallel.shard=3 launch.nproc_per_node=4": ["parallel.replicate: parallel.replicate=2 x parallel.shard=3 = 6, but launch.nproc_per_node gives 4 processes (try launch.nproc_per_node=6, or null for one axis, which takes the rest)"],
     # data, machine
     "model=gpt": [f"model.vocab_size: {GIVES_IMAGES}", f"model.seq_len: {GIVES_IMAGES}"],
     "dataset=text": [f"model.{key}: {GIVES_TOKENS}" for key in ("num_classes", "in_channels", "image_size")],
     "dataset=mnist dataset.root=/nowhere": ["dataset.root: train-images-idx3-ubyte and its three companions, plain or .gz, are not in /nowhere/MNIST/raw (dataset.download=true)"],
     "dataset=cifar10 dataset.root=/nowhere": ["dataset.root: data_batch_1.bin, data_batch_2.bin, data_batch_3.bin, data_batch_4.bin, data_batch_5.bin, test_batch.bin not in /nowhere/cifar-10-batches-bin (dataset.download=true)"],
     "dataset=image_folder dataset.root=/nowhere": ["dataset.root: /nowhere/train has no class folders (expected /nowhere/train/<class>/*.png)"],
-    "dataset=tokens dataset.root=/nowhere": ["dataset.vocab_size: is null (how many tokens the tokenizer has)", "dataset.root: /nowhere/train.bin, /nowhere/val.bin not there (train.bin and val.bin, or one file)"],
+    "dataset=tokens dataset.root=/nowhere": ["dataset.vocab_size: is null (the number of the tokenizer's tokens)", "dataset.root: /nowhere/train.bin, /nowhere/val.bin not found (train.bin and val.bin, or one file)"],
     "dataset=text dataset.root=/nowhere model=gpt": ["dataset.root: /nowhere is not a folder (give one with text files)"],
-    "dataset=text dataset.tokenizer=/nowhere model=gpt": ["dataset.tokenizer: /nowhere is not there (a tokenizer.json of Hugging Face, or a folder with one)"],
+    "dataset=text dataset.tokenizer=/nowhere model=gpt": ["dataset.tokenizer: /nowhere does not exist (a tokenizer.json of Hugging Face, or a folder with one)"],
     "dataset=synthetic dataset.kind=tokens dataset.augment=true": ["dataset.augment: true: there is no augmentation of tokens (dataset.kind=images has one)"],
-    "backend=ucc": ["backend: ucc is not in this PyTorch build, but in one compiled from source with USE_UCC=1 (gloo, or auto for the best there is)"],
+    "backend=ucc": ["backend: ucc is not in this PyTorch build, but in builds from source with USE_UCC=1 (gloo, or auto for the best available)"],
     # the run's own keys
     "name=a/b": ["name: 'a/b' is not valid (a directory's name: no slash, at most 200 bytes)"],
     "name=..": ["name: '..' is not valid (a directory's name: no slash, at most 200 bytes)"],
-    "run.id=mine": ["run.id: cannot be chosen: it is a hash of what decides the result (name and run.dir can)"],
+    "run.id=mine": ["run.id: cannot be set: it is a hash of the keys that decide the result (set name or run.dir)"],
     "run.dir=/etc/hostname/x": ["run.root: /etc/hostname is not a directory (a directory, or a path where one can be made)"],
     "run.dir=": ["run.dir: '' is not valid (a directory; ~ is not replaced: use $HOME)"],
     "run.dir=" + "x" * 300: ["run.dir: is too long for a path (255 bytes between slashes, 3000 in all)"],
@@ -287,7 +287,7 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         assert libc.capset(header, sets) == 0
 
     ended = command(f"run.dir={tmp_path}/closed/runs", root=tmp_path / "runs", before=obey_modes)
-    assert re.fullmatch(r"run\.root: /\S+ cannot be written \(a directory that can\)\n", ended.output)
+    assert re.fullmatch(r"run\.root: /\S+ cannot be written \(a writable directory\)\n", ended.output)
     assert ended.code == Exit.CONFIGURATION
 
 
@@ -372,14 +372,16 @@ FLAGS = {
         for flag in ("--config-path", "-cp", "--config-dir", "-cd")
     },
     "-cd": ["--config-dir: has no value (--config-dir DIR)"],
-    "--package x": ["--package: is Hydra's, and not taken here (--cfg job prints the whole)"],
-    "--run": ["--run: is Hydra's, and not taken here (a run is what there is without it)"],
-    "--experimental-rerun x": ["--experimental-rerun: is Hydra's, and not taken here (the same command continues a run)"],
+    "--package x": ["--package: is a flag of Hydra that does not work here (--cfg job prints the whole)"],
+    "--run": ["--run: is a flag of Hydra that does not work here (a run is what there is without it)"],
+    "--experimental-rerun x": [
+        "--experimental-rerun: is a flag of Hydra that does not work here (the same command continues a run)"
+    ],
     "--info no": ["--info: 'no' is not valid (one of all, config, defaults, defaults-tree, plugins, searchpath)"],
     "-sc": [f"--shell-completion: '' is not valid ({SHELLS})"],
     "-sc install=ksh": [f"--shell-completion: 'install=ksh' is not valid ({SHELLS})"],
     "--cfg nonsense": ["--cfg: 'nonsense' is not valid (one of job, hydra, all)"],
-    "--resolve": ["--resolve: resolves what --cfg prints, and there is none (--cfg job --resolve)"],
+    "--resolve": ["--resolve: works only together with --cfg (--cfg job --resolve)"],
     "--cfg job lr=1": ["lr: unknown key (did you mean optimizer.lr?)"],
     "--cfg job nonsense": ["nonsense: is not key=value (key=value, or group=option)"],
     "-m seed=1,2,x model=cnn,cnnn": [
@@ -408,7 +410,7 @@ def test_a_directory_with_files_that_are_no_runs_is_refused(resume: str, tmp_pat
     line = [f"run.dir={home}", f"run.resume={resume}"]
     refused = command(*line, root=tmp_path / "runs")
     assert refused.code == Exit.CONFIGURATION
-    what = f"run.dir: {home} is not a run's: it holds 'docs' (a directory of its own, which the run makes)"
+    what = f"run.dir: {home} is not a run's directory: it holds 'docs' (a new directory, which the run makes)"
     assert lines(refused.output) == [what]
     assert sorted(path.name for path in home.iterdir()) == ["docs", "thesis.txt"]
 

@@ -166,7 +166,9 @@ def log_has(words: str, root: Path) -> bool:
 def test_training_goes_on_while_the_store_refuses(
     server: S3Server, store: str, whole: Callable[[str], Ended], tmp_path: Path
 ) -> None:
-    warned = lambda: wait_for(lambda: log_has("training goes on, tried again in", tmp_path / "runs"), what="a warning")  # noqa: E731
+    def warned() -> None:
+        said = "training continues, and the upload is tried again in"
+        wait_for(lambda: log_has(said, tmp_path / "runs"), what="a warning")
 
     def plant() -> None:
         after_step(6, both(lambda: wait_for_step(store, 4), server.refuse))()

@@ -60,7 +60,7 @@ def test_a_request_that_was_sent_twice_has_created_its_object(url: str) -> None:
 
 
 class Overwriting(LocalFileSystem):
-    """A store that does not know conditional writes."""
+    """A store that does not support conditional writes."""
 
     protocol = "overwriting"
 
@@ -73,7 +73,7 @@ def test_a_store_without_conditional_writes_is_refused(tmp_path: Path) -> None:
     url = f"overwriting://{tmp_path}/store"
     assert not url_problems("run.mirror", url)
     mirror = Mirror(url, directory(tmp_path / "run"))
-    with pytest.raises(StoreFailed, match="does not know conditional writes") as caught:
+    with pytest.raises(StoreFailed, match="does not support conditional writes") as caught:
         mirror.take(mirror.look())
     assert caught.value.is_wrong and not mirror.objects.listing()
 

@@ -233,7 +233,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
         (["optimizer.groups=[{match: '*', lr: -1}]"], ["optimizer.groups[0].lr: -1 is out of range"]),
         (["optimizer.groups={match: '*', lr: 1}"], ["optimizer.groups", "names and options"]),
         (["model=mynet", "name=x${data:num_classes}"], ["name: x${data:num_classes}", "for components"]),
-        (["model=mynet", "model.width=1${data:num_classes}"], ["model.width: 1${data:num_classes}", "the whole of a value"]),
+        (["model=mynet", "model.width=1${data:num_classes}"], ["model.width: 1${data:num_classes}", "the whole value"]),
         (["model=mynet", "model._recursive_=maybe"], ["model._recursive_: 'maybe'", "true or false"]),
         (
             ["model._target_=mynet.stack", "model.layers=[{_target_: mynet.haed}, {_target_: mynet.head, in_feature: 3}]"],
@@ -243,7 +243,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
         (["+augment=hard", "extra=5"], ["extra: 5", "section"]),
         (["augment.strength=5"], ["augment.strength", "+augment=OPTION"]),
         (["+augment.strength=5"], ["augment.strength", "+augment=OPTION"]),
-        (["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"], ["scheduler: ReduceLROnPlateau steps by a metric"]),
+        (["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"], ["scheduler: ReduceLROnPlateau uses a metric"]),
         (["+augment=hard", "augment.strenth=5"], ["augment.strenth", "did you mean augment.strength?"]),
         (["optimizer.groups=5"], ["optimizer.groups: 5", "names and options"]),
     ],
@@ -529,7 +529,7 @@ def test_a_search_written_in_a_file(folder: Path) -> None:
 def test_an_option_with_a_sweep_of_its_own_is_not_swept(folder: Path) -> None:
     grid = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      seed: 1,2\n"
     write(folder, conf__experiment__grid=grid)
-    assert "experiment: grid defines a sweep of its own" in refused("-m", "experiment=grid,null", "mode=plan", folder=folder)
+    assert "experiment: grid defines its own sweep" in refused("-m", "experiment=grid,null", "mode=plan", folder=folder)
     listed = typed("-m", "experiment=grid", "model=mynet", "mode=plan", "hydra.verbose=true", directory=folder)
     assert listed.code == 0 and listed.output.count("missing") == 2, listed.output
 

@@ -322,17 +322,17 @@ def test_sharpness_is_the_gradient_of_a_point_uphill(tmp_path: Path) -> None:
 
 REFUSED = {
     "Nothing": "part.nothing: a Nothing has no method that the loop calls (one of begun, ...",
-    "HalfAState": "part.halfastate: a HalfAState has one of state_dict and load_state_dict: ...",
-    "Forgets": "part.forgets: count goes on from step to step, and no checkpoint holds it (return it from state_dict(), ...",
+    "HalfAState": "part.halfastate: a HalfAState has only one of state_dict and load_state_dict: ...",
+    "Forgets": "part.forgets: count changes from step to step, and no checkpoint holds it (return it from state_dict(), ...",
     "Unstorable": "part.unstorable.when: is a value of type object, which no checkpoint can hold ...",
     "FailsLate": "part.failslate: it fails in a rehearsal: KeyError: 'late' ...",
-    "OfRank": "part.ofrank: 2 processes compute something else with this model than one does: ... loop.sum() ...",
-    "TakenColumn": "part.takencolumn: its column loss is another's (a name of its own; ...",
+    "OfRank": "part.ofrank: 2 processes compute different results with this model than one process: ... loop.sum() ...",
+    "TakenColumn": "part.takencolumn: its column loss has the name of another column (use a new name; ...",
     "OddColumn": "part.oddcolumn: its column when is a object (a number, or a list of numbers; ...",
     "NoDictionary": "part.nodictionary: state_dict() returns a int (a dictionary; ...",
     "WholeMask": "part.wholemask: it fails in a rehearsal: RuntimeError: ... DTensor ...",
     "TensorOfRank": "part.tensorofrank.mean: differs between the processes ...",
-    "Judges": "part.judges: best goes on from evaluation to evaluation, and no checkpoint holds it (return it from ...",
+    "Judges": "part.judges: best changes from evaluation to evaluation, and no checkpoint holds it (return it from ...",
     "StateOfRank": "part.stateofrank.norm: differs between the processes ...",
 }
 
@@ -356,7 +356,7 @@ def test_what_breaks_the_promise_is_refused_before_the_start(part: str, tmp_path
         (["part=swa", "part.swa.start=2"], "part.swa: start=2 is out of range (from 0 to below 1)"),
         (["part=swa", "part.swa.begin=2"], "part.swa.begin: unknown key ..."),
         (["part=nothing"], "part: no option nothing ..."),
-        (["part=swa", "parallel=local-sgd", "launch.nproc_per_node=2"], "part: swa, but between its averages ..."),
+        (["part=swa", "parallel=local-sgd", "launch.nproc_per_node=2"], "part: swa, but between two averages ..."),
         (["part=text_samples"], "part.text_samples.tokenizer: a Synthetic has no encode(text) and decode(tokens) ..."),
     ],
 )
@@ -374,7 +374,7 @@ def test_a_part_that_acts_only_now_and_then_is_named_before_the_start(part: str,
     strategy = ["parallel=fsdp" if "Shards" in part else "parallel=ddp", "launch.nproc_per_node=2"]
     line = [*RUN, *MODELS["gpt, tied"], *own(part), "rehearse=true", *strategy]
     refused = command(*line, root=tmp_path / "runs")
-    said = f"part.{part.lower()}: 2 processes compute something else ... without it, they compute the same (act alike ..."
+    said = f"part.{part.lower()}: 2 processes compute different results ... without it, they compute the same (act alike ..."
     assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
 
 
@@ -388,7 +388,7 @@ def test_state_that_begins_late_is_warned_of_once_unless_it_is_declared(tmp_path
 
 LATE = (
     "[rank 0] WARNING: part.beginslate.count has changed for the first time since the start, and no checkpoint holds it: if "
-    "anything depends on it, a run that is continued computes something else (docs/extend.md)"
+    "anything depends on it, a continued run computes different results (docs/extend.md)"
 )
 
 

@@ -109,7 +109,7 @@ def test_every_strategy_writes_the_same(
     line = [f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh]
     if strategy in CONTEXTS:
         refused = command("mode=predict", f"run.dir={tmp_path / 'copy'}", *line, root=tmp_path / "none")
-        assert refused.code == 78 and "mode: takes the outputs of whole samples" in refused.output
+        assert refused.code == 78 and "mode: needs the outputs of whole samples" in refused.output
         return
     records, tensors = predicted(tmp_path / "copy", *line, root=tmp_path / "none")
     assert records == [{"sample": number} for number in range(13)]
@@ -196,8 +196,8 @@ def test_files_are_predicted_by_their_names_where_no_training_data_are(tmp_path:
     ("kind", "line", "said"),
     [
         ("images", "predict.split=tst", "predict.split: 'tst' is not valid did you mean test?"),
-        ("images", "eval.split=val", "eval.split: is not to be given to mode=predict"),
-        ("images", "predict.files=FOLDER predict.split=val", "predict.split: is given, and so is predict.files"),
+        ("images", "eval.split=val", "eval.split: cannot be given to mode=predict"),
+        ("images", "predict.files=FOLDER predict.split=val", "predict.split: cannot be given together with predict.files"),
         ("images", "predict.files=FOLDER/none", "predict.files: is not a directory"),
         ("images", "predict.files=FOLDER", "predict.files: holds no image"),
         ("tokens", "predict.files=FOLDER", "predict.files: its samples are not images"),

@@ -63,7 +63,7 @@ def test_rank_0_records_or_all_do(value: str, ranks: list[int], tmp_path: Path) 
 def test_a_run_that_is_continued_is_recorded_again(plain: Ended, tmp_path: Path) -> None:
     stopped = command(*LINE, PROFILE, root=tmp_path / "runs", before=after_step(3, preempt))
     assert stopped.code == 75 and traces(stopped) == []
-    assert "trainer.profile: nothing is recorded, which begins with the 4th step that is taken" in stopped.output
+    assert "trainer.profile: nothing is recorded, because the recording starts with step 4 of the process" in stopped.output
     run = finished(*LINE, PROFILE, root=tmp_path / "runs")
     assert traces(run) == ["step_00000007_rank_0.json"]
     assert_same_bits(run, plain)

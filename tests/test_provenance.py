@@ -171,7 +171,7 @@ def test_a_damaged_record_stops_nobody(folder: Path, damage: str) -> None:
     first = run(folder)
     (first.directory / "provenance.json").write_text(damage)
     again = run(folder)
-    assert again.code == 0 and "whether the code is what the run began with is not known" in again.output
+    assert again.code == 0 and "it is not known whether the code has changed" in again.output
 
 
 def test_a_checkpoint_of_another_run_is_not_continued_from(folder: Path) -> None:

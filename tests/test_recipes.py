@@ -69,7 +69,7 @@ RECIPES = {
     ),
     "gpt2_124m": Recipe(
         write_tokens,
-        "dataset.root: {0}/train.bin, {0}/val.bin not there (train.bin and val.bin, or one file; nanoGPT's data/openwebtext/prepare.py writes them)",
+        "dataset.root: {0}/train.bin, {0}/val.bin not found (train.bin and val.bin, or one file; nanoGPT's data/openwebtext/prepare.py writes them)",
         ["dataset.seq_len=32", "model.dim=16", "model.num_layers=2", "model.num_heads=2", "trainer.compile=false",
          "global_batch_size=4", "micro_batch_size=2"],
     ),

@@ -202,7 +202,7 @@ def test_spoiled_records_do_not_stop_a_run(
     spoil: Callable[[Path], None], uninterrupted: dict[str, Ended], tmp_path: Path
 ) -> None:
     stopped = command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt))
-    assert "stopped after step 9; the same command continues from step 9" in stopped.output
+    assert "stopped after step 9; the same command continues from the checkpoint of step 9" in stopped.output
     spoil(stopped.directory)
     assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted["single"])
 

@@ -37,7 +37,7 @@ def test_synchronised_statistics_are_those_of_the_whole_batch(
     line, alone = one_process
     run = finished(*line, SYNC, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
     assert_close(run, alone)
-    assert "depends on the number of processes" not in run.output
+    assert "depend on the number of processes" not in run.output
 
 
 def test_without_it_they_are_not(one_process: tuple[list[str], Ended], tmp_path: Path) -> None:
@@ -50,5 +50,5 @@ def test_without_it_they_are_not(one_process: tuple[list[str], Ended], tmp_path:
 def test_stages_that_have_no_samples_of_their_own_refuse_it(tmp_path: Path) -> None:
     refused = command(*RUN, SYNC, "parallel=ddp+pp", "launch.nproc_per_node=4", root=tmp_path / "runs")
     assert refused.code == 78
-    what = "true, but processes along the pipeline axis have no samples of their own"
+    what = "true, but processes along the pipeline axis do not have their own samples"
     assert refused.output == f"trainer.sync_batchnorm: {what} (false, or parallel=ddp, zero, fsdp or hsdp)\n"

@@ -219,9 +219,9 @@ REFUSED = {
     "no metric": (["metric=f1", "metric.f1._target_=tests.test_torchmetrics.not_a_metric"], "metric.f1: ... gives a Linear (a torchmetrics.Metric)"),
     "another task": (["metric=r2"], "metric.r2: does not take this task's outputs and targets: ... predictions() ..."),
     "averages": (["metric=f1", "metric.f1._target_=tests.test_torchmetrics.ByMeans", "parallel=ddp", TWO], "metric.f1: ByMeans averages its state share ..."),
-    "an unknown direction": ([*METRICS, "checkpoint.monitor=val/confusion_matrix"], "checkpoint.mode: null, but nothing says ... (min or max; ..."),
+    "an unknown direction": ([*METRICS, "checkpoint.monitor=val/confusion_matrix"], "checkpoint.mode: null, but it is not known ... (min or max; ..."),
     "an unknown monitor": ([*METRICS, "checkpoint.monitor=val/f3"], "checkpoint.monitor: ... did you mean val/f1?"),
-    "an own step": (["metric=f1", "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "metric: ... measures by its step() ..."),
+    "an own step": (["metric=f1", "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "metric: ... measures in its step() ..."),
 }  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def test_context_refuses_them(tmp_path: Path) -> None:
     ]
     line += ["metric=f1", "metric.f1.num_classes=64", "metric.f1.ignore_index=-100", "parallel=context", TWO]
     refused = command(*line, root=tmp_path / "runs")
-    assert refused.code == 78 and refused.output == Says("metric: takes the outputs of whole samples ...")
+    assert refused.code == 78 and refused.output == Says("metric: needs the outputs of whole samples ...")
 
 
 def test_tokens_are_classes_in_a_dimension_that_torchmetrics_expects(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ TURNS = TURNS.replace("optimizer: 1, ", "")
 GAN = [*RUN, *SMALL, "model._target_=tests.trainings.Gan", "task._target_=tests.trainings.Adversarial", TURNS, "trainer.max_steps=6",
        "trainer.clip_grad_norm=null", "checkpoint.every=2"]  # fmt: skip
 REFUSED = {
-    **dict.fromkeys(("pipeline", "ddp+pp", "context", "fsdp+context"), "the task has a step of its own"),
-    "pp+fsdp+tp": "does not answer chain()",
+    **dict.fromkeys(("pipeline", "ddp+pp", "context", "fsdp+context"), "the task has its own step"),
+    "pp+fsdp+tp": "does not have chain()",
     "parameter-server": "several optimizers",
 }
 One = Callable[..., Ended]
@@ -118,19 +118,19 @@ def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
             ["optimizer.turns.critic.match=critique.*"],
             "optimizer.turns.critic.match: critique.* matches no parameter that is trained ...",
         ),
-        (["optimizer.turns.critic.match=critic.0.*"], "optimizer.turns: none of them has critic.2.weight (name it in one, ..."),
+        (["optimizer.turns.critic.match=critic.0.*"], "optimizer.turns: no turn has critic.2.weight (name it in a turn, ..."),
         (["optimizer.turns.critic.match='*'"], "optimizer.turns: critic and generator have generator.0.weight (one of them)"),
-        (["optimizer.turns.critic.every=3"], "optimizer.turns: some steps would take none of them (every: 1 for one)"),
+        (["optimizer.turns.critic.every=3"], "optimizer.turns: some steps would have no turn (every: 1 for one)"),
         (["optimizer.turns.critic.every=0"], "optimizer.turns.critic.every: 0 is not valid (a number of steps, at least 1)"),
         (
             ["optimizer.turns.critic.learning_rate=1"],
             "optimizer.turns.critic.learning_rate: unknown key (did you mean optimizer.lr?)",
         ),
-        (["precision=fp16"], "precision: fp16, whose loss scale is about whole steps, but optimizer.turns divides them ..."),
+        (["precision=fp16"], "precision: fp16, but its loss scale needs whole steps, and optimizer.turns divides them ..."),
         (["trainer.divergence.action=skip"], "trainer.divergence.action: skip, but a step of several turns ..."),
         (
             ["parallel=local-sgd", "launch.nproc_per_node=2", "trainer.eval_every=null", "checkpoint.every=null"],
-            "optimizer.turns: are several optimizers, ...",
+            "optimizer.turns: ... several optimizers ...",
         ),
     ],
 )

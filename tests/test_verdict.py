@@ -13,7 +13,7 @@ USUAL = {"training": (4, 1), "logging": (0, 1)}  # collectives of a step's parts
 def seen(rank: int, parts: list[str], *, begun: tuple[int, int] = (0, 0), odd: dict[int, int] | None = None) -> RankReport:
     """A rank that has gone through these parts of the program, and begun so many collectives in the last.
 
-    `odd`: how many it has begun on the default group where that was unusual, by the part's number.
+    `odd`: how many it has started on the default group where that was unusual, by the part's number.
     """
     beats, totals = [], (0, 0)
     for number, part in enumerate(parts):
@@ -32,18 +32,18 @@ STEPS = ["training", "logging"] * 4  # the beats 0 to 7
 
 def test_who_has_begun_less_than_before_in_the_same_part_has_left_one_out() -> None:
     said = verdict(seen(0, [*STEPS, "training"], begun=(4, 0)), seen(1, [*STEPS, "training", "logging"], odd={8: 3}))
-    assert said.startswith("rank 1 hangs: in step 5 (training) it has begun 3 collectives on the default process group, "
-                           "where 4 are expected; all have waited"), said  # fmt: skip
+    assert said.startswith("rank 1 hangs: in step 5 (training) it has started 3 collectives on the default process group, "
+                           "but 4 are expected; all have waited"), said  # fmt: skip
 
 
 def test_who_has_begun_more_than_before_is_named_and_not_the_one_that_went_on() -> None:
     said = verdict(seen(0, [*STEPS, "training"], begun=(5, 0)), seen(1, [*STEPS, "training", "logging"], begun=(0, 1)))
-    assert said.startswith("rank 0 hangs: in step 5 (training) it has begun 5 collectives"), said
+    assert said.startswith("rank 0 hangs: in step 5 (training) it has started 5 collectives"), said
 
 
 def test_what_was_left_out_some_parts_ago_is_found() -> None:
     said = verdict(seen(0, [*STEPS, "training"], begun=(4, 0)), seen(1, [*STEPS, "training", "logging"], odd={4: 3}))
-    assert said.startswith("rank 1 hangs: in step 3 (training) it has begun 3 collectives"), said
+    assert said.startswith("rank 1 hangs: in step 3 (training) it has started 3 collectives"), said
 
 
 def test_ranks_of_a_pipeline_are_not_measured_by_each_other() -> None:
@@ -51,13 +51,13 @@ def test_ranks_of_a_pipeline_are_not_measured_by_each_other() -> None:
         1, [*STEPS, "training"], begun=(2, 0), odd=dict.fromkeys(range(0, 8, 2), 2) | dict.fromkeys(range(1, 8, 2), 1)
     )
     said = verdict(seen(0, [*STEPS, "training"], begun=(1, 0)), last_stage)
-    assert "most likely" in said and "which of them is wrong is not known" in said
+    assert "probably hangs" in said and "it is not known which rank is wrong" in said
 
 
 def test_where_no_rank_of_the_node_hangs_another_nodes_are_said_to_be_missing() -> None:
     said = judge([seen(2, STEPS), seen(3, STEPS)], timeout_s=3.0, spans_nodes=True)
     assert said.startswith(
-        "of this node no rank hangs, and all have waited launch.timeout_s=3 seconds for those of another: rank 2"
+        "no rank of this node hangs, and all have waited launch.timeout_s=3 seconds for ranks of another node: rank 2"
     )
 
 

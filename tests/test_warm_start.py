@@ -48,7 +48,7 @@ def test_under_any_strategy_a_run_begins_with_the_files_weights(
     line = [f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, init(first.directory / "model.safetensors")]
     run = finished(*RUN, *STILL, *line, root=tmp_path / "runs")
     assert_begun_with(run, first.weights)
-    assert "model.init_from: 24 of the model's 24 tensors are those of " in run.output
+    assert "model.init_from: 24 of the model's 24 tensors are loaded from " in run.output
     assert "WARNING" not in run.output
     cold = finished(*RUN, *STILL, root=tmp_path / "cold")
     assert (cold.weights["head.weight"] - first.weights["head.weight"]).abs().max() > 1e-3
@@ -179,7 +179,7 @@ def test_two_places_to_begin_from_are_refused(first: Ended, tmp_path: Path) -> N
     line = [init(first.directory / "model.safetensors"), f"run.resume={first.directory}", "name=other"]
     refused = command(*RUN, *line, root=tmp_path / "runs")
     assert refused.code == 78
-    assert "model.init_from: is given, and so is run.resume: each says where the weights are from" in refused.output
+    assert "model.init_from: cannot be given together with run.resume: each chooses the first weights" in refused.output
 
 
 def change_before_the_start(path: Path) -> Callable[[], None]:
@@ -202,4 +202,4 @@ def test_a_file_that_changes_before_the_start_is_refused(ranks: int, first: Ende
     line = [*RUN, init(file), "parallel=ddp", f"launch.nproc_per_node={ranks}"]
     refused = command(*line, root=tmp_path / "runs", before=change_before_the_start(file))
     assert refused.code == 65, refused.output
-    assert f"model.init_from: {file} has changed since the command was given" in refused.output
+    assert f"model.init_from: {file} has changed since the command started" in refused.output

@@ -28,7 +28,7 @@ LEAN = {"hf mamba": 1e-6}  # it computes partly in float32
 
 # Which strategies refuse which models, and the words that say why. All else computes what one process does.
 NO_CHAIN, NO_ROW, UNSHARDED = (
-    "does not answer chain()",
+    "does not have chain()",
     "and its forward cannot be cut at its blocks",
     "only these can be sharded",
 )
@@ -40,7 +40,7 @@ NOT_IN_A_ROW = ["hf resnet", "timm convnext", "timm swin", "torchvision swin", "
                 "frozen part", "moe", "one moe", "unet", "autograd function", "gradient penalty", "hf mixtral", "x-transformers", "lstm",
                 "nn.MultiheadAttention"]  # fmt: skip
 REFUSED = {
-    **{(model, strategy): "does not answer mixers()" for model in (*IMAGES, *TOKENS) for strategy in CONTEXTS},
+    **{(model, strategy): "does not have mixers()" for model in (*IMAGES, *TOKENS) for strategy in CONTEXTS},
     **{(model, "pp+fsdp+tp"): UNSHARDED for model in (*IMAGES, *TOKENS) if model not in LISTED},
     **{(model, strategy): NO_ROW for model in NOT_IN_A_ROW for strategy in PIPELINES},
     **{(model, strategy): "divides the features of no linear layer" for strategy in ("tensor", "fsdp+tp")
@@ -48,9 +48,9 @@ REFUSED = {
     **{(model, strategy): "parallel.find_unused_parameters=true" for model in ("moe", "one moe")
        for strategy in ("ddp", "ddp+mp", "zero", "auto", "fsdp", "hsdp")},
     **{("gradient penalty", strategy): "2 processes" for strategy in ("fsdp", "hsdp", "tensor", "fsdp+tp")},
-    **{("teacher", strategy): "its forward moves teacher.0.weight" for strategy in ALL},
+    **{("teacher", strategy): "its forward changes teacher.0.weight" for strategy in ALL},
     **{("teacher", strategy): NO_ROW for strategy in PIPELINES},
-    **{(model, strategy): "is not seen to call a module of stacked experts" for strategy in FOR_EXPERTS
+    **{(model, strategy): "calls no known module of stacked experts" for strategy in FOR_EXPERTS
        for model in (*IMAGES, *TOKENS) if model != "hf mixtral"},
 }  # fmt: skip
 

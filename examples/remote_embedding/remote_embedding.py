@@ -137,6 +137,6 @@ def problems(model: nn.Module, *, demands: Any, table: str, **others: object) ->
     """Return why a run cannot have its table in another process."""
     if table not in dict(model.named_modules()):
         return [f"table={table}: the model has no such module; it has {', '.join(name for name, _ in model.named_children())}"]
-    at_odds = {"the task has a step of its own": demands.own_step, "the weights are averaged": demands.averages,
+    at_odds = {"the task has its own step": demands.own_step, "the weights are averaged": demands.averages,
                "optimizer.turns": demands.turns}  # fmt: skip
     return [f"table={table}: {what}, which this strategy does not do; parallel=ddp" for what, asked in at_odds.items() if asked]

@@ -209,7 +209,7 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
             return [replaced(item, key) for item in value]
         named = _DATA.fullmatch(value) if isinstance(value, str) else None
         if named is None and "${data:" in str(value):
-            problems.append(Problem(key, f"{value} is not valid", "a fact is the whole of a value, as in ${data:num_classes}"))
+            problems.append(Problem(key, f"{value} is not valid", "a fact must be the whole value, as in ${data:num_classes}"))
         if named is not None and named[1] not in info:
             problems.append(Problem(key, f"the dataset does not give {named[1]!r}", f"it gives {', '.join(info) or 'nothing'}"))
         return value if named is None else info.get(named[1])

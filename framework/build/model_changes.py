@@ -34,8 +34,8 @@ def change_model(
         if callable(compile_loss := getattr(task, "compile_loss", None)):
             compile_loss()
     elif trainer.compile and world.rank == 0:
-        LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training goes on "
-                       "without, at the model's own speed")  # fmt: skip
+        LOGGER.warning("trainer.compile is off: no C++ compiler was found (install g++, or set CXX); training continues "
+                       "without compilation")  # fmt: skip
     # outside of the compiled code: a compiler would treat the copies of the buffers and the CPU's memory as constants
     if trainer.activation_checkpointing:
         recompute_activations(blocks, which=trainer.activation_checkpointing)

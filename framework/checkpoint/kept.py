@@ -102,7 +102,7 @@ def kept_here(held: Held, *, initial: Sequence[Mapping[str, Any]]) -> Kept:
     kept = Kept()
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor):
-            raise Unkept(f"{shown(parameter)}, an entry of no parameter")
+            raise Unkept(f"{shown(parameter)}, an entry that belongs to no parameter")
         plain = {key: encoded(value) for key, value in state.items() if value is not None and not isinstance(value, Tensor)}
         if plain and id(parameter) in names:
             kept.numbers[names[id(parameter)]] = plain

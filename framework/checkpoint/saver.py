@@ -95,8 +95,8 @@ class Saver:
         agreement = self._world.agreement
         left, needed = -agreement.largest(-PREEMPTION.left_of(grace_s)), agreement.largest(self.last.seconds)
         if left < needed and self._world.rank == 0:
-            LOGGER.warning("no checkpoint of step %d: %.1f s of launch.grace_s are left, and the last one took %.1f s; the "
-                           "run continues from that, of step %d",
+            LOGGER.warning("no checkpoint of step %d: %.1f s of launch.grace_s are left, and the last checkpoint took %.1f s; "
+                           "the run continues from the checkpoint of step %d",
                            step, max(0.0, left), needed, self.last.step)  # fmt: skip
         return left < needed
 
@@ -128,7 +128,7 @@ class Saver:
             if len(self._failures) > self._max_failures:
                 raise
             if self._world.rank == 0:
-                LOGGER.warning("%s; training goes on (failure %d in a row, of %d that checkpoint.max_failures allows)",
+                LOGGER.warning("%s; training continues (failure %d in a row; checkpoint.max_failures allows %d)",
                                failure, len(self._failures), self._max_failures)  # fmt: skip
 
     def _note(self, committed: Committed) -> None:

@@ -121,5 +121,5 @@ def checked_state(state: Any) -> dict[str, Any]:
     try:
         SavedState.model_validate(state)
     except ValidationError as error:
-        raise Invalid(f"its state is not a run's: {first_fault(error)}") from None
+        raise Invalid(f"its state is not the state of a run: {first_fault(error)}") from None
     return state

@@ -141,7 +141,7 @@ class CheckpointStore:
             is_damaged |= not state
             reasons.append(f"{path}: {reason}")
         if reasons:
-            left = "no valid checkpoint is left" if is_damaged else "none fits: the run goes on with what it began with"
+            left = "no valid checkpoint is left" if is_damaged else "no checkpoint fits: the run's data or model has changed"
             raise NoValidCheckpoint("\n".join([*reasons, f"{left}; run.resume=never starts over"]))
         return None
 

@@ -71,7 +71,7 @@ def _held(path: Path) -> dict[str, Stored]:
             raise Invalid(f"names {file.name}, which {error}") from None
     places = index_of(first)
     if absent := [name for name, file in places.items() if name not in headers[file]]:
-        raise Invalid(f"says that {shown(absent[0])} is in {places[absent[0]]}, where it is not")
+        raise Invalid(f"says that {shown(absent[0])} is in {places[absent[0]]}, but {shown(absent[0])} is not there")
     return {name: Stored(first.with_name(file), name, headers[file][name]) for name, file in places.items()}
 
 

@@ -46,8 +46,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise Invalid(f"cannot be read ({error.strerror})") from None
     except Invalid:
         if _is_pickled(path):
-            what = "it is a pickle, which could run code as it is read"
-            raise Invalid(f"is not a safetensors file: {what}; `steadfast convert {path}` makes one of it") from None
+            what = "it is a pickle, and reading a pickle can run code"
+            raise Invalid(f"is not a safetensors file: {what}; `steadfast convert {path}` converts it") from None
         raise
     if odd := [name for name in header if not name.isprintable()]:
         raise Invalid(f"has a name that cannot be printed: {shown(odd[0])}")
@@ -131,7 +131,7 @@ def _chunks_of(path: Path) -> dict[str, StoredChunk]:
 def _fault(name: str, parts: Sequence[StoredChunk]) -> str | None:
     first = parts[0]
     if not name.startswith(_KINDS) or not name.isprintable():
-        return "belongs to none of the model, the optimizer, the average, the task and the parts"
+        return "does not belong to the model, the optimizer, the average, the task or a part"
     if first.dtype not in DTYPES or any(part.dtype != first.dtype for part in parts):
         return "has a type that torch does not have, or several"
     if any(not len(part.offsets) == len(part.sizes) == len(first.sizes) for part in parts):

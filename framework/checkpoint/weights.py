@@ -139,7 +139,7 @@ def warm_start(module: nn.Module, entries: Sequence[InitFile], *, digests: Mappi
     except Invalid as error:  # it happens on this rank only, just after a successful read: no agreement
         raise RuntimeError(f"model.init_from: {error}") from None
     if world.rank == 0:
-        LOGGER.info("model.init_from: %d of the model's %d tensors are those of %s", len(fit.fitting),
+        LOGGER.info("model.init_from: %d of the model's %d tensors are loaded from %s", len(fit.fitting),
                     len(module.state_dict()), ", ".join(entry.file for entry in entries))  # fmt: skip
         for line in fit.faults:
             LOGGER.warning("model.init_from: %s", line)
@@ -151,4 +151,4 @@ def _file_fault(file: tuple[str, str]) -> str:
         _, actual = checksum(Path(path))
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
-    return "" if actual == digest else f"{path} has changed since the command was given; give it again, for another run"
+    return "" if actual == digest else f"{path} has changed since the command started; the same command starts another run"

@@ -46,10 +46,11 @@ def about_runs(command: str, arguments: list[str]) -> int:
 def _write_patch(run: Path, target: Path) -> int:
     patch = patch_of(run)
     if not patch or target.exists():
-        what = f"{target} is there already" if patch else f"{run} was started from a commit without changes, or has no record"
+        unchanged = f"{run} was started from a commit without changes, or has no record of its start"
+        what = f"{target} exists already" if patch else unchanged
         return print_problems([Problem("patch", what)])
     target.write_text(patch)
-    print(f"{target} has what differed from the commit")
+    print(f"{target} has the differences from the commit")
     return Exit.FINISHED
 
 
@@ -63,7 +64,7 @@ def _find(text: str, root: Path | None) -> Path | str:
     if len(named) == 1:
         return named[0]
     several = f"names {len(named)} runs: {', '.join(map(str, named[:5]))}"
-    return f"{text} {several if named else f'is neither a run nor the beginning of the id of one below {root}'}"
+    return f"{text} {several if named else f'is neither a run nor the beginning of the id of a run below {root}'}"
 
 
 # --- show
@@ -76,7 +77,7 @@ def _show(path: Path) -> list[str]:
         f"{label_of(path)}: {state_line(directory)}",
         *aligned([("directory", str(path.resolve())), *_progress(directory)]),
     ]
-    lines += section("what it computes, beside the defaults", _settings(path, is_execution=False))
+    lines += section("what it computes (without the defaults)", _settings(path, is_execution=False))
     lines += section("how it is executed", [*_settings(path, is_execution=True), *_execution(summary, start)])
     lines += section("metrics", metrics_of(summary))
     lines += section("files", _files(directory))
@@ -94,7 +95,7 @@ def _progress(directory: RunDirectory) -> list[tuple[str, str]]:
     memory = [number(value) for value in items_of(summary.get("memory_gib"))]
     shown_as = {
         "step": f"{step:,.0f}" + (f" of {total:,.0f}" if math.isfinite(total) else ""),
-        "samples": f"{samples:,.0f}" + (f", {samples / trained:,.0f} a second of training" if trained > 0 else ""),
+        "samples": f"{samples:,.0f}" + (f", {samples / trained:,.0f} per second of training" if trained > 0 else ""),
         "time": f"{seconds:,.1f} s, {summary.get('restarts', 0)} restarts",
         "parameters": f"{number(summary.get('parameters')):,.0f}",
         "memory": f"{max(memory, default=math.nan):.2f} GiB, of the largest process",
@@ -141,18 +142,18 @@ def _diff(first: Path, second: Path) -> list[str]:
         computed, executed = compare.config_differences(first, second)
     except ValueError as error:
         computed, executed = {"config.yaml": (str(error), "")}, {}
-    lines += _two("configuration: what decides the id of a run", computed)
-    lines += _two("configuration: what does not", executed)
+    lines += _two("configuration: keys that decide the id of a run", computed)
+    lines += _two("configuration: other keys", executed)
     code = compare.code_differences(first, second)
     lines += section("code", code or ["the same"], is_pairs=False)
-    lines += _two("surroundings of the latest start", compare.environment_differences(first, second))
+    lines += _two("environment of the latest start", compare.environment_differences(first, second))
     lines += section("rows of metrics.jsonl", _rows(compare.rows_difference(first, second)), is_pairs=False)
     return lines + section("final weights", [compare.weights_difference(first, second)], is_pairs=False)
 
 
 def _rows(found: compare.RowsDifference) -> list[str]:
     alone = [f"{count} only in {run}" for run, count in zip("AB", found.num_alone) if count]
-    counts = f"{found.num_common} rows are of both" + (f" ({', '.join(alone)})" if alone else "")
+    counts = f"{found.num_common} rows are in both" + (f" ({', '.join(alone)})" if alone else "")
     if not found.num_common:
         return [f"{counts}: there is nothing to compare"]
     if found.first is None:
@@ -162,7 +163,7 @@ def _rows(found: compare.RowsDifference) -> list[str]:
         f"{name} {_number(first)} and {_number(second)}" for name, (first, second) in list(found.values.items())[:8]
     )
     values += f"  and {len(found.values) - 8} more" if len(found.values) > 8 else ""
-    largest = f"up to {found.largest:.2g} of a value, anywhere" if math.isfinite(found.largest) else "not by rounding alone"
+    largest = f"by at most {found.largest:.2g} of a value" if math.isfinite(found.largest) else "by more than rounding"
     same = f"the same up to step {found.last_same}" if found.last_same else "no earlier row is the same"
     return [f"{counts}; {same}", f"first difference: step {step}, {split}: {values}", f"they differ {largest}"]
 

@@ -45,7 +45,7 @@ def adopt(arguments: list[str]) -> int:
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", target.rpartition(".")[2]).lower()
     file = Path(os.path.relpath(own_folder() or "conf"), "model", f"{name}.yaml")
     if file.exists():
-        print(f"{file} is there already, and stays as it is")
+        print(f"{file} exists already, and is not changed")
     else:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)

@@ -40,7 +40,7 @@ def check_run(command: Command) -> int:
     if problems:
         return print_problems(problems)
     took = time.monotonic() - start
-    LOGGER.info("checked in %.1f s: the rehearsal finds nothing; the run would be in %s", took, config.run.dir)
+    LOGGER.info("checked in %.1f s: the rehearsal finds no problem; the run would be in %s", took, config.run.dir)
     return Exit.FINISHED
 
 

@@ -45,12 +45,12 @@ def cancel(directories: Iterable[RunDirectory]) -> Exit:
     elsewhere = [path for path, holder in running.items() if not is_here(holder)]
     for path, holder in running.items():
         if path in elsewhere:
-            LOGGER.error("process %s on %s is to be stopped there: %s", holder.get("pid"), holder.get("host"), path)
+            LOGGER.error("process %s runs on %s, and must be stopped there: %s", holder.get("pid"), holder.get("host"), path)
         else:
             os.kill(holder["pid"], signal.SIGTERM)
             LOGGER.info("process %s stops, with a checkpoint: %s", holder["pid"], path)
     if not jobs and not running:
-        LOGGER.info("nothing to cancel: no job or process of it waits or runs")
+        LOGGER.info("nothing to cancel: no job or process of the run is waiting or running")
     return Exit.FAILED if elsewhere else Exit.FINISHED
 
 
@@ -75,7 +75,7 @@ def follow_run(command: Command) -> Exit:
                 LOGGER.info("job %s waits", directory.job_id)
         printed.more()
     if found.state == "missing":
-        return print_problems([Problem("run.dir", f"there is no run in {directory.path}", "the command that starts it, first")])
+        return print_problems([Problem("run.dir", f"there is no run in {directory.path}", "start the run first")])
     why = f" ({found.why})" if found.why else ""
     LOGGER.info("%s, at step %s: %s%s", found.state, directory.read_summary().get("step", 0), directory.path, why)
     return Exit.FINISHED if PREEMPTION.requested else _ENDS.get(found.state, Exit.PREEMPTED)

@@ -25,7 +25,7 @@ from framework.runtime.preemption import die_with_parent
 if TYPE_CHECKING:
     from torch import Tensor
 
-_USAGE = "needs a file of torch.save, and where to write (steadfast convert FILE [OUT.safetensors])"
+_USAGE = "needs a file of torch.save, and a file to write (steadfast convert FILE [OUT.safetensors])"
 _MEMORY = 1 << 30, 4  # bytes in addition to the process's memory, and per byte of the file: it is mapped, copied and written
 _TIME_S = 60.0, 1 / (10 << 20)  # seconds, and seconds per byte of the file
 
@@ -110,7 +110,7 @@ def _converted(path: Path, out: Path, *, size: int) -> list[str]:
     data = _loaded(path)
     found = _mappings(data)
     if not found:
-        raise Invalid("holds no tensors by name")
+        raise Invalid("has no named tensors")
     place = max(found, key=lambda place: len(_tensors(found[place])))  # of several equal ones, the first
     tensors = _tensors(found[place])
     weights, remarks = _renamed({name: _plain(name, value) for name, value in tensors.items()})
@@ -153,10 +153,10 @@ def _loaded(path: Path) -> Any:
             raise
         text = " ".join(str(error).split())
         if "TorchScript" in text:
-            raise Invalid("is a TorchScript program (torch.jit.load it, and torch.save its state_dict())") from None
+            raise Invalid("is a TorchScript program (torch.jit.load() it, and torch.save() its state_dict())") from None
         if needed := re.search(r"GLOBAL ([\w.]+)", text):
-            what = f"needs more than weights: it wants {needed[1]} to be called, and nothing was"
-            raise Invalid(f"{what} (where you trust it: torch.load it yourself, and torch.save its state_dict())") from None
+            what = f"needs more than weights: loading it would call {needed[1]}, and nothing was called"
+            raise Invalid(f"{what} (if you trust the file: torch.load() it, and torch.save() its state_dict())") from None
         raise Invalid(f"is not a file of torch.save, or is damaged ({type(error).__name__}: {text[:200]})") from None
 
 
@@ -202,10 +202,10 @@ def _renamed(weights: "dict[str, Tensor]") -> "tuple[dict[str, Tensor], list[str
     while True:
         if any("_orig_mod" in name.split(".") for name in weights):
             weights = {re.sub(r"(^|\.)_orig_mod\.", r"\1", name): value for name, value in weights.items()}
-            remarks.append("names are without '_orig_mod.', which torch.compile puts into them")
+            remarks.append("'_orig_mod.', which torch.compile adds, is removed from the names")
         elif all(name.startswith("module.") for name in weights):
             weights = {name.removeprefix("module."): value for name, value in weights.items()}
-            remarks.append("names are without 'module.', which DistributedDataParallel puts before them")
+            remarks.append("'module.', which DistributedDataParallel adds, is removed from the names")
         else:
             return weights, remarks
 

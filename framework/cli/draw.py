@@ -26,11 +26,11 @@ def draw_plan(arguments: list[str]) -> int:
     what, given = (arguments or [""])[0], arguments[1:]
     line = [argument for argument in given if not argument.startswith("out=")]
     if what not in _PLANS or any(argument.startswith("-") for argument in line):
-        return print_problems([Problem("draw", "needs what to draw, and a command line", _USAGE.format("|".join(_PLANS)))])
+        return print_problems([Problem("draw", "needs a picture and a command line", _USAGE.format("|".join(_PLANS)))])
     outs = [argument.partition("=")[2] for argument in given if argument.startswith("out=")] or [f"{what}.png"]
     target = Path(outs[-1])
     if target.suffix != ".png" or not target.parent.is_dir():
-        return print_problems([Problem("out", f"{target} cannot be written", "a file NAME.png in a folder that is there")])
+        return print_problems([Problem("out", f"{target} cannot be written", "a file NAME.png in a folder that exists")])
     start_console(rank=0)
     PREEMPTION.watch()
     try:
@@ -57,7 +57,7 @@ def _drawn(what: str, line: list[str]) -> Drawn | list[Problem]:
     if draft.problems or config is None:
         return draft.problems
     if config.mode != "train":
-        return [Problem("mode", f"{config.mode}, but what is drawn is a training run", "the command line without it")]
+        return [Problem("mode", f"{config.mode}, but only a training run can be drawn", "the command line without mode")]
     from framework.build.training import Builder
     from framework.distributed.world import World
     from framework.preflight.child import problems_in_child

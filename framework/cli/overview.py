@@ -110,4 +110,4 @@ def _of_sweep(table: Path) -> dict[Path, str]:
 
 
 def _no_run(root: Path) -> Exit:
-    return print_problems([Problem("run.root", f"{printable(str(root))} has no run", "a directory that runs live in")])
+    return print_problems([Problem("run.root", f"{printable(str(root))} has no run", "a directory that contains runs")])

@@ -24,7 +24,7 @@ KINDS_OF_BYTES = ("parameters", "buffers", "gradients", "optimizer", "average")
 _COLORS = dict(zip(KINDS_OF_BYTES, ("#4c9be8", "#b0b8c0", "#63b97a", "#f0a04b", "#b58be0")))
 _MOST_RANKS = 8  # the most ranks that are built
 _COPIES = 5  # of the parameters, while a rank is built: two, the gradients, and two of the optimizer
-_LEFT_OUT = ("not in it: activations, layers gathered for a moment, messages under way, and what a strategy keeps besides "
+_LEFT_OUT = ("not included: activations, gathered layers, messages in transit, and other memory of the strategy "
              "(DiLoCo's outer weights, PipeDream's older ones, ...)")  # fmt: skip
 
 
@@ -45,7 +45,7 @@ class PlannedMemory:
         lines = [f"{'ranks':>16}" + "".join(f"{name:>14}" for name in [*kinds, "together"])]
         lines += [f"{', '.join(map(str, ranks)):>16}{text}" for text, ranks in same.items()]
         if len(self.ranks) < self.num_ranks:
-            lines.append(f"of {self.num_ranks} ranks, these {len(self.ranks)} were looked at")
+            lines.append(f"of {self.num_ranks} ranks, these {len(self.ranks)} were examined")
         return [*lines, _LEFT_OUT]
 
     def drawn(self) -> Any:
@@ -89,7 +89,7 @@ def planned_memory(build: Builder) -> PlannedMemory:
     needed, free = _COPIES * sum(parameter.nbytes for parameter in model.parameters()), psutil.virtual_memory().available
     if needed > free:
         raise ValueError(f"model: building a rank takes up to {_shown(needed)}, and {_shown(free)} are free here; draw a "
-                         "smaller model, whose layers have the same widths, or draw on a larger machine")  # fmt: skip
+                         "smaller model with the same layer widths, or use a larger machine")  # fmt: skip
     count = build.config.launch.most_processes
     chosen = sorted({round(place * (count - 1) / (_MOST_RANKS - 1)) for place in range(_MOST_RANKS)})
     ranks = {}

@@ -81,7 +81,7 @@ class PlannedMesh:
                                 [f"node {node}" for node in range(nodes)], fontsize=8)  # fmt: skip
             axes.tick_params(length=0)
             axes.spines[:].set_visible(False)
-        figure.supxlabel("along an axis, ranks of one colour are a group", fontsize=8)
+        figure.supxlabel("along an axis, ranks of the same colour are a group", fontsize=8)
         return figure
 
 
@@ -117,7 +117,7 @@ def planned_mesh(build: Builder) -> PlannedMesh:
         raise ValueError("parallel: has no mesh to draw (ddp, fsdp, tensor, pipeline, ... have one)")
     found, fate = in_child(partial(_mesh, build), is_silent=True)
     if not found:
-        raise ValueError(f"parallel: asks for no mesh without the other processes: {fate or 'they meet by themselves'}")
+        raise ValueError(f"parallel: makes no mesh without the other processes: {fate or 'its processes need none'}")
     axes, ranks = found[0]["axes"], np.array(found[0]["ranks"])
     return PlannedMesh(dict(zip(axes, ranks.shape)), ranks, build.config.launch.node_counts[-1])
 

@@ -36,7 +36,7 @@ class PlannedPipeline:
     def lines(self) -> list[str]:
         """Return the main numbers."""
         share = f"bubble: a process waits {100 * self.waiting:.1f} % of the time"
-        return [*self.said, f"{share}, if all stages take the same time and sending takes none"]
+        return [*self.said, f"{share}, if all stages take the same time and sending takes no time"]
 
     def drawn(self) -> Any:
         """Return the figure: one row per process, with time to the right."""
@@ -89,23 +89,23 @@ def planned_pipeline(build: Builder) -> PlannedPipeline:
         num_steps = min(drain_every, _MOST_STEPS)
         order = order_of_steps(num_steps, num_ranks=num_ranks, num_micro_batches=count, drain_every=drain_every)
         until = (
-            "after which it is empty"
+            "then the pipeline is empty"
             if num_steps == drain_every
-            else f"as if it were empty after them, not after {drain_every}"
+            else f"drawn as if the pipeline were empty after them, not after {drain_every}"
         )
         num_stages, asked = num_ranks, ""
-        more = [f"PipeDream: {num_steps} steps, {until}; micro-batches are numbered on over the steps"]
+        more = [f"PipeDream: {num_steps} steps, {until}; the numbers of micro-batches continue over the steps"]
     else:
         (order, asked), num_stages = (
             order_of(name, num_ranks=num_ranks, num_micro_batches=count),
             len(owners(name, num_ranks=num_ranks)),
         )
         more = (
-            [f"a micro-batch of {lengths[-1]} sample{'s' * (lengths[-1] != 1)} follows, in a pass of its own"] if is_cut else []
+            [f"a micro-batch of {lengths[-1]} sample{'s' * (lengths[-1] != 1)} follows, in a separate pass"] if is_cut else []
         )
     if asked:
         more.append(
-            f"{name} cannot run {count}, and its plain kind does, as drawn; it takes {asked} (micro_batch_size decides)"
+            f"{name} cannot run {count}, so the picture shows its plain kind; {name} takes {asked} (micro_batch_size decides)"
         )
     said = [
         f"{name}: {num_stages} stages on {num_ranks} process{'es' * (num_ranks != 1)}, {count} {what} of {lengths[0]} samples",

@@ -30,4 +30,4 @@ class _WithoutOthers(Groups):
     """The groups of a rank without other ranks. A strategy that waits for an answer outside a collective cannot be built."""
 
     def store(self, name: str) -> dist.Store:
-        raise ValueError(f"its processes meet through a store ({name}), and not in collectives")
+        raise ValueError(f"its processes communicate through a store ({name}), not in collectives")

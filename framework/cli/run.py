@@ -48,7 +48,7 @@ def _start(overrides: list[str]) -> int:
     try:
         is_step = _enter_step(overrides)
     except SlurmFailed as error:
-        LOGGER.error("srun has started several processes, and Slurm does not say where the first one is: %s", error)
+        LOGGER.error("srun has started several processes, and Slurm does not say where the first process is: %s", error)
         return Exit.PREEMPTED
     environment = Environment.read()
     log.start_console(rank=environment.rank)
@@ -180,12 +180,12 @@ def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
     draft = validate(composed)
     asked = draft.config
     expected = f"only {', '.join(mode.may_give[1:])}"
-    problems = [Problem(key, f"is not to be given to mode={mode.name}: it takes the run as it is", expected)
+    problems = [Problem(key, f"cannot be given to mode={mode.name}: the mode uses the run as it is", expected)
                 for key in composed.given if not is_below(key, mode.may_give)]  # fmt: skip
     if "run.dir" not in composed.given:
-        problems = [Problem("run.dir", f"is not given: mode={mode.name} is about one run", "run.dir=runs/NAME/ID")]
+        problems = [Problem("run.dir", f"is missing: mode={mode.name} needs one run", "run.dir=runs/NAME/ID")]
     if asked is not None and asked.predict.files is not None and "predict.split" in composed.given:
-        problems.append(Problem("predict.split", "is given, and so is predict.files", "one of them"))
+        problems.append(Problem("predict.split", "cannot be given together with predict.files", "one of them"))
     if problems or asked is None:
         known = {problem.key for problem in problems}
         return composed._replace(problems=problems + [problem for problem in draft.problems if problem.key not in known])

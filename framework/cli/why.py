@@ -48,10 +48,10 @@ def _ancestor(ancestor: Ancestor) -> Iterable[str]:
     yield f"{label_of(ancestor.run)} ({directory.path}): {state_line(directory)}"
     for parent in ancestor.parents:
         rows = compare.rows_difference(parent.run, ancestor.run)
-        begins = f"; its rows begin with those of it, up to step {rows.last_same}" if rows.last_same else ""
+        begins = f"; both have the same rows up to step {rows.last_same}" if rows.last_same else ""
         fate = parent.fate
         yield f"took {parent.key}={parent.path} from {parent.label}" + (
-            f" ({fate}: what it came from is not known)" if fate else begins
+            f" ({fate}: its origin is not known)" if fate else begins
         )
     if not ancestor.starts:
         yield "there is no record of its starts (provenance.json)"
@@ -64,7 +64,7 @@ def _ancestor(ancestor: Ancestor) -> Iterable[str]:
         yield from (f"  changed in between, and accepted: {text}" for text in items_of(start.get("accepted")))
         earlier = facts
     if steps := directory.read_summary().get("continued_at"):
-        yield f"interrupted and continued after step {', '.join(map(str, steps))}: which changes no number"
+        yield f"interrupted and continued after step {', '.join(map(str, steps))}: this changes no number"
 
 
 def _code(start: dict[str, Any]) -> str:
@@ -95,7 +95,7 @@ def _again(found: list[Ancestor]) -> Iterable[str]:
                 yield f"  steadfast why {shlex.quote(str(ancestor.run))} patch=changes.patch && git apply changes.patch"
             yield f"  {_own_command(start)}"
         if not ancestor.starts:
-            yield f"  (how {label_of(ancestor.run)} was begun is not recorded)"
+            yield f"  (how {label_of(ancestor.run)} was started is not recorded)"
 
 
 def _citation(path: Path, run: Ancestor) -> list[str]:

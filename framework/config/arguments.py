@@ -63,10 +63,10 @@ def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple
         problems.append(Problem("-m", "a sweep cannot run under torchrun or mpirun", instead))
     others = [flag for flag in flags if flag not in ("--multirun", *FOLDER_FLAGS)]
     if "--multirun" in flags and others:
-        what = "is about one run, and -m about several"
+        what = "is for one run, and -m is for several"
         problems.append(Problem(others[0], what, "without -m; mode=plan -m lists the jobs"))
     if "--resolve" in flags and "--cfg" not in flags:
-        problems.append(Problem("--resolve", "resolves what --cfg prints, and there is none", "--cfg job --resolve"))
+        problems.append(Problem("--resolve", "works only together with --cfg", "--cfg job --resolve"))
     return flags, overrides, problems
 
 
@@ -77,7 +77,7 @@ def _is_value(word: str, *, of: str) -> bool:
 
 def _unknown_flag(flag: str, value: str) -> Problem:
     if flag in _REFUSED:
-        return Problem(flag, "is Hydra's, and not taken here", _REFUSED[flag])
+        return Problem(flag, "is a flag of Hydra that does not work here", _REFUSED[flag])
     if typo := difflib.get_close_matches(flag, _FLAGS, n=1, cutoff=0.8):
         return Problem(flag, "unknown flag", f"did you mean {typo[0]}?")
     word = flag.lstrip("-")
@@ -102,7 +102,7 @@ def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping
     if value.startswith("="):
         return Problem(key, "two = signs", f"did you mean {key}={value.lstrip('=')}?")
     if value.isdecimal():
-        return Problem(key, f"an integer of {len(value)} digits", "at most 19 digits, which is what 64 bits hold")
+        return Problem(key, f"an integer of {len(value)} digits", "at most 19 digits, the limit of 64 bits")
     return Problem(key, f"{value[:60]} cannot be read", _remedy(key, value, parses))
 
 

@@ -112,7 +112,7 @@ def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> 
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
         if old is None or new is None:
-            lines.append(f"{name.replace('.', '/')}.py is {'new' if old is None else 'gone, or not reached any more'}")
+            lines.append(f"{name.replace('.', '/')}.py is {'new' if old is None else 'deleted, or no longer imported'}")
         elif differing := sorted(part for part in old.keys() | new.keys() if old.get(part) != new.get(part)):
             lines.append(f"{name.replace('.', '/')}.py: {', '.join(differing)}")
     return lines

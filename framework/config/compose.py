@@ -80,8 +80,8 @@ def compose_line(overrides: list[str]) -> Composed:
     problems += unresolved
     plain = _without_own_groups(renamed(plain))
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
-        what = "cannot be chosen: it is a hash of what decides the result"
-        problems.append(Problem("run.id", what, "name and run.dir can"))
+        what = "cannot be set: it is a hash of the keys that decide the result"
+        problems.append(Problem("run.id", what, "set name or run.dir"))
     for key, value in flat(plain).items():
         if "${data:" in str(value) and not is_below(key, (*COMPONENTS, *SEVERAL, "extra")):
             problems.append(Problem(key, f"{value} is not valid", "facts of the data are for components"))

@@ -49,7 +49,7 @@ def recall(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{directory} is not a run: there is no config.yaml")
     if (config := _read(path)) is None:
-        raise ValueError(f"{path} is not as it was frozen: its hash is another")
+        raise ValueError(f"{path} has changed since the run wrote it: its hash differs")
     return renamed(config)
 
 

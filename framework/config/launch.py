@@ -33,7 +33,7 @@ class SlurmSection(Section):
             yield Problem("gpus_per_node", f"{shown(self.gpus_per_node)} is not valid", "an integer, or TYPE:N as in a100:4")
         for name in self.sbatch_options:
             if (instead := _OWN_OPTIONS.get(name)) is not None:
-                yield Problem(f"options.{name}", "is the framework's own", instead)
+                yield Problem(f"options.{name}", "is set by the framework", instead)
 
     @property
     def num_gpus(self) -> int | None:
@@ -55,7 +55,7 @@ _OWN_OPTIONS = {  # options of sbatch: the key with the same meaning, or why the
                     "one task of each node starts launch.nproc_per_node processes"),
     "export": "launch.slurm.setup, as in [export A=b]",  # without submitit's own variables a job cannot start
     **dict.fromkeys(("output", "error", "open-mode", "chdir", "wrap", "parsable", "test-only", "wait", "job-name", "input"),
-                    "a job's name and output are its run's"),
+                    "the run decides the job's name and output"),
 }  # fmt: skip
 
 

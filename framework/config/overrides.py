@@ -69,19 +69,19 @@ def chosen_by_default() -> set[str]:
     return {*chosen, *(defaults_in(CONF / "config.yaml") if "config" in chosen else ())}
 
 
-_WHERE = "run.root and run.dir say where a run goes"
+_WHERE = "run.root and run.dir choose the run's directory"
 # Hydra's own keys, and what to use instead. The first matching prefix counts.
 _INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
-    ("hydra.run", "is Hydra's own and does nothing in a single run", _WHERE),
-    ("hydra.sweep.", "is Hydra's own and does nothing here", _WHERE),
+    ("hydra.run", "is a key of Hydra that does nothing in a single run", _WHERE),
+    ("hydra.sweep.", "is a key of Hydra that does nothing here", _WHERE),
     ("hydra.job.chdir", "a run does not change its working directory", "run.dir is where a run's files go"),
-    ("hydra.searchpath", "is not taken here", "--config-dir DIR or STEADFAST_CONF names your folder, which is searched first"),
+    ("hydra.searchpath", "does not work here", "--config-dir DIR or STEADFAST_CONF names your folder, which is searched first"),
     (("hydra/job_logging", "hydra/hydra_logging"), "does nothing here: a run logs to the console and to its train.log",
      "hydra.verbose=true for more"),
     ("hydra/launcher", "is about the jobs of a sweep", "add -m; a single run has launch=local or launch=slurm"),
     ("hydra.launcher", "is about the jobs of a sweep", "add -m; a single run has launch.*"),
     (("hydra/sweeper", "hydra.sweeper"), "is about the jobs of a sweep", "add -m"),
-    ("hydra", "is Hydra's own and does nothing in a single run", _WHERE),
+    ("hydra", "is a key of Hydra that does nothing in a single run", _WHERE),
 )  # fmt: skip
 _SWITCHED_OFF = {
     "scheduler": "scheduler=constant",
@@ -118,7 +118,7 @@ def _deletion_refusal(key: str, text: str) -> Problem | None:
     section, _, rest = key.partition(".")
     if section in (*COMPONENTS, *SEVERAL, "extra") and rest:
         return None
-    return Problem(text, "a key cannot be deleted", "null switches off what can be off")
+    return Problem(text, "a key cannot be deleted", "null switches off an optional part")
 
 
 def _choice_problems(group: str, chosen: Any) -> list[Problem]:
@@ -181,7 +181,7 @@ def _replace_component(config: DictConfig, key: str, value: Any) -> None:
 def _delete(config: DictConfig, sections: list[str]) -> list[Problem]:
     node = OmegaConf.select(config, ".".join(sections[:-1]), throw_on_resolution_failure=False)
     if not OmegaConf.is_dict(node) or sections[-1] not in node:
-        return [Problem(f"~{'.'.join(sections)}", "there is no such key to delete", "--cfg job prints those there are")]
+        return [Problem(f"~{'.'.join(sections)}", "there is no such key to delete", "--cfg job prints the keys")]
     del node[sections[-1]]
     return []
 

@@ -74,17 +74,17 @@ class TrainerSection(Section):
 
     def rules(self) -> Iterator[Problem]:
         if self.limit_batches is not None and self.overfit_batches is not None:
-            yield Problem("limit_batches", "is given, and so is trainer.overfit_batches", "one of them")
+            yield Problem("limit_batches", "cannot be given together with trainer.overfit_batches", "one of them")
         if self.compile and self.activation_checkpointing == "operations":
-            what = "operations, but of a compiled block (trainer.compile) the operations are not seen"
+            what = "operations, but the operations of a compiled block (trainer.compile) are not visible"
             yield Problem("activation_checkpointing", what, "true, or a number of blocks")
         if self.max_steps is None and self.max_epochs is None:
-            what = "null, as is trainer.max_epochs: the run would never end"
+            what = "null, and trainer.max_epochs is null too: the run would never end"
             yield Problem("max_steps", what, "a number for one of them")
         stopping = self.early_stopping
         is_evaluated = not stopping.monitor.startswith("train/")
         if stopping.patience is not None and is_evaluated and self.eval_every is None:
-            what = "is counted in evaluations, but with trainer.eval_every=null there is one, at the end"
+            what = "is counted in evaluations, but with trainer.eval_every=null there is only one evaluation, at the end"
             yield Problem("early_stopping.patience", what, "a number for trainer.eval_every")
 
 

@@ -68,7 +68,7 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
         if not isinstance(node.get(flag, True), bool):
             problems.append(Problem(f"{key}.{flag}", f"{shown(node[flag])} is not valid", "true or false"))
     if node.get("_partial_") and key in ("model", "dataset", "task"):
-        problems.append(Problem(f"{key}._partial_", "true gives a function, where the run needs what it returns", "without it"))
+        problems.append(Problem(f"{key}._partial_", "true gives a function, but the run needs its result", "without it"))
     values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
     is_nested = node.get("_recursive_", True)
     apart = ("turns",) if "turns" in own else ()  # their nodes get the same arguments as the run's own optimizer and schedule
@@ -170,7 +170,7 @@ def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
     for bound, words in _BOUNDS.items():
         if bound in item.get("ctx", {}):
             limit = item["ctx"][bound]
-            text = f"at most {LARGEST}, which is what 64 bits hold" if limit == LARGEST else f"{words} {limit:g}"
+            text = f"at most {LARGEST}, the limit of 64 bits" if limit == LARGEST else f"{words} {limit:g}"
             return Problem(key, f"{shown(value)} is out of range", text)
     if item["type"] == "finite_number":
         return Problem(key, f"{shown(value)} is out of range", "a finite number")
@@ -192,7 +192,7 @@ def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
     if key.startswith("launch.slurm") and "launch.slurm.partition" not in known:
         return [Problem(key, "unknown key", "only with launch=slurm")]
     siblings = dict.fromkeys(other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section)
-    listing = "python train.py --help lists the keys" if section else f"--help lists the keys; +{key} is one of your own"
+    listing = "python train.py --help lists the keys" if section else f"--help lists the keys; +{key} adds your own key"
     if section in (*COMPONENTS, *(other.split(".")[0] for other in known)):
         names = [name for name in siblings if name not in HYDRAS]
         listing = f"{section} has {', '.join(names)}" if names else f"this {section} has no keys"

@@ -38,9 +38,9 @@ class _CIFAR(PublishedImages):
         if not missing or (self.download and importlib.util.find_spec("torchvision") is not None):
             return []
         if self.download:
-            return ["dataset.download: torchvision fetches it, and is not installed (pip install torchvision)"]
+            return ["dataset.download: torchvision downloads the data, and is not installed (pip install torchvision)"]
         if (python := Path(self.root) / self.python_folder).is_dir():
-            return [f"dataset.root: {python} holds pickles, which are not read; the binary version is (dataset.download=true)"]
+            return [f"dataset.root: {python} has pickles, which are not read (dataset.download=true gets the binary version)"]
         return [f"dataset.root: {missing} not in {Path(self.root) / self.folder} (dataset.download=true)"]
 
     def load(self, split: Split) -> Arrays:

@@ -60,7 +60,7 @@ class ImageFolder(Images):
         problems = []
         for split in SPLITS:
             if unknown := set(_folders(root / split)) - set(classes):
-                problems.append(f"dataset.root: no {root / 'train' / min(unknown)} as in {split} (the same classes)")
+                problems.append(f"dataset.root: no {root / 'train' / min(unknown)}, which {split} has (the same classes)")
             elif next(self._samples(split), None) is None:
                 problems.append(f"dataset.root: no {split} image in {root} (more images, or a folder {root / split})")
         return problems

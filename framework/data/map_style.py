@@ -58,7 +58,7 @@ class MapStyle:
         made = self.train if make is None else make
         samples = made() if callable(made) and not hasattr(made, "__getitem__") else made
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
-            what = f"a {type(samples).__name__} has no length or no places, so that no run could go on in its middle"
+            what = f"a {type(samples).__name__} has no length or no index, so no run could continue in the middle of an epoch"
             raise ValueError(f"dataset.{split}: {what} (write it to shards: docs/data.md)")
         numbers = self._carved(split, len(samples))
         if len(samples if numbers is None else numbers) == 0:
@@ -124,7 +124,7 @@ class OneByOne:
         if self._inputs is None:
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 kind = f"mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-                raise ValueError(f"a batch is a {kind}, and no pair of inputs and targets (dataset.inputs and dataset.targets "
+                raise ValueError(f"a batch is a {kind}, not a pair of inputs and targets (dataset.inputs and dataset.targets "
                                  "say which are which)")  # fmt: skip
             return batch[0], batch[1]
         return _chosen(batch, self._inputs), _chosen(batch, self._targets)

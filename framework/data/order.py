@@ -48,7 +48,7 @@ class Order:
         drawn = self.num_samples if self.draw is None else len(self.draw(0))
         self.epoch_size = drawn - (drawn % self.global_batch_size if self.drop_last else 0)
         if self.epoch_size == 0:
-            raise ValueError(f"drop_last=true leaves nothing of {drawn} samples in batches of "
+            raise ValueError(f"drop_last=true leaves no batch of {drawn} samples in batches of "
                              f"{self.global_batch_size}; lower global_batch_size or set drop_last=false")  # fmt: skip
         if self.limit is not None:
             self.epoch_size = min(self.epoch_size, self.limit * self.global_batch_size)

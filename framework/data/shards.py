@@ -204,6 +204,6 @@ def _content_of(value: Any) -> bytes:
         return json.dumps(value).encode()
     if not isinstance(value, (bytes, str, int, float, np.generic)):
         raise TypeError(
-            f"a {type(value).__name__} is not part of a record: bytes, text, a number, an array of NumPy, a dict or list are"
+            f"a {type(value).__name__} cannot be in a record; bytes, text, a number, an array of NumPy, a dict or list can"
         )
     return value if isinstance(value, bytes) else str(value).encode()

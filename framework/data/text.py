@@ -122,7 +122,7 @@ class Tokenizer:
             raise ValueError(f"tokenizer: {path} needs the package tokenizers (pip install 'steadfast[data]')") from None
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.is_file():
-            raise ValueError(f"tokenizer: {file} is not there (a tokenizer.json of Hugging Face, or a folder with one)")
+            raise ValueError(f"tokenizer: {file} does not exist (a tokenizer.json of Hugging Face, or a folder with one)")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library has no own error class

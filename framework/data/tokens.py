@@ -38,11 +38,11 @@ class Tokens(TokenSequences):
         return {"seq_len": self.seq_len} | ({} if self.vocab_size is None else {"vocab_size": self.vocab_size})
 
     def problems(self) -> list[str]:
-        problems = ["dataset.vocab_size: is null (how many tokens the tokenizer has)"] if self.vocab_size is None else []
+        problems = ["dataset.vocab_size: is null (the number of the tokenizer's tokens)"] if self.vocab_size is None else []
         paths = sorted({self._part(split)[0] for split in SPLITS})
         if missing := [str(path) for path in paths if not path.is_file()]:
             source = f"; {self.source}" if self.source else ""
-            return [*problems, f"dataset.root: {', '.join(missing)} not there (train.bin and val.bin, or one file{source})"]
+            return [*problems, f"dataset.root: {', '.join(missing)} not found (train.bin and val.bin, or one file{source})"]
         for path in paths:
             problems += self._file_problems(path)
         for split in SPLITS:
@@ -77,7 +77,7 @@ class Tokens(TokenSequences):
     def _file_problems(self, path: Path) -> list[str]:
         size = path.stat().st_size
         if size == 0 or size % np.dtype(self.dtype).itemsize:
-            return [f"dataset.dtype: {path} has {size} bytes, no whole number of {self.dtype} (another dtype?)"]
+            return [f"dataset.dtype: {path} has {size} bytes, which is not a whole number of {self.dtype} (another dtype?)"]
         tokens = np.memmap(path, self.dtype, mode="r")
         largest = max(tokens[:NUM_CHECKED].max(), tokens[-NUM_CHECKED:].max())
         if self.vocab_size is not None and largest >= self.vocab_size:
@@ -106,7 +106,7 @@ class MappedWindows:
         windows = Windows(_mapped(self.path, self.dtype)[self.start : self.stop], self.seq_len).windows(indices)
         batch = windows.astype(np.int64)  # inputs and targets share its memory, also when a loader process sends them
         if (largest := batch.max(initial=0)) >= self.vocab_size:
-            raise ValueError(f"{self.path} has token id {largest}: dataset.vocab_size={self.vocab_size} must be above it")
+            raise ValueError(f"{self.path} has token id {largest}: dataset.vocab_size={self.vocab_size} must be larger")
         return batch[:, :-1], batch[:, 1:]
 
 

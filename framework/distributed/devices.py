@@ -22,7 +22,7 @@ def devices_of(place: Environment, *, device: str, num_devices: int | None) -> l
         if device == "cuda" or (device == "auto" and place.launcher_has_cuda):
             raise Unfit(f"device: {device}, but PyTorch sees no CUDA device on {socket.gethostname()} ({_without_cuda()})")
         if device == "auto" and torch.version.cuda and place.rank == 0:
-            LOGGER.warning("training on the CPU: %s (device=cuda would refuse that)", _without_cuda())
+            LOGGER.warning("training on the CPU: %s (device=cuda refuses to start without a GPU)", _without_cuda())
         return [torch.device("cpu")]
     count = num_devices or there
     first = 0 if there == count else place.local_rank * count  # some launchers show each process only its own devices
@@ -38,7 +38,7 @@ def _without_cuda() -> str:
     """Return a reason why PyTorch may have no CUDA device."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
-    return "nvidia-smi shows whether the driver works; CUDA_VISIBLE_DEVICES may hide them"
+    return "nvidia-smi shows whether the driver works; CUDA_VISIBLE_DEVICES may hide the devices"
 
 
 def start_method() -> str:

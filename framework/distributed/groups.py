@@ -103,7 +103,7 @@ def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
         port = listener.getsockname()[1]
         # open the socket here: TCPStore's own socket listens on every network (pytorch#173909)
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
-    raise fault or OSError("no port to serve a store on")
+    raise fault or OSError("no port for the store")
 
 
 def awaited(store: dist.Store, key: str, *, timeout: timedelta) -> bytes:
@@ -120,9 +120,9 @@ def _poll(is_there: Callable[[], bool], *, timeout: timedelta) -> None:
     while not is_there():
         waited = time.monotonic() - began
         if PREEMPTION.requested:
-            raise Interrupted("stopped before all processes had begun; the same command begins")
+            raise Interrupted("stopped before all processes had started; the same command starts again")
         if waited > timeout.total_seconds():
-            raise Interrupted(f"not all processes of the run have begun in {waited:.0f} s; the same command tries again")
+            raise Interrupted(f"not all processes of the run have started within {waited:.0f} s; the same command tries again")
         time.sleep(min(0.5, 0.01 + waited / 20))  # a thousand processes may poll
 
 

@@ -166,5 +166,5 @@ def _other_backend(name: str, *, module: str, kind: str) -> str:
     except ValueError as error:
         raise Unfit(f"backend.name: {error}") from error
     if kind not in kinds:
-        raise Unfit(f"backend.name: {name} of {module} is for {', '.join(kinds)}, and here it is {kind} (device={kinds[0]})")
+        raise Unfit(f"backend.name: {name} of {module} is for {', '.join(kinds)}, but the device is {kind} (device={kinds[0]})")
     return f"cpu:{name}" if kind == "cpu" else f"cpu:gloo,{kind}:{name}"

@@ -91,8 +91,8 @@ class Buffers:
         """
         for layer in self._unread:
             if not layer.training and layer in self._behind:
-                what = f"a {type(layer).__name__} goes into evaluation mode within a run, and rank 0 alone has its statistics"
-                raise Unfit(f"model: {what} (keep it in one mode, or one process)")
+                what = f"a {type(layer).__name__} goes into evaluation mode during a run, and only rank 0 has its statistics"
+                raise Unfit(f"model: {what} (keep it in one mode, or use one process)")
         self._behind.update(layer for layer in self._unread if layer.training)
         if self._left is not None:
             self.set(self._left, onto=self._start)

@@ -121,7 +121,7 @@ class DataParallelEngine(Engine):
     def _averaged(self, compute: Callable[[], Tree]) -> Tree:
         """Return the result of `compute` with the averaged weights, without gradients."""
         if self._average is None:
-            raise Unfit("trainer.ema_decay: null, but the task's step asks for the averaged weights (such as 0.99)")
+            raise Unfit("trainer.ema_decay: null, but the task's step needs the averaged weights (such as 0.99)")
         buffers, start = self.buffers.tensors, self.buffers.values()
         self._forget()
         with torch.no_grad(), same_versions(self._parameters):  # a later backward pass needs the same versions

@@ -48,10 +48,10 @@ class Context:
         micro-batch must call this method equally often.
         """
         if tensor.ndim == 0:
-            raise TypeError("gather() joins the rows of samples, and a number has none: unsqueeze(0) makes it a row")
+            raise TypeError("gather() joins the rows of samples, and a number has no rows: unsqueeze(0) makes it a row")
         loop = getcurrent().parent
         if loop is None:
-            raise RuntimeError("gather() can be called within a task's step only")
+            raise RuntimeError("gather() can only be called in a task's step")
         gathered: Tensor = loop.switch(tensor)
         return gathered
 
@@ -181,7 +181,7 @@ class OwnSteps:
 def _require(are_alike: bool) -> None:
     if not are_alike:
         raise Unfit(
-            "task: its step() calls gather() for some micro-batches of a step more often than for others (as often for all)"
+            "task: its step() calls gather() for some micro-batches of a step more often than for others (equally often)"
         )
 
 

@@ -144,7 +144,7 @@ class Engine(Protocol):
 
         Unfit if no rank has the outputs of the whole model.
         """
-        raise Unfit("parallel: no process has the outputs of the whole model, which a part of the run asks for (ddp or fsdp)")
+        raise Unfit("parallel: no process has the outputs of the whole model, which a part of the run needs (ddp or fsdp)")
 
     def use_average(self, average: Average | None) -> None:
         """Let a task's own step also call the model with these weights."""

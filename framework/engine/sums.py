@@ -30,7 +30,7 @@ def as_sums(values: Mapping[str, Value]) -> Sums:
         for item in (total, weight) if weight is not None else (total,):
             if not isinstance(item, Tensor) or item.shape != ():
                 kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
-                raise TypeError(f"{name} is {kind}, where a sum over the samples, or its weight, is a tensor of shape ()")
+                raise TypeError(f"{name} is {kind}, but a sum over the samples, or its weight, must be a tensor of shape ()")
         sums[name] = total.detach()
         if weight is not None:
             sums[weight_of(name)] = weight.detach().double()

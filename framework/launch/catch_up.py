@@ -42,7 +42,7 @@ def _mend_rows(run: RunSection) -> None:
     try:
         lock.take()
         MetricsFile(directory.metrics, step=summary.get("step", 0), mark=mark).close()
-        LOGGER.warning("%s was changed after the run had ended: each row that is left is kept, once", directory.metrics)
+        LOGGER.warning("%s was changed after the run had ended: each remaining row is kept once", directory.metrics)
     except (RunLocked, OSError) as error:
         LOGGER.warning("%s", error)
     finally:

@@ -14,5 +14,5 @@ def share_cores(num_processes: int) -> None:
     if num_processes > 1:
         torch.set_num_threads(max(1, num_cores // num_processes))
     if num_processes > num_cores:
-        LOGGER.info("%d processes share %d core%s of %s: on CPUs, fewer are faster (launch.nproc_per_node)",
+        LOGGER.info("%d processes share %d core%s of %s: on CPUs, fewer processes are faster (launch.nproc_per_node)",
                     num_processes, num_cores, "s" * (num_cores != 1), node_name())  # fmt: skip

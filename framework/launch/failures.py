@@ -70,10 +70,10 @@ def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: I
             # a kill from outside may not repeat, and NCCL aborts if another rank has ended; any other library that aborts will
             # do it again in the same way
             may_not_repeat = name == "SIGKILL" or (name == "SIGABRT" and torch.cuda.is_available())
-            where = f"process {ended[rank].pid}" if may_not_repeat else "no place in Python: a library's own code"
+            where = f"process {ended[rank].pid}" if may_not_repeat else "not in Python: in the code of a library"
             return Failure(rank, f"killed by {name}", where)
     if silent:  # the agent has seen the end of one process only, and this process had lost a peer
-        return Failure(silent[0], "killed, without a message", "no place in the code")
+        return Failure(silent[0], "killed, without a message", "an unknown place")
     return recorded[0]
 
 
@@ -81,7 +81,7 @@ def report(how: Failure | str, directory: RunDirectory) -> Exit:
     """Record and log the failure of a worker, or the verdict on a hang. Return the exit code."""
     error, more, code = str(how), "the stacks of all ranks are", Exit.HANG
     if isinstance(how, Failure):
-        error, more, code = f"rank {how.rank}: {how.error}", f"at {how.where}\n  the whole story is", Exit.FAILED
+        error, more, code = f"rank {how.rank}: {how.error}", f"at {how.where}\n  the whole log is", Exit.FAILED
     directory.record_end(status="failed", error=error)
     with log.log_file(directory.log):
         LOGGER.error("%s\n  %s in %s", how, more, directory.log)

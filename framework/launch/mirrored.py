@@ -55,10 +55,11 @@ def mirrored(mirror: Mirror, holding: Holding, *, grace_s: float | None) -> Iter
         is_taken, missing = follower.finish(within_s=math.inf if grace_s is None else PREEMPTION.left_of(grace_s))
         with log.log_file(mirror.directory.log):
             if is_taken:
-                LOGGER.error("%s has been taken by another command; this one stops, and writes nothing more there", mirror.url)
+                LOGGER.error("%s has been taken by another command; this command stops, and writes nothing more there",
+                             mirror.url)  # fmt: skip
                 return Exit.FAILED
             if missing:
-                LOGGER.error("%s lacks %s; the same command puts it there", mirror.url, missing)
+                LOGGER.error("%s lacks %s; the same command uploads it", mirror.url, missing)
         return Exit.DISK if missing and code in (Exit.FINISHED, Exit.PREEMPTED) else code
 
     try:
@@ -111,7 +112,7 @@ class _Follower:
 
     def finish(self, *, within_s: float) -> tuple[bool, str]:
         """Wait until all is uploaded, and end. Return whether another command has taken the mirror, and what is missing."""
-        missing = f"what it had not within {within_s:.0f} s"
+        missing = f"the files that were not uploaded within {within_s:.0f} s"
         try:
             for _ in range(2):  # a second time if the process was killed
                 try:
@@ -120,7 +121,7 @@ class _Follower:
                         missing = self._connection.recv()
                     break
                 except (EOFError, OSError):
-                    missing = "what its process, which was killed, had not put there"
+                    missing = "the files that its killed process had not uploaded"
                     self._process.join()
                     self._start()
         finally:
@@ -161,7 +162,7 @@ def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
                     upload.sync()
                     pause_s = 1.0
                 except OSError as failure:
-                    LOGGER.warning("%s; training goes on, tried again in %.0f s", failure, pause_s)
+                    LOGGER.warning("%s; training continues, and the upload is tried again in %.0f s", failure, pause_s)
                     next_at, pause_s = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
             connection.recv()
             _put_last(upload)

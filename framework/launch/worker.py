@@ -80,7 +80,9 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
         if config.launch.keeps_memory_on(world.device.type):
             keep_freed_memory()
         if odd := [rank for rank in world.agreement.distinct(frozen.digest) if rank]:
-            raise RuntimeError(f"rank {odd[0]} reads another configuration than rank 0 ({frozen.path}); is it one file system?")
+            raise RuntimeError(
+                f"rank {odd[0]} reads another configuration than rank 0 ({frozen.path}); is it the same file system?"
+            )
         try:
             code: Exit = locate(MODES[config.mode].worker)(Builder(config, world=world, token=frozen.token))
         except RunEnded as end:
@@ -279,7 +281,7 @@ class _LocalAgent(Agent):
     def watch_workers(self) -> RunResult:
         result = super().watch_workers()
         if self.slept_s:
-            LOGGER.warning("the run was suspended for %.0f s, longer than its processes wait for each other: they begin again",
+            LOGGER.warning("the run was suspended for %.0f s, longer than its processes wait for each other: they start again",
                            self.slept_s)  # fmt: skip
             self.allow_restart()
         elif self.verdict:

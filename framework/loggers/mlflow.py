@@ -66,7 +66,7 @@ class MLflow:
             self._client.create_experiment(self.experiment, artifact_location=artifacts)
         found = self._client.get_experiment_by_name(self.experiment)
         if found is None:
-            raise ValueError(f"experiment {self.experiment} is not there, and cannot be made")
+            raise ValueError(f"experiment {self.experiment} does not exist, and cannot be created")
         experiment = found.experiment_id
         for earlier in self._client.search_runs([experiment], filter_string=f"tags.`steadfast.record` = '{run.record_id}'"):
             self._client.delete_run(earlier.info.run_id)  # it may have steps that the run repeats; no step can be replaced

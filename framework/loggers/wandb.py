@@ -114,7 +114,7 @@ class Wandb:
         try:
             self._run.finish(exit_code=1 if summary["status"] == "failed" else 0)
         except TimeoutError:
-            LOGGER.warning("wandb has not taken all of this run within %g s: `wandb sync %s` sends it",
+            LOGGER.warning("wandb has not received all of this run within %g s: `wandb sync %s` sends it",
                            self.timeout_s, self._run.settings.sync_dir)  # fmt: skip
 
     def _log_predictions(self) -> None:

@@ -44,7 +44,7 @@ def bench(build: Builder) -> Exit:
     """Print a table of the default group's collectives, by size, and the latency of the agreements. Collective."""
     world, largest = build.world, build.config.bench.largest_mib << 20
     if world.world_size == 1:
-        raise Unfit("mode: bench times messages, and there is one process (parallel=ddp launch.nproc_per_node=2)")
+        raise Unfit("mode: bench measures messages, but there is only one process (parallel=ddp launch.nproc_per_node=2)")
     where = f"{world.world_size} processes, {world.groups.backend}, {world.device.type}"
     _print(world, f"{where}: float32, the slowest rank; GB/s by the bytes that cross a link")
     _print(world, f"{'':18} {'bytes':>12} {'us':>12} {'GB/s':>8}")

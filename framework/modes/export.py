@@ -46,7 +46,7 @@ def export(build: Builder) -> Exit:
     world.agreement.together(lambda: make_directory(directory.export), what=f"{directory.export} not made")
     for name in formats:
         if PREEMPTION.requested:
-            raise Interrupted("stopped; what was exported before is whole")
+            raise Interrupted("stopped; the earlier exports are complete")
         path = directory.export / ("huggingface" if name == "huggingface" else f"model.{name}")
         if name == "huggingface":
             write = partial(_write_folder, path, model.module, samples)
@@ -67,14 +67,14 @@ def _require_pretrained(module: nn.Module, *, freeze: list[str]) -> None:
         raise Unfit(f"export.formats: huggingface: {error}") from None
     kinds = [kind for kind in batch_dependent_layers(module) if "BatchNorm" in kind]
     if kinds and hasattr(module.get_submodule(path), "peft_config"):
-        LOGGER.warning("export.formats: huggingface: the statistics of %s, which training moves, are in no adapter",
+        LOGGER.warning("export.formats: huggingface: training changes the statistics of %s, and no adapter contains them",
                        " and ".join(kinds))  # fmt: skip
 
 
 def _possible() -> list[str]:
     """Return the formats with installed packages, and log which packages the other formats need."""
     if names := missing("export"):
-        LOGGER.info("no ONNX: that needs %s (%s)", " and ".join(names), install_command("export"))
+        LOGGER.info("no ONNX: it needs %s (%s)", " and ".join(names), install_command("export"))
     return ["safetensors", "pt2", *(["onnx"] if not names else [])]
 
 

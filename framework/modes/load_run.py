@@ -59,8 +59,8 @@ def _verified(path: Path | None, build: Builder) -> Path:
         rows = build.directory.read_summary().get("metrics", {}).get(monitor.partition("/")[0], {})
         step = rows.get("best", {}).get("step")
         if build.world.rank == 0 and step != step_of(path):
-            LOGGER.warning("the best %s was that of step %s, of which there is no checkpoint any more (checkpoint.keep_best "
-                           "keeps it): this is the best that is left", monitor, step)  # fmt: skip
+            LOGGER.warning("the best %s was at step %s, but its checkpoint was deleted (checkpoint.keep_best keeps it): this "
+                           "is the best remaining checkpoint", monitor, step)  # fmt: skip
     if path is not None:
         return store.named(path)[0]
     if (found := store.newest_valid()) is None:
@@ -75,7 +75,7 @@ def _load(path: Path, module: nn.Module) -> str:
     except ValueError as error:
         return f"does not fit this run: {error}"
     except (OSError, SafetensorError, Invalid):
-        gone = "the run goes on, and has deleted it meanwhile: give the command again"
+        gone = "the active run has deleted it meanwhile: give the command again"
         return gone if not path.exists() else "could not be read"
     return ""
 

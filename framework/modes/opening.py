@@ -52,7 +52,7 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
         if config.trainer.sync_batchnorm:
             kinds = [kind for kind in kinds if "BatchNorm" not in kind]
         if kinds and trainer.engine.mesh is not None and config.micro_batch_size is None:
-            LOGGER.warning("the model has %s: what it computes depends on the number of processes unless "
+            LOGGER.warning("the model has %s: the results depend on the number of processes unless "
                            "micro_batch_size is set", " and ".join(kinds))  # fmt: skip
     trainer.recorder.open(
         info,
@@ -101,5 +101,5 @@ def _warn_of_low_rate(trainer: Trainer) -> None:
     total = trainer.plan.total_steps
     highest = max(trainer.update.schedule(step) for step in {0, total - 1, *range(0, total, max(1, total // 1000))})
     if highest < 0.5:
-        LOGGER.warning("the learning rate never gets beyond %.2g of optimizer.lr in these %d steps: look at scheduler.*",
+        LOGGER.warning("the learning rate never exceeds %.2g of optimizer.lr in these %d steps: look at scheduler.*",
                        highest, total)  # fmt: skip

@@ -56,7 +56,7 @@ def train(build: Builder) -> Exit:
             _leave_results(trainer, build)
         elif world.rank == 0:
             assert trainer.saver.last is not None  # a stop saves a checkpoint, or relies on the last one
-            LOGGER.info("stopped after step %d; the same command continues from step %d, of which there is a checkpoint",
+            LOGGER.info("stopped after step %d; the same command continues from the checkpoint of step %d",
                         trainer.progress.step, trainer.saver.last.step)  # fmt: skip
         _close_record(trainer, "finished" if is_finished else "preempted")
         if is_finished and world.rank == 0:  # last, so that no part of a terminal's live line is below it
@@ -100,9 +100,9 @@ def _continue(trainer: Trainer, build: Builder) -> None:
     if found is None and elsewhere is not None:
         found = _from_elsewhere(elsewhere, build)
         if fault := _unfit(trainer, *found):
-            raise NoValidCheckpoint(f"{found[0]} {fault}; model.init_from=FILE begins with weights alone")
+            raise NoValidCheckpoint(f"{found[0]} {fault}; model.init_from=FILE loads only the weights")
     elif found is not None and elsewhere is not None and world.rank == 0:
-        LOGGER.info("run.resume=%s is where this run begins: it has checkpoints of its own by now", resume)
+        LOGGER.info("run.resume=%s is not used: this run already has its own checkpoints", resume)
     if found is None:
         return
     _require_known_code(build)
@@ -112,14 +112,14 @@ def _continue(trainer: Trainer, build: Builder) -> None:
     if path.parent != directory.checkpoints:
         if trainer.is_over:
             raise NoValidCheckpoint(f"{path} leaves nothing to train: it has taken {trainer.progress.step} steps, and this run "
-                                    f"ends after {trainer.plan.total_steps}, or when early stopping says so")  # fmt: skip
+                                    f"ends after {trainer.plan.total_steps}, or when early stopping ends it")  # fmt: skip
         theirs = RunDirectory(path.parent.parent).metrics
 
         def take_over_rows() -> None:
             if theirs.exists():
                 write_rows(directory.metrics, (row for row in iterate_rows(theirs) if row["split"] != "test"))
 
-        world.agreement.on_rank_0(take_over_rows, what=f"the rows of {path} not taken over")
+        world.agreement.on_rank_0(take_over_rows, what=f"the rows of {path} not copied")
     if world.rank == 0:
         LOGGER.info("continuing from %s", path)
 
@@ -129,7 +129,7 @@ def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str
     writer = str(state.get("record_id") or run_id).partition("-")[0]
     if writer != run_id:
         what = f"{path} was written by another run ({writer}, this is {run_id})"
-        raise NoValidCheckpoint(f"{what}; run.resume={path} begins with it, in a directory without checkpoints")
+        raise NoValidCheckpoint(f"{what}; run.resume={path} starts from it, in a directory without checkpoints")
     return _unfit(trainer, path, state)
 
 

@@ -16,7 +16,7 @@ _MULTIPLE = 16  # the kernels need a multiple of this number of features
 def float8_fault(devices: Sequence[torch.device]) -> str | None:
     """Return why these devices or this installation do not support float8; None if they do."""
     if any(device.type != "cuda" for device in devices):
-        return "it takes a CUDA device, of compute capability 8.9 or later"
+        return "it needs a CUDA device of compute capability 8.9 or later"
     old = [device for device in devices if torch.cuda.get_device_capability(device) < (8, 9)]
     if old:
         return f"{torch.cuda.get_device_name(old[0])} is older than compute capability 8.9 (Ada, Hopper)"

@@ -24,7 +24,7 @@ def pretrained_part(model: nn.Module) -> str:
         written = {value.data_ptr() for value in peft.get_peft_model_state_dict(part).values()}
         trained = [name for name, parameter in part.named_parameters() if parameter.requires_grad]
         if left_out := [name for name in trained if part.get_parameter(name).data_ptr() not in written]:
-            raise ValueError(f"the adapter alone would be written, but {left_out[0]}, which is not in it, was trained too")
+            raise ValueError(f"only the adapter would be written, but {left_out[0]} was trained too, and is not in it")
     return path
 
 

@@ -53,7 +53,7 @@ class LossScale:
         assert grad_norm is not None
         if not torch.isfinite(grad_norm):
             if self.value <= 1.0:
-                raise Diverged("the gradient is not finite, and no loss scale is left to be lowered")
+                raise Diverged("the gradient is not finite, and the loss scale is already at its minimum")
             self.value = max(self.value / 2, 1.0)
             self.num_quiet_steps = 0
             self.num_skipped += 1

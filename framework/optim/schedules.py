@@ -57,7 +57,7 @@ def tabulated(make: Callable[[torch.optim.Optimizer], Any], *, lr: float) -> Cal
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = make(optimizer)
     if any(one.default is one.empty for one in inspect.signature(scheduler.step).parameters.values()):
-        raise ValueError(f"{type(scheduler).__name__} steps by a metric, and a schedule here is a function of the step alone")
+        raise ValueError(f"{type(scheduler).__name__} uses a metric, but a schedule must be a function of the step alone")
     rates = [float(optimizer.param_groups[0]["lr"])]
 
     def share(step: int) -> float:

@@ -62,11 +62,11 @@ def check_turns(turns: Sequence[Turn], *, names: Sequence[str]) -> None:
                 near = nearest_name(pattern, names)
                 raise ValueError(f"turns.{turn.name}.match: {pattern} matches no parameter that is trained ({near})")
     if not any(turn.every == 1 for turn in turns):
-        raise ValueError("turns: some steps would take none of them (every: 1 for one)")
+        raise ValueError("turns: some steps would have no turn (every: 1 for one)")
     for name in names:
         having = [turn.name for turn in turns if turn.has(name)]
         if not having:
-            raise ValueError(f"turns: none of them has {name} (name it in one, or in trainer.freeze)")
+            raise ValueError(f"turns: no turn has {name} (name it in a turn, or in trainer.freeze)")
         if len(having) > 1:
             raise ValueError(f"turns: {' and '.join(having)} have {name} (one of them)")
 

@@ -37,7 +37,7 @@ def auto(
         LOGGER.info("parallel=auto: %s, with %.2g GiB of parameters, gradients and optimizer state in each process",
                     choice, held / _GIB)  # fmt: skip
     if held > budget and world.rank == 0:
-        LOGGER.warning("that is more than the %.2g GiB which each process has for them: take more processes", budget / _GIB)
+        LOGGER.warning("that is more than the %.2g GiB that each process has for them: use more processes", budget / _GIB)
     if choice == "single":
         return single(model, world=world, forward=forward)
     if choice == "fsdp":

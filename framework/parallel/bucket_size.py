@@ -128,7 +128,7 @@ class MeasuredBuckets(EngineAround):
         size = fastest(times)
         if self._world.rank == 0:
             listed = ", ".join(f"{size} MB {1000 * time_s:.3g} ms" for size, time_s in sorted(times.items()))
-            LOGGER.info("parallel.bucket_cap_mb: a step takes with %s: %d is taken", listed, size)
+            LOGGER.info("parallel.bucket_cap_mb: times of a step: %s; %d is chosen", listed, size)
         return size
 
 

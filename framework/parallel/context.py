@@ -54,22 +54,22 @@ def problems(
     """Return why this model's tokens cannot be cut over so many processes."""
     most_models = "ddp, zero, fsdp and hsdp take most models"
     if demands.own_step:
-        return [f"context: cuts samples, and the task has a step of its own, which wants them whole; {most_models}"]
+        return [f"context: cuts samples, but the task has its own step, which needs whole samples; {most_models}"]
     if demands.observes and context > 1:
         cure = "another strategy" if demands.observes == "mode" else f"without {demands.observes}, or another strategy"
-        what = "takes the outputs of whole samples, and under context a process has a part of each"
+        what = "needs the outputs of whole samples, but with context a process has only a part of each sample"
         return [f"{demands.observes}: {what}; {cure}"]
     if own_answer(model, "mixers") is None:
-        return [f"{type(model).__name__} does not answer mixers(), which lists the modules in which tokens meet; {most_models}"]
+        return [f"{type(model).__name__} does not have mixers(), which lists the modules that combine tokens; {most_models}"]
     if context > 1 and has_dropout(model):
-        return ["the model has dropout, whose draws would depend on the number of processes; set model.dropout=0"]
+        return ["the model has dropout, and its draws would depend on the number of processes; set model.dropout=0"]
     heads = next((heads for heads in sorted(num_heads(model)) if heads % context), None)
     if attention_of(model, asked=attention, context=context) == "ring":
         fault = ring_fault(model) if context > 1 else None
         if fault is None:
             return []
         if attention is None:
-            return [f"context={context}: does not divide the {heads} heads of the model, and its mixers take no ring "
+            return [f"context={context}: does not divide the {heads} heads of the model, and its mixers cannot use a ring "
                     f"({fault}); take a divisor, or another strategy: {most_models}"]  # fmt: skip
         return [f"attention=ring: {fault}; take ulysses, or another strategy: {most_models}"]
     if heads is not None:

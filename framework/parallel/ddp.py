@@ -82,17 +82,18 @@ def problems(
     if compression is None and hook is None:
         return []
     if hook is not None and bucket_cap_mb == "auto":
-        return ["bucket_cap_mb=auto: tries some steps, and what parallel.hook keeps of them would stay (a number)"]
+        return ["bucket_cap_mb=auto: runs test steps, and parallel.hook would keep their state (a number)"]
     key, value = ("compression", compression) if hook is None else ("hook", "a function of your own")
-    found = ["parallel.hook: and parallel.compression, which is a hook itself (one of them)"] if hook and compression else []
+    both = "parallel.hook: cannot be used with parallel.compression (one of them)"
+    found = [both] if hook and compression else []
     if demands.own_step:
-        found.append(f"parallel.{key}: {value}, but not of gradients of a task's own step (null)")
+        found.append(f"parallel.{key}: {value}, but a task's own step cannot use it (null)")
     if demands.bitwise:
-        why = "which depends on how many processes there are (invariance=bitwise)"
+        why = "but its result depends on the number of processes (invariance=bitwise)"
         found.append(f"parallel.{key}: {value}, {why} (null)")
     if demands.recovers and compression in ("int8", "top_k", "powersgd"):
-        found.append(f"trainer.divergence.action: {demands.recovers}, but parallel.compression={compression} keeps what was "
-                     "not finite for later steps (raise, or parallel.compression=null, fp16 or bf16)")  # fmt: skip
+        found.append(f"trainer.divergence.action: {demands.recovers}, but parallel.compression={compression} keeps values "
+                     "that are not finite for later steps (raise, or parallel.compression=null, fp16 or bf16)")  # fmt: skip
     return found
 
 
@@ -162,7 +163,7 @@ def require_gradients(parameters: dict[str, nn.Parameter]) -> None:
     if unused := [name for name, parameter in parameters.items() if parameter.grad is None]:
         some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
         raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {some} in "
-                    "every step (true, at a small cost; or freeze what is not used)")  # fmt: skip
+                    "every step (true, at a small cost; or freeze the unused parameters)")  # fmt: skip
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:

@@ -53,13 +53,13 @@ def problems(model: nn.Module, **options: object) -> list[str]:
     most_models = "or take ddp, zero, fsdp or hsdp, which take most models"
     modules, trace = experts_of(model), traced(model)
     if not modules:
-        return [f"{type(model).__name__} is not seen to call a module of stacked experts, with parameters (num_experts, ...), "
+        return [f"{type(model).__name__} calls no known module of stacked experts, with parameters (num_experts, ...), "
                 "which maps tokens (N, D), indices (N, K) and weights (N, K); experts() or model.parts.experts lists them, "
                 f"{most_models}"]  # fmt: skip
     kinds = {(type(module), *(tuple(p.shape) for p in module.parameters())): module for module in modules}
     faults = [fault_of(module, choices_of(module, trace)) for module in kinds.values()]
     if fault := next(filter(None, faults), None):
-        return [f"{fault}; a process has some experts; {most_models}"]
+        return [f"{fault}; each process must run some of the experts; {most_models}"]
     read = trace.read_elsewhere() if trace is not None else set()
     name = next((name for module in modules for name, p in module.named_parameters() if id(p) in read), None)
     return [f"an expert's {name} is used outside of the module that has it; {most_models}"] if name else []

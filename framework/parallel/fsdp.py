@@ -60,7 +60,7 @@ def typed(model: nn.Module, forward: Forward, options: Mapping[str, Any]) -> dic
 def problems(model: nn.Module, *, prefetch: int | None = None, **options: object) -> list[str]:
     """Return why this model cannot be sharded."""
     if prefetch is not None and prefetch < 1:
-        return [f"parallel.prefetch: {prefetch} is not a number of blocks; take 1 or more, or null for what torch does"]
+        return [f"parallel.prefetch: {prefetch} is not a number of blocks; take 1 or more, or null for the default of torch"]
     scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
     return [f"the model's {scalar} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
             "ddp or zero"] if scalar else []  # fmt: skip

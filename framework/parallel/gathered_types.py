@@ -50,7 +50,7 @@ class Types:
         if param_dtype == "fp32":
             return cls(None, reduce)  # autocast starts from float32: inputs stay as they are
         if forward.trains_by_step or forward.example is None:
-            why = "the task has a step of its own" if forward.trains_by_step else "the data do not say what a sample looks like"
+            why = "the task has its own step" if forward.trains_by_step else "the dataset does not describe a sample"
             return cls(None, reduce, note=f"in float32, since {why}")
 
         def is_cast(operation: Operation) -> bool:

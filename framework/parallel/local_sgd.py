@@ -45,11 +45,9 @@ def local_sgd(
 def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: object) -> list[str]:
     """Refuse evaluations and checkpoints at steps without an average, and parts, because a part sees every step."""
     if demands.turns:
-        return [
-            "optimizer.turns: are several optimizers, and those of a process are averaged as one (parallel=ddp, zero or fsdp)"
-        ]
+        return ["optimizer.turns: several optimizers cannot be averaged as one (parallel=ddp, zero or fsdp)"]
     if demands.parts:
-        what = "but between its averages each process is at a point of its own"
+        what = "but between two averages each process has different weights"
         return [f"part: {', '.join(demands.parts)}, {what} (part=none, or parallel=ddp)"]
     periods = {"trainer.eval_every": demands.eval_every, "checkpoint.every": demands.checkpoint_every}
     return [f"{key}: {every} is not a multiple of parallel.sync_every={sync_every} (the processes agree only then)"

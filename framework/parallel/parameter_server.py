@@ -51,9 +51,9 @@ def problems(model: nn.Module, *, demands: Demands, replicate: int, mode: str, *
     if not torch.distributed.rpc.is_available():
         return ["this PyTorch build has no torch.distributed.rpc; ddp computes the same as mode=sync"]
     if demands.averages_itself:
-        return ["the optimizer averages the weights itself, and here rank 0's alone has them; take ddp or fsdp"]
+        return ["the optimizer averages the weights itself, but only rank 0 has them; take ddp or fsdp"]
     if demands.turns:
-        return ["optimizer.turns: are several optimizers, and the server has one (parallel=ddp, zero or fsdp)"]
+        return ["optimizer.turns: has several optimizers, but the server has one (parallel=ddp, zero or fsdp)"]
     if mode != "async":
         return []
     at_odds = {
@@ -62,7 +62,7 @@ def problems(model: nn.Module, *, demands: Demands, replicate: int, mode: str, *
         "trainer.grad_noise.eta": demands.grad_noise,
         "trainer.sync_batchnorm": "true" if demands.sync_batchnorm else None,
         "trainer.divergence.action": demands.recovers,
-        "precision": "fp16, whose loss scale follows every step's global norm" if demands.scales_loss else None,
+        "precision": "fp16 (its loss scale needs the global norm of every step)" if demands.scales_loss else None,
     }
-    return [f"{key}: {value}, but under parallel.mode=async each process is at a point of its own (parallel.mode=sync for that)"
+    return [f"{key}: {value}, but under parallel.mode=async each process has different weights (parallel.mode=sync for that)"
             for key, value in at_odds.items() if value is not None]  # fmt: skip

@@ -57,28 +57,28 @@ def problems(
     """Return why this model cannot be cut into so many stages, or why the run cannot use these stages."""
     found = _cut_problems(model, demands=demands, pipeline=pipeline, schedule=schedule, balance=balance)
     if schedule != "pipedream":
-        unused = f"drain_every={drain_every}: schedule={schedule} is empty after every step; pipedream is what is drained"
+        unused = f"drain_every={drain_every}: schedule={schedule} is empty after every step; only pipedream is drained"
         return [unused, *found] if drain_every is not None else found
     return found or pipedream_problems(model, demands=demands, drain_every=drain_every or DRAIN_EVERY)
 
 
 def _cut_problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, balance: str) -> list[str]:
     if balance == "time" and traced(model) is None:
-        return ["balance=time: runs the model on inputs of the data's kind, which this dataset does not give; take "
+        return ["balance=time: runs the model on example inputs, but this dataset does not describe its inputs; take "
                 "balance=operations"]  # fmt: skip
     most_models = "ddp, zero, fsdp and hsdp take most models"
     if demands.own_step:
-        return [f"pipeline: runs a model once for each micro-batch, and the task has a step of its own; {most_models}"]
+        return [f"pipeline: runs a model once for each micro-batch, but the task has its own step; {most_models}"]
     num_stages = pipeline * (1 if schedule == "pipedream" else KINDS[schedule].stages_per_rank)
     links = chain_of(model)
     if links is None:
         return _own_forward_problems(model, num_stages=num_stages, most_models=most_models)
     if stray := stray_parameters(model, links):
-        return [f"{type(model).__name__}.chain() leaves out {stray[0]}, which belongs to none of its modules; {most_models}"]
+        return [f"{type(model).__name__}.chain() leaves out {stray[0]}, which is in none of its modules; {most_models}"]
     uses = Counter(module for link in links for module in link.modules() if any(True for _ in module.buffers(recurse=False)))
     if shared := [module for module, count in uses.items() if count > 1]:
-        return [f"{type(model).__name__}.chain() has a {type(shared[0]).__name__} in two of its modules, whose buffers several "
-                f"processes would change; {most_models}"]  # fmt: skip
+        return [f"{type(model).__name__}.chain() has a {type(shared[0]).__name__} in two of its modules, and several "
+                f"processes would change its buffers; {most_models}"]  # fmt: skip
     if num_stages > len(weighty(links)):
         return [f"pipeline={pipeline}: makes {num_stages} stages with schedule={schedule}, and the model's chain has "
                 f"{len(weighty(links))} modules with weights; take fewer, or another strategy: {most_models}"]  # fmt: skip
@@ -95,8 +95,8 @@ def _own_forward_problems(model: nn.Module, *, num_stages: int, most_models: str
     try:
         chain = OwnForward(model)
     except Uncut as error:
-        return [f"{type(model).__name__} does not answer chain(), which lists the modules that, one after the other, are its "
-                f"forward, and its forward cannot be cut at its blocks: {error}; {most_models}"]  # fmt: skip
+        return [f"{type(model).__name__} does not have chain(), which lists the modules of its forward in their order, "
+                f"and its forward cannot be cut at its blocks: {error}; {most_models}"]  # fmt: skip
     if num_stages > len(chain.blocks):
         return [f"pipeline: {num_stages} stages, but {type(model).__name__} has {len(chain.blocks)} block"
                 f"{'s' * (len(chain.blocks) != 1)}; take fewer, or another strategy: {most_models}"]  # fmt: skip

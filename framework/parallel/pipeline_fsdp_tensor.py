@@ -64,7 +64,7 @@ def pipeline_fsdp_tensor(
 def problems(model: nn.Module, *, demands: Demands, tensor: int, **others: Any) -> list[str]:
     """Return why this model cannot be cut in this way."""
     if chain_of(model) is None:
-        return [f"{type(model).__name__} does not answer chain(), which lists the modules that, one after the other, are its "
+        return [f"{type(model).__name__} does not have chain(), which lists the modules that, one after the other, are its "
                 "forward: only these can be sharded; ddp, zero, fsdp and hsdp take most models, ddp+pp some"]  # fmt: skip
     found = pipelines.problems(model, demands=demands, **others) or fsdp.problems(model)
     return found or (tensors.problems(model, tensor=tensor, sequence=False) if tensor > 1 else [])

@@ -56,8 +56,8 @@ class TokenShape:
         share = -(-num_tokens // mesh.size())
         expected = min(share, max(0, num_tokens - share * mesh.get_local_rank()))
         if own.ndim != 3 or own.shape[1] != expected:
-            raise ValueError(f"a block passes on a tensor of shape {[*own.shape]}, where {expected} of {num_tokens} tokens of "
-                             "(B, T, D) are this process's (parallel.sequence=false)")  # fmt: skip
+            raise ValueError(f"a block returns a tensor of shape {[*own.shape]}, but this process has {expected} of "
+                             f"{num_tokens} tokens of (B, T, D) (parallel.sequence=false)")  # fmt: skip
         whole = Size((batch, num_tokens, own.shape[2]))
         stride = (num_tokens * whole[2], whole[2], 1)
         return DTensor.from_local(own.contiguous(), mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)

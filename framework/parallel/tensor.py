@@ -46,7 +46,7 @@ def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: 
     except ValueError as error:
         return [str(error)]
     if tensor > 1 and has_dropout(model) and any(isinstance(style, styling.RowwiseParallel) for style in styles.values()):
-        return ["the model has dropout, whose draws between layers cut by columns and by rows would depend on the number "
+        return ["the model has dropout, and its draws between layers cut by columns and by rows would depend on the number "
                 "of processes; set model.dropout=0"]  # fmt: skip
     return sequence_problems(model, styles) if sequence else []
 

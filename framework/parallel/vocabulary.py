@@ -51,7 +51,7 @@ def row_problem(layer: nn.Module, *, num_parts: int) -> str:
     if type(layer) is nn.Embedding:
         options = {"max_norm": layer.max_norm, "scale_grad_by_freq": layer.scale_grad_by_freq, "sparse": layer.sparse}
         if set_ := [name for name, value in options.items() if value]:
-            return f"has {set_[0]}, which looks at all rows"
+            return f"has {set_[0]}, which needs all rows"
     elif type(layer) is not nn.Linear:
         return f"is a {type(layer).__name__}, and only an nn.Embedding or nn.Linear has rows for tokens"
     num_rows = rows_of(layer)

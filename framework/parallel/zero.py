@@ -39,7 +39,7 @@ def zero(
 def problems(model: nn.Module, *, demands: Demands, **options: object) -> list[str]:
     """Refuse an optimizer that replaces the weights by their average: here each optimizer has only a part of the weights."""
     if demands.averages_itself:
-        return ["the optimizer averages the weights itself, and here each process's has a part of them; take ddp or fsdp"]
+        return ["the optimizer averages the weights itself, but in each process it has only a part of them; take ddp or fsdp"]
     return []
 
 

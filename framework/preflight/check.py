@@ -185,7 +185,7 @@ def _problems_of_several(draft: Draft, groups: Iterable[str], *, known: list[str
     for group, name, node in named:
         key = f"{group}.{name}"
         if not isinstance(node, dict):
-            problems.append(Problem(key, f"{shown(node)} is not valid", f"keys, as {group}={name} has them"))
+            problems.append(Problem(key, f"{shown(node)} is not valid", f"keys, as in {group}={name}"))
         elif "_target_" not in node:
             problems += [Problem(f"{key}.{other}", "unknown key", f"only with {group}={name}") for other in node]
         elif found := component_problems(key, node, known=known):
@@ -206,7 +206,7 @@ def place_problems(run: RunSection) -> list[Problem]:
     there = frozen_run_id(directory.path)
     if there not in (None, run.id):
         what = f"{directory.path} holds another run ({there}, this is {run.id})"
-        problems = [Problem("run.dir", what, "another directory, or that run's own command")]
+        problems = [Problem("run.dir", what, "another directory, or the command of the other run")]
     may_be_fetched = run.mirror is not None and run.resume == "must"  # the claim finds out whether it can be fetched
     return problems if may_be_fetched else problems + resume_problems(run.resume, directory)
 
@@ -215,7 +215,7 @@ def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
     """Refuse to continue with other code than at the start of the run, unless the user accepts it or starts over."""
     lines = changed_code(run, targets)
     if (record := Provenance(Path(run.dir))).is_damaged:
-        LOGGER.warning("%s cannot be read: whether the code is what the run began with is not known", record.path)
+        LOGGER.warning("%s cannot be read: it is not known whether the code has changed", record.path)
     return [Problem("run.code", f"{CHANGED.format(run.dir)}: {'; '.join(lines)}", WAYS)] if lines else []
 
 
@@ -236,7 +236,7 @@ def writing_problems(run: RunSection) -> list[Problem]:
     if not os.path.isdir(nearest):
         return [Problem(key, f"{nearest} is not a directory", "a directory, or a path where one can be made")]
     if not os.access(nearest, os.W_OK | os.X_OK):
-        return [Problem(key, f"{nearest} cannot be written", "a directory that can")]
+        return [Problem(key, f"{nearest} cannot be written", "a writable directory")]
     if shutil.disk_usage(nearest).total == 0:
         return [Problem(key, f"{nearest} cannot hold files", "a directory on a disk")]
     return []
@@ -245,10 +245,10 @@ def writing_problems(run: RunSection) -> list[Problem]:
 def _check_contents(directory: RunDirectory) -> list[Problem]:
     if odd := directory.odd_files():
         what = f"{directory.path / odd[0]} is not a plain file"
-        return [Problem("run.dir", what, "a run writes to none that is a link or a pipe")]
+        return [Problem("run.dir", what, "a run does not write to links or pipes")]
     if strangers := directory.strangers():
-        what = f"{directory.path} is not a run's: it holds {shown(strangers[0])}"
-        return [Problem("run.dir", what, "a directory of its own, which the run makes")]
+        what = f"{directory.path} is not a run's directory: it holds {shown(strangers[0])}"
+        return [Problem("run.dir", what, "a new directory, which the run makes")]
     return []
 
 

@@ -41,7 +41,7 @@ def in_child(work: Callable[[], Found], *, limit_s: float | None = None, is_sile
             return answer["found"], answer["fate"]
     child.join()
     if PREEMPTION.requested:
-        raise Interrupted("stopped before the start; the same command begins")
+        raise Interrupted("stopped before the start; the same command starts the run")
     if deadline is not None and time.monotonic() > deadline:
         return [], f"it took more than {limit_s:g} s"
     return [], f"its process {end_of(child.exitcode or 0)}"
@@ -51,7 +51,7 @@ def problems_in_child(work: Callable[[], list[Problem]]) -> list[Problem]:
     """Return the problems that `work` finds in a forked process; if the process fails, a problem that says how."""
     found, fate = in_child(lambda: [asdict(problem) for problem in work()])
     if fate:
-        return [Problem("model", f"could not be looked at: {fate}", "a model and an optimizer that can be built")]
+        return [Problem("model", f"could not be examined: {fate}", "a model and an optimizer that can be built")]
     return [Problem(**(item | {"code": Exit(item["code"])})) for item in found]
 
 

@@ -35,7 +35,7 @@ _MOST = 4  # the largest number of processes
 _IDLE_S, _IDLE_SHARE = 15.0, 0.05  # all processes wait for each other, and none uses the CPU
 _LIMIT_S = 600.0  # a rehearsal ends before this time
 _TOLERANCE = 1e-6  # in float64: a wrong computation differs by more than a thousandth, rounding by less than 1e-10
-_NONE = "launch.nproc_per_node=1: neither do ddp and fsdp"
+_NONE = "launch.nproc_per_node=1: ddp and fsdp do not either"
 
 
 def small_strategy(parallel: Node, *, num_processes: int) -> tuple[Node, int] | None:
@@ -73,8 +73,8 @@ def compare(build: Builder) -> list[Finding]:
     )
     (expected,) = _run(alone, source, count=1)
     if expected.fault:  # for example a model that does not run in float64
-        what = f"the strategy was not compared with one process, where a step in float64 fails: {expected.fault}"
-        return [Finding("parallel", what, "a run goes on without", refuses=False)]
+        what = f"the strategy was not compared with one process: a step in float64 fails there: {expected.fault}"
+        return [Finding("parallel", what, "a run starts without the comparison", refuses=False)]
 
     of_parts: list[Finding] = []
 
@@ -86,7 +86,7 @@ def compare(build: Builder) -> list[Finding]:
             why = " (its samples do not all enter the same modules)" if expected.do_part else ""
             return f"a step on {count} processes fails with this model{why}: {first}"
         differing = _difference(expected, ranks)
-        return differing and f"{count} processes compute something else with this model than one does: {differing}"
+        return differing and f"{count} processes compute different results with this model than one process: {differing}"
 
     what = fault(parallel)
     if of_parts or not what:
@@ -95,7 +95,7 @@ def compare(build: Builder) -> list[Finding]:
         without = alone.altered(part={other: node for other, node in config.part.items() if other != name})
         (computed,) = _run(without, source, count=1)
         if not computed.fault and not fault(parallel, without, computed):
-            cure = "act alike on every process: of what a process has of its own, take loop.sum(), loop.any() or full_tensor()"
+            cure = "act alike on every process: for local values, use loop.sum(), loop.any() or full_tensor()"
             return [Finding(f"part.{name}", f"{what}; without it, they compute the same", cure)]
     own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
     return [Finding("parallel", what, next((line for line, node in [*own, *_others()] if not fault(node)), _NONE))]
@@ -146,7 +146,7 @@ def _is_consequence(fault: str) -> bool:
 def _far(expected: dict[str, Sketch], actual: dict[str, Sketch], *, what: str) -> str:
     """Return the tensor that differs most, if all tensors together differ by more than rounding."""
     if missing := expected.keys() ^ actual.keys():
-        return f"{what} {min(missing)} is on one side only"
+        return f"{what} {min(missing)} exists on one side only"
     distances = {name: _distance(expected[name], actual[name]) for name in expected}
     norm = sum(sketch[0] ** 2 for sketch in expected.values()) ** 0.5
     if sum(distance**2 for distance in distances.values()) ** 0.5 <= _TOLERANCE * max(norm, 1e-12):
@@ -208,7 +208,7 @@ def _run(build: Builder, source: Source, *, count: int, like: Seen | None = None
         for (ours, _), process in zip(pipes, ranks):
             try:
                 is_there = _comes(ours, ranks, deadline=deadline)
-                seen.append(ours.recv() if is_there else Seen(fault="waits for another process, which does not come"))
+                seen.append(ours.recv() if is_there else Seen(fault="waits for another process, which does not arrive"))
             except EOFError:
                 process.join()
                 seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}"))

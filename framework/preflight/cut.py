@@ -23,7 +23,7 @@ class Cutting:
         """Return the warnings for the run. Raise Refused for a mean where a sum is needed."""
         found = self._look_at_loss(module, step) or self._look_at_cut(module, step)
         if not found and self._is_by_ranks and samples.draw_for_micro_batches:
-            found = self._depends_on_cut("dataset", "its collate function or a transform draws for a micro-batch as a whole")
+            found = self._depends_on_cut("dataset", "its collate function or a transform draws once for a whole micro-batch")
         return found
 
     def _look_at_loss(self, module: nn.Module, step: Step) -> list[Finding]:
@@ -48,7 +48,7 @@ class Cutting:
         if not math.isfinite(whole + parts) or abs(whole - parts) <= 1e-3 * max(abs(whole), abs(parts)):
             return []
         if abs(2 * whole - parts) <= 1e-3 * max(abs(2 * whole), abs(parts)):
-            what = f"its loss of {of} is the mean of {parts_are}: what is computed would depend on how a step is cut"
+            what = f"its loss of {of} is the mean of {parts_are}: the results would depend on how a step is cut"
             raise Refused("task", what, "return the sum over the samples (reduction='sum')")
         return self._depends_on_cut("task", f"its loss of {of} is neither the sum nor the mean of {parts_are}")
 
@@ -89,13 +89,13 @@ class Cutting:
         if any(other != at_once for other in others):
             return self._depends_on_cut("model", "its training forward draws random numbers")
         if abs(at_once - in_halves) > 1e-3 * abs(at_once):
-            return self._depends_on_cut("model", "its training forward couples the samples that go through it together")
+            return self._depends_on_cut("model", "its training forward couples the samples of a micro-batch")
         return []
 
     def _depends_on_cut(self, key: str, what: str) -> list[Finding]:
         if not self._is_by_ranks:
             return []
-        what = f"{what}, so what it computes depends on the number of processes"
+        what = f"{what}, so the results depend on the number of processes"
         return [Finding(key, what, "set micro_batch_size", refuses=False)]
 
 

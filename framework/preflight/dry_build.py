@@ -55,7 +55,7 @@ def dry_build(config: RunConfig) -> list[Problem]:
         return [Problem("trainer.freeze", str(error))]
     if config.trainer.activation_checkpointing and not blocks_of(model):
         name = type(model).__name__
-        what = f"{config.trainer.activation_checkpointing}, but no blocks were found in {name} that could be recomputed"
+        what = f"{config.trainer.activation_checkpointing}, but {name} has no known blocks that can be recomputed"
         return [Problem("trainer.activation_checkpointing", what, "false, or model.parts.blocks=PATH names them")]
     try:
         task = components.task(config.task, seed=config.seed)
@@ -74,7 +74,7 @@ def dry_build(config: RunConfig) -> list[Problem]:
         problems.append(Problem(key, f"{value}, but {other} averages the weights too", "one of them"))
     observer = _observer(config.mode, config.metric, parts if MODES[config.mode].about == "run" else {})
     if observer and observer != "mode" and not measures(task):
-        what = "takes outputs and targets, but the task measures by its step()"
+        what = "takes outputs and targets, but the task measures in its step()"
         problems.append(Problem(observer, what, f"{observer.partition('.')[0]}=none"))
     if problems:
         return problems
@@ -133,7 +133,7 @@ def _check_init(model: nn.Module, init_from: Any) -> list[Problem]:
         return []
     entries = entries_of(init_from)
     fit = Fit.of(stored_tensors(entries), model)
-    what = f"not all of it fits this model, as strict asks: {'; '.join(fit.misplaced)}" if fit.misplaced else ""
+    what = f"not all of it fits this model, but strict is true: {'; '.join(fit.misplaced)}" if fit.misplaced else ""
     if not fit.fitting:
         what = f"nothing in {', '.join(entry.file for entry in entries)} fits this model"
     return [Problem("model.init_from", what, "; ".join([*filter(None, [fit.remedy]), *fit.faults]))] if what else []
@@ -147,7 +147,7 @@ def _check_metrics(nodes: dict[str, Node], *, num_processes: int) -> list[Proble
         return [Problem.of_line(str(error))]
     for name, metric in metrics.items():
         if num_processes > 1 and (state := averaged_state(metric)):
-            what = f"{type(metric).__name__} averages its state {state} over processes, whatever their numbers of samples"
+            what = f"{type(metric).__name__} averages its state {state} over processes, and ignores their numbers of samples"
             return [Problem(f"metric.{name}", what, "one process, or a metric that keeps sums")]
     return []
 
@@ -164,7 +164,7 @@ def _parts(nodes: dict[str, Node]) -> tuple[dict[str, Any], list[Problem]]:
             what = f"a {type(part).__name__} has no method that the loop calls"
             return parts, [Problem(f"part.{name}", what, f"one of {', '.join(known)}")]
         if hasattr(part, "state_dict") != hasattr(part, "load_state_dict"):
-            what = f"a {type(part).__name__} has one of state_dict and load_state_dict: it would not get its state back"
+            what = f"a {type(part).__name__} has only one of state_dict and load_state_dict: its state would be lost"
             return parts, [Problem(f"part.{name}", what, "both")]
     growing = [name for name, part in parts.items() if hasattr(part, "batch_size")]
     if len(growing) > 1:
@@ -200,7 +200,7 @@ def _check_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num_p
         what = f"{parallel['_target_']} takes no world and forward"
         return [Problem("parallel", what, "a strategy, as in framework/parallel/single.py")]
     if demands.bitwise and "bitwise" not in taken:
-        what = "bitwise, but this strategy sums in an order of its own collectives"
+        what = "bitwise, but this strategy sums in a different order"
         return [Problem("invariance", what, "parallel=single, ddp or zero, or invariance=samples")]
     problems = getattr(inspect.getmodule(strategy), "problems", None)
     if problems is None:
@@ -224,4 +224,4 @@ def _warn_of_forward(model: nn.Module, batch: Tensor | None) -> None:
         with torch.no_grad(), torch.device("meta"):
             model.eval()(batch)
     except Exception as error:
-        LOGGER.warning("model: seems not to take a batch of shape %s of this dataset (%s)", list(batch.shape), headline(error))
+        LOGGER.warning("model: may not accept a batch of shape %s of this dataset (%s)", list(batch.shape), headline(error))

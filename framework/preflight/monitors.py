@@ -41,7 +41,7 @@ def directed(
         return {}, []
     more = _is_more_better(section.monitor.partition("/")[2], task, metric)
     if more is None:
-        what = f"null, but nothing says whether more or less of {section.monitor} is better"
+        what = f"null, but it is not known whether a higher or lower {section.monitor} is better"
         columns = f"; a metric's columns are called {', '.join(metric)}, or NAME_KEY where it has several" if metric else ""
         return {}, [Problem(f"{key}.mode", what, f"min or max{columns}")]
     return {"mode": "max" if more else "min"}, []

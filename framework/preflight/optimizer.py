@@ -24,12 +24,10 @@ def turns_problems(model: nn.Module, optimizer: Node, demands: Demands) -> list[
         return [Problem.of_line(f"optimizer.{error}")]
     if turns and demands.scales_loss:
         return [
-            Problem(
-                "precision", "fp16, whose loss scale is about whole steps, but optimizer.turns divides them", "bf16 or fp32"
-            )
+            Problem("precision", "fp16, but its loss scale needs whole steps, and optimizer.turns divides them", "bf16 or fp32")
         ]
     if turns and demands.recovers == "skip":
-        what = "skip, but a step of several turns may be left out in its middle only"
+        what = "skip, but a step of several turns can fail in the middle, after an update"
         return [Problem("trainer.divergence.action", what, "raise or rollback")]
     return []
 
@@ -60,7 +58,7 @@ def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> li
     return []
 
 
-_CLOSURE = "takes steps by a closure, but a step here has one backward pass"
+_CLOSURE = "needs a closure, but a step has only one backward pass"
 
 
 def _step_fault(optimizer: torch.optim.Optimizer) -> str:
@@ -81,7 +79,7 @@ def _step_fault(optimizer: torch.optim.Optimizer) -> str:
             return _CLOSURE
         raise
     if odd := [key for key in optimizer.state if not isinstance(key, Tensor)]:
-        return f"keeps {shown(odd[0])} in its state, an entry of no parameter, which no checkpoint holds"
+        return f"keeps {shown(odd[0])} in its state, an entry that belongs to no parameter, and no checkpoint holds it"
     kept = [*changed_values(optimizer, before), *optimizer.state.values()]
     for key, value in (item for values in kept for item in values.items()):
         try:

@@ -93,7 +93,7 @@ def _require_own_memory(tensors: Mapping[str, Tensor], *, key: str, cure: str) -
         memory = local(tensor).data_ptr()  # 0: it has no memory
         first = names.setdefault(memory, name)
         if first != name and memory:
-            raise Refused(key, f"{first} and {name} are two tensors in one memory: restored or sharded, they would part", cure)
+            raise Refused(key, f"{first} and {name} share their memory: a restore or a shard would separate them", cure)
 
 
 def small(build: Builder, *, size: int) -> Builder:
@@ -122,7 +122,7 @@ class Player:
         self.module.train()
         freeze_parameters(self.module, config.trainer.freeze)
         hidden = hidden_matrices(self.module)
-        with blamed("model", "it cannot be prepared for training", "see docs/extend.md, what a model may be"):
+        with blamed("model", "it cannot be prepared for training", "see docs/extend.md, section A model"):
             self.engine: Engine = build.engine(self.module)
         trained = trainable(self.engine.module, hidden=hidden)
         with blamed("optimizer", "it cannot be built", "see the optimizer's own documentation"):
@@ -213,7 +213,7 @@ class Player:
             sums = self.engine.evaluate(step)
             training = [name or "the model" for name, part in self.module.named_modules() if part.training]
         if training:
-            what = f"an evaluation puts {training[0]} into training mode, for the rest of it"
+            what = f"an evaluation puts {training[0]} into training mode and leaves it there"
             raise Refused("model", what, "leave modes to the loop")
         found: dict[str, Any] = means(totals(sums, world=build.world), num_samples=step.num_samples)
         with blamed("task", "its metrics fail on a batch of this dataset", "a task that fits the model"):
@@ -246,12 +246,12 @@ class Player:
             kept = kept_here(self.held(), initial=self.update.initial)
             tensors = state_tensors(self.held())
         except Unkept as error:
-            raise Refused("optimizer", f"its state, or the model's extra state, holds {error}, which no checkpoint can",
+            raise Refused("optimizer", f"its state, or the model's extra state, holds {error}, which no checkpoint can hold",
                           "keep numbers, text and tensors, in lists or dictionaries") from None  # fmt: skip
         of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
-        _require_own_memory(of_optimizer, key="optimizer", cure="keep one for each parameter")
+        _require_own_memory(of_optimizer, key="optimizer", cure="keep a tensor for each parameter")
         if odd := [name for name, tensor in tensors.items() if dtype_name(tensor.dtype) is None]:
-            what = f"{odd[0].partition('/')[2]} is {tensors[odd[0]].dtype}, a type that no checkpoint has"
+            what = f"{odd[0].partition('/')[2]} is {tensors[odd[0]].dtype}, a type that no checkpoint supports"
             raise Refused("model", what, "precision=fp32, or a real tensor of two parts (torch.view_as_real)")
         return {name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(kept)
 
@@ -275,7 +275,7 @@ class Player:
                 mine[name].copy_(tensor)
             else:
                 self._late[name.removeprefix("part/")] = tensor.clone()
-        with blamed("optimizer", "its state cannot be restored", "load_state_dict() takes what state_dict() has given"):
+        with blamed("optimizer", "its state cannot be restored", "load_state_dict() accepts the result of state_dict()"):
             self._restore_optimizer(tensors, kept)
 
     def _restore_optimizer(self, tensors: dict[str, Tensor], kept: Kept) -> None:

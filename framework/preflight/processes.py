@@ -77,7 +77,7 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
     product = math.prod(size or 1 for size in axes.values())
     open_axes = [name for name, size in axes.items() if size is None]
     if len(open_axes) > 1:
-        return [Problem(f"parallel.{open_axes[-1]}", "null, as is another axis", "at most one of them")]
+        return [Problem(f"parallel.{open_axes[-1]}", "null, and another axis is null too", "at most one of them")]
     if product < 1 or (count % product if open_axes else count != product):
         given = [f"parallel.{name}={size}" for name, size in axes.items() if size is not None]
         key, _, value = given[0].partition("=")
@@ -85,7 +85,7 @@ def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, star
         what = f"{arithmetic}, but {source} process{'es' * (count != 1)}"
         if open_axes:
             return [Problem(key, what, f"try {start.format(f'a multiple of {product}')}, or another size")]
-        return [Problem(key, what, f"try {start.format(product)}, or null for one axis, which takes what is left")]
+        return [Problem(key, what, f"try {start.format(product)}, or null for one axis, which takes the rest")]
     return []
 
 
@@ -151,13 +151,13 @@ def open_files_problems(launch: LaunchSection, dataset: Node) -> list[Problem]:
     allowed = open_files() if launch.kind == "local" else on_each  # a job has its own limits
     if allowed >= on_each:
         return []
-    what = f"{launch.num_processes}, but this process may open {allowed} files only, where {on_each} may be needed"
+    what = f"{launch.num_processes}, but this process can open only {allowed} files, and may need {on_each}"
     return [Problem("launch.nproc_per_node", what, f"ulimit -n {on_each}, or more, before the command")]
 
 
 _FILES, _FILES_OF_EACH = 48, 8  # open files of a process, and of each process or loader worker that it communicates with
 
-_BACKEND_COMES_WITH = {"nccl": "those for CUDA", "ucc": "one compiled from source with USE_UCC=1"}
+_BACKEND_COMES_WITH = {"nccl": "builds for CUDA", "ucc": "builds from source with USE_UCC=1"}
 
 
 def backend_problems(backend: BackendSection, launch: LaunchSection) -> list[Problem]:
@@ -179,7 +179,7 @@ def backend_problems(backend: BackendSection, launch: LaunchSection) -> list[Pro
         is_there = backend.name != "nccl" or launch.kind != "local" or _cuda_devices()
         return [] if is_there else [Problem("backend", "nccl, but PyTorch sees no CUDA device here", "auto, or gloo")]
     what = f"{backend.name} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend.name]}"
-    return [Problem("backend", what, "gloo, or auto for the best there is")]
+    return [Problem("backend", what, "gloo, or auto for the best available")]
 
 
 def _other_backend_problems(name: str | None, *, module: str) -> list[Problem]:
@@ -187,7 +187,7 @@ def _other_backend_problems(name: str | None, *, module: str) -> list[Problem]:
     from framework.distributed.other_backend import kinds_of_devices
 
     if name is None or name in ("auto", "gloo", "nccl", "mpi", "ucc"):
-        what = f"{name or 'null'}, but backend.module={module} is of another package"
+        what = f"{name or 'null'}, but backend.module={module} is another package"
         return [Problem("backend.name", what, "the name under which the package registers its back end")]
     try:
         kinds_of_devices(name, module=module)

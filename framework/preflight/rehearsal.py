@@ -36,7 +36,7 @@ def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "war
     if fate and unfinished == "problem":
         problems.append(Problem("rehearse", f"the rehearsal was not finished: {fate}", "a run would start without it"))
     elif fate and not problems:
-        LOGGER.warning("the rehearsal was not finished: %s; the run starts without (%s)", fate, _SWITCH)
+        LOGGER.warning("the rehearsal was not finished: %s; the run starts without it (%s)", fate, _SWITCH)
     return problems
 
 

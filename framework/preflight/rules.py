@@ -36,21 +36,21 @@ def micro_batch_fits(global_batch_size: int, micro_batch_size: int | None) -> It
 
 def bitwise_needs_micro_batches(invariance: str, micro_batch_size: int | None) -> Iterator[Problem]:
     if invariance == "bitwise" and micro_batch_size is None:
-        what = "null, but invariance=bitwise is about sums over micro-batches"
+        what = "null, but invariance=bitwise needs micro-batches"
         yield Problem("micro_batch_size", what, "a number; any world size up to global_batch_size / micro_batch_size "
                       "then gives the same bits")  # fmt: skip
 
 
 def bitwise_couples_no_micro_batches(invariance: str, trainer: TrainerSection) -> Iterator[Problem]:
     if invariance == "bitwise" and trainer.sync_batchnorm:
-        what = "true, but invariance=bitwise takes statistics over a micro-batch: others depend on which process runs what"
+        what = "true, but invariance=bitwise needs statistics over one micro-batch, not over processes"
         yield Problem("trainer.sync_batchnorm", what, "false")
 
 
 def statistics_are_over_samples(trainer: TrainerSection, parallel: Node) -> Iterator[Problem]:
     axes = sorted({"tensor", "pipeline", "context"} & parallel.keys())
     if trainer.sync_batchnorm and axes:
-        what = f"true, but processes along the {axes[0]} axis have no samples of their own"
+        what = f"true, but processes along the {axes[0]} axis do not have their own samples"
         yield Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp")
 
 
@@ -70,12 +70,12 @@ def float8_has_its_devices(
     if not is_elsewhere and (fault := float8_fault(here)):
         yield Problem("precision", f"float8, but {fault}", "bf16")
     elif "tensor" in parallel:
-        yield Problem("precision", "float8, but parallel cuts linear layers, whose scales are those of whole ones", "bf16")
+        yield Problem("precision", "float8, but parallel cuts linear layers, and their scales are for whole layers", "bf16")
 
 
 def mpi_saves_between_steps(backend: BackendSection, checkpoint: CheckpointSection) -> Iterator[Problem]:
     if backend.name == "mpi" and checkpoint.async_save:
-        what = "true, but over MPI no thread may communicate while a step does"
+        what = "true, but over MPI no thread can communicate during a step"
         yield Problem("checkpoint.async_save", what, "null or false, or backend=gloo")
 
 
@@ -93,7 +93,7 @@ def weights_come_from_one_place(model: Node, run: RunSection) -> Iterator[Proble
     if problems := init_problems(init_from):
         yield from problems
     elif run.resume not in ("auto", "never", "must"):
-        what = "is given, and so is run.resume: each says where the weights are from"
+        what = "cannot be given together with run.resume: each chooses the first weights"
         yield Problem("model.init_from", what, "one of them")
     else:
         try:

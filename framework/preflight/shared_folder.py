@@ -28,8 +28,8 @@ def problems_of_place(place: Path, options: dict[str, Any]) -> list[Problem]:
     nearest = next(parent for parent in [place, *place.parents] if parent.is_dir())
     if (kind := _file_system(nearest)) in _SHARED:
         return []
-    problem = Problem("run.dir", f"{nearest} is of this machine alone: the nodes do not see it",
-                      "a directory on a file system that they share")  # fmt: skip
+    problem = Problem("run.dir", f"{nearest} is on this machine only: the nodes do not see it",
+                      "a directory on a file system that the nodes share")  # fmt: skip
     names = ("partition", "account", "qos", "constraint", "exclude")
     flags = [f"--{name}={options[name]}" for name in names if name in options]
     with tempfile.NamedTemporaryFile(dir=nearest, prefix=".seen_by_nodes_") as file:

@@ -147,7 +147,7 @@ class JobRequest:
         shortest = asked.signal_s // 60 + 2  # with less time, an attempt may end before its first step
         if asked.time_min is not None and asked.time_min < shortest:
             when = f"launch.slurm.signal_s={asked.signal_s} before the end, or up to a minute earlier"
-            what = f"{asked.time_min} minutes, but Slurm has the job stop {when}"
+            what = f"{asked.time_min} minutes, but Slurm stops the job {when}"
             found.append(Problem("launch.slurm.time_min", what, f"at least {shortest}"))
         if found:
             return found
@@ -155,14 +155,14 @@ class JobRequest:
         num_nodes, least = (sum(kind.num_nodes for kind, fits in zip(kinds, fit) if fits), self.launch.node_counts[0])
         if least > num_nodes:
             what = f"{self.launch.nnodes}, but {where} has {num_nodes} such nodes"
-            return [Problem("launch.nnodes", what, f"at most {num_nodes}" if num_nodes else "less of each")]
+            return [Problem("launch.nnodes", what, f"at most {num_nodes}" if num_nodes else "fewer resources on each node")]
         return []
 
     def __str__(self) -> str:
         """Return the request for each node, as a text."""
         num_cpus, num_gpus, needed = self.num_cpus, self.num_gpus, self.launch.num_processes * (1 + self.num_workers)
         gpus = " ".join(self._gpu_options) or f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
-        text = f"asks on each node for {num_cpus} CPU{'s' * (num_cpus != 1)} and {gpus}"
+        text = f"requests on each node {num_cpus} CPU{'s' * (num_cpus != 1)} and {gpus}"
         return text if num_cpus >= needed else f"{text}; its processes and loader workers are {needed}"
 
 
@@ -190,7 +190,7 @@ def job_problems(
             return []  # nothing will be submitted
         found = request.problems() + _line_problems(request.asked)
         if "%" in run.dir:
-            found.append(Problem("run.dir", "holds a %, which Slurm replaces in the names of its output", "a path without"))
+            found.append(Problem("run.dir", "has a %, which Slurm replaces in the names of its output files", "a path without"))
         if found:
             return found
         options = request.options(job_name=f"{name}/{run.id}")
@@ -217,7 +217,7 @@ def _line_problems(asked: SlurmSection) -> list[Problem]:
         if done.returncode != 0:
             what = done.stderr.strip().partition("\n")[0].partition("line ")[2] or "a syntax error"
             what = f"{shown(line)} is not a line of shell ({what})"
-            found.append(Problem("launch.slurm.setup", what, "each line whole by itself"))
+            found.append(Problem("launch.slurm.setup", what, "each line must be complete"))
     return found
 
 

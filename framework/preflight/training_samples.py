@@ -13,7 +13,7 @@ from framework.modules.tensors import tensors_in
 from framework.preflight.differences import same
 from framework.preflight.player import Refused, blamed
 
-KEYED = "from torch, numpy.random or random themselves"  # the run seeds these generators
+KEYED = "from torch, numpy.random or random directly"  # the run seeds these generators
 _DEEP = 3  # the depth of nested objects, for example a dataset in a dataset
 _AHEAD, _AHEAD_S = 40, 0.2  # steps and seconds before the first step is fetched again
 
@@ -44,12 +44,12 @@ class TrainingSamples:
                     next(steps)
             late = next(loader.train(0))
         if any(not _equal(fetched[0], other) for other in (again, late)):
-            what = "the same samples are other numbers each time: it draws from a generator of its own, or counts"
+            what = "the same samples differ each time: it draws from its own generator, or counts"
             raise Refused("dataset", what, f"draw {KEYED}, or from the `keys` of transform()")
         for name, value in self._counts().items():
             if value != before.get(name, value):
-                what = f"{name} changes as samples are fetched, and no checkpoint holds it"
-                raise Refused("dataset", what, "let a sample depend on its number and on `keys` alone")
+                what = f"{name} changes when samples are fetched, and no checkpoint holds it"
+                raise Refused("dataset", what, "let a sample depend only on its number and on `keys`")
         return fetched
 
     def _counts(self) -> dict[str, str]:
@@ -77,8 +77,8 @@ class TrainingSamples:
     def compare(self, others: list[Tensor]) -> None:
         """Refuse data with a memory; `others` is the result of `later` in a process that has fetched nothing before."""
         if any(not same(*pair) for pair in zip(self.later(), others)):
-            what = "what it gives of a sample depends on what was fetched before: it keeps what it has drawn, or counts"
-            raise Refused("dataset", what, "keep what is stored, and draw each time")
+            what = "a sample depends on the samples before: it keeps its draws, or counts"
+            raise Refused("dataset", what, "keep only stored data, and draw each time")
 
     @property
     def draw_for_micro_batches(self) -> bool:

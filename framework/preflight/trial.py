@@ -20,14 +20,14 @@ from framework.preflight.two_steps import Sketch, sketches
 _BUFFER = {  # the remedies for values that change from step to step
     "model": "register_buffer() it in the model; leave it out if nothing reads it",
     "modules": "register_buffer() it in the model, or keep it in a part",
-    "task": "register_buffer() it in the task, an nn.Module then, or in the model",
+    "task": "register_buffer() it in the task (an nn.Module), or in the model",
     "optimizer": "keep it in optimizer.state or in param_groups",
     "dataset": "let a sample depend on its number and on `keys` alone",
-    "metric": "a metric whose reset() takes back all that it keeps",
-    "part": "return it from state_dict(), and take it back in load_state_dict()",
+    "metric": "a metric with a reset() that clears its whole state",
+    "part": "return it from state_dict(), and restore it in load_state_dict()",
 }
 _BEFORE = 2  # steps before the save: after the first step, an average of the weights equals the weights
-_SYNC = "have nn.BatchNorm2d, and trainer.sync_batchnorm=true"
+_SYNC = "use nn.BatchNorm2d, with trainer.sync_batchnorm=true"
 
 
 class Trial:
@@ -63,7 +63,7 @@ class Trial:
             with blamed("model", "a step fails", "the same step runs in a plain script"):
                 first.forward_backward(step, index=index)
             if sparse := [name for name, p in first.module.named_parameters() if p.grad is not None and p.grad.is_sparse]:
-                raise Refused("model", f"{sparse[0]} has a sparse gradient, of which no norm over all is taken", "sparse=False")
+                raise Refused("model", f"{sparse[0]} has a sparse gradient, which is not supported", "sparse=False")
             with blamed("optimizer", "its step fails", "see the optimizer's own documentation"):
                 first.take(index)
         changed = self._evaluate(first)
@@ -84,16 +84,16 @@ class Trial:
         """Refuse a model that is different each time it is built."""
         for name, now in sketches(module).items():
             if repr(now) != repr(drawn.get(name)):  # the text of nan equals the text of nan
-                what = f"its constructor makes another {name} each time: it draws from a generator of its own, or counts"
+                what = f"its constructor makes another {name} each time: it draws from its own generator, or counts"
                 raise Refused("model", what, f"draw {KEYED}, which the run seeds, or seed the generator")
 
     def _look_at_kinds(self, player: Player) -> None:
         if self.num_processes > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in player.module.modules()):
-            raise Refused("model", "nn.SyncBatchNorm computes with what each process happens to have", _SYNC)
+            raise Refused("model", "nn.SyncBatchNorm computes with the samples that each process happens to have", _SYNC)
         for prefix, module in modules_of(player.task).items():
             for name, parameter in module.named_parameters(prefix=prefix):
                 if parameter.requires_grad:
-                    cure = "have it in the model, which may return it; requires_grad_(False) of what is not trained"
+                    cure = "put it in the model, which can return it; or requires_grad_(False), if it is not trained"
                     raise Refused("task", f"its parameter {name} would not be trained", cure)
 
     # --- one forward
@@ -104,12 +104,12 @@ class Trial:
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         shape = f" of shape {list(micro_batch.inputs.shape)}" if isinstance(micro_batch.inputs, Tensor) else ""
         fails = f"its forward or the task's loss does not take a batch{shape} of this dataset"
-        cure = "see docs/extend.md, what a model and a task are given"
+        cure = "see docs/extend.md, sections A model and A task"
         if self.build.config.trainer.channels_last:
-            cure += "; or trainer.channels_last=false: with true, `view` of what a convolution gives fails, `reshape` does not"
+            cure += "; or trainer.channels_last=false: with true, `view` of a convolution's output fails, `reshape` works"
         if recomputed := self.build.config.trainer.activation_checkpointing:
-            cure += (f"; or trainer.activation_checkpointing=false: with {recomputed}, blocks that write in place into what "
-                     "is kept fail")  # fmt: skip
+            cure += (f"; or trainer.activation_checkpointing=false: with {recomputed}, blocks that write in place into "
+                     "saved tensors fail")  # fmt: skip
         with blamed("model", fails, cure), player.untouched():
             player.engine.forward_backward(step, index=0, loss_scale=1.0, measure=False)
         made = sorted({name for name, _ in (*module.named_parameters(), *module.named_buffers())} - names)
@@ -132,19 +132,19 @@ class Trial:
         if differing := ours.first_difference(theirs):
             self._explain(other, changed, differing, draws=any(now[place].startswith(GENERATOR) for place in changed))
         if writes.names and self.num_processes > 1:
-            what = f"its forward moves {next(iter(writes.names))}, a parameter, on each process by itself"
-            raise Refused("model", what, "register_buffer() what has no gradient: a step's micro-batch 0 then moves it on all "
-                          "processes; compute from a weight what depends on it (torch.nn.utils.parametrize)")  # fmt: skip
+            what = f"its forward changes {next(iter(writes.names))}, a parameter, on each process separately"
+            raise Refused("model", what, "register_buffer() what has no gradient: micro-batch 0 of a step then changes it on "
+                          "all processes; compute a value from its weight (torch.nn.utils.parametrize)")  # fmt: skip
         for key, name in now:
             if now[key, name].startswith(GENERATOR) and key == "model":
                 raise Refused(
                     key,
                     f"{name} draws without a key, and no checkpoint holds it",
-                    f"draw {KEYED}; what only the constructor draws from can be a local variable",
+                    f"draw {KEYED}; a generator for the constructor alone can be a local variable",
                 )
         for key, name in changed:
             if restored.get((key, name)) != now[key, name]:
-                self._refuse_memory(key, f"{name} goes on from step to step, and no checkpoint holds it")
+                self._refuse_memory(key, f"{name} changes from step to step, and no checkpoint holds it")
         self._compare_steps(first, other)
 
     @staticmethod
@@ -159,32 +159,32 @@ class Trial:
         after = first.attributes()
         for (key, name), value in after.items():
             if key.startswith("part.") and before.get((key, name)) != value != restored.get((key, name)):
-                self._refuse_memory(key, f"{name} goes on from step to step, and no checkpoint holds it")
+                self._refuse_memory(key, f"{name} changes from step to step, and no checkpoint holds it")
         kind = type(first.update.optimizer).__name__
         for name, parameter in first.module.named_parameters():
             if not same(parameter, weights[name]):
-                what = f"restored from a checkpoint, {kind} takes another step (of {name})"
+                what = f"restored from a checkpoint, {kind} takes a different step (of {name})"
                 what += ": it keeps something outside its state and its parameter groups"
                 self._refuse_memory("optimizer", what)
         for (key, name), value in after.items():
             if before.get((key, name)) != value != restored.get((key, name)):
                 if key != "optimizer":
-                    self._refuse_memory(key, f"{name} goes on from step to step, and no checkpoint holds it")
-                what = f"{kind} keeps {name}, which goes on from step to step, outside its state and its parameter groups"
+                    self._refuse_memory(key, f"{name} changes from step to step, and no checkpoint holds it")
+                what = f"{kind} keeps {name}, which changes from step to step, outside its state and its parameter groups"
                 self._refuse_memory("optimizer", what)
 
     def _explain(self, other: Continuation, changed: list[tuple[str, str]], differing: str, *, draws: bool) -> None:
         """Refuse a model that computes something else after a restore: by the values that it keeps, or by its draws."""
         if changed and not draws:
             (key, name), *_ = changed
-            what = f"what a step computes depends on {name}, which it changes and no checkpoint holds"
+            what = f"a step depends on {name}, which the step changes and no checkpoint holds"
             self._refuse_memory(key, what)
         one, again = other.twice()
         if draws or any(not torch.equal(one[name], again[name]) for name in one):
-            what = f"the same forward gives other numbers each time (first seen in {differing})"
-            what += ": it draws from a generator of its own, depends on the time, or counts outside of its modules"
-            raise Refused("model", what, f"draw {KEYED}; register_buffer() what it counts")
-        what = f"restored from a checkpoint, it computes something else (first seen in {differing})"
+            what = f"the same forward gives different results each time (first seen in {differing})"
+            what += ": it draws from its own generator, depends on the time, or counts outside of its modules"
+            raise Refused("model", what, f"draw {KEYED}; register_buffer() the count")
+        what = f"restored from a checkpoint, it computes different results (first seen in {differing})"
         what += ": it keeps something outside its parameters and persistent buffers"
         raise Refused("model", what, "register_buffer() it")
 
@@ -198,8 +198,8 @@ class Trial:
             after = [_buffers_after(player, steps) for steps in ([one], [other], [one, one])]
             for name in set().union(*after):  # a flag of the mode is the same after any samples, and any number of them
                 if any(name not in buffers or not same(buffers[name], after[0][name]) for buffers in after):
-                    what = f"an evaluation moves its buffer {name}, on each process by the samples that it has"
-                    raise Refused("model", what, "move it in training only (self.training)")
+                    what = f"an evaluation changes its buffer {name}, on each process with its own samples"
+                    raise Refused("model", what, "change it in training only (self.training)")
         player.evaluate(step, shares=BEFORE)
         return [place for place, value in player.attributes().items() if places.get(place) != value]
 
@@ -209,13 +209,13 @@ class Trial:
         now = player.attributes()
         theirs, restored = other.evaluate()
         if differing := next((name for name in ours if not same(ours[name], theirs[name])), ""):
-            what = f"restored from a checkpoint, an evaluation gives another {differing}"
+            what = f"restored from a checkpoint, an evaluation gives a different {differing}"
             raise Refused(
                 "model", f"{what}: it keeps something outside its parameters and persistent buffers", "register_buffer() it"
             )
         for key, name in changed:
             if restored.get((key, name)) != now.get((key, name)):
-                self._refuse_memory(key, f"{name} goes on from evaluation to evaluation, and no checkpoint holds it")
+                self._refuse_memory(key, f"{name} changes from evaluation to evaluation, and no checkpoint holds it")
         player.parts.ended()
 
 

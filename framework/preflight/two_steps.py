@@ -131,9 +131,7 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
     seen.num_updates = player.take_more(count, first=seen.first + 2, within_s=within_s)
     for name, tensor in state_tensors(player.held()).items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-            what = (
-                f"{name} is a sum over the processes that is not taken yet, which no checkpoint holds (full_tensor() takes it)"
-            )
+            what = f"{name} is an unfinished sum over the processes, which no checkpoint holds (full_tensor() takes it)"
             raise Refused("optimizer", what, "parallel=ddp")
     seen.updated = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
     seen.updated |= {f"the state of part.{name}": sketch(tensor) for name, tensor in player.parts.tensors().items()}

@@ -48,7 +48,7 @@ def code_differences(first: Path, second: Path) -> list[str]:
     ours, theirs = (_code_of(path) for path in (first, second))
     common = ours.keys() & theirs.keys()
     alone = [
-        f"{name.replace('.', '/')}.py is code of {'A' if name in ours else 'B'} alone"
+        f"{name.replace('.', '/')}.py is only in the code of {'A' if name in ours else 'B'}"
         for name in sorted(ours.keys() ^ theirs.keys())
     ]
     return alone + changed({name: ours[name] for name in common}, {name: theirs[name] for name in common})
@@ -85,7 +85,7 @@ def weights_difference(first: Path, second: Path) -> str:
 
     ours, theirs = RunDirectory(first).weights, RunDirectory(second).weights
     if missing := [str(path.parent) for path in (ours, theirs) if not path.is_file()]:
-        return f"not compared: {' and '.join(missing)} has none yet"
+        return f"not compared: {' and '.join(missing)} has no weights yet"
     try:
         with safe_open(ours, framework="pt") as left, safe_open(theirs, framework="pt") as right:
             names, others = set(left.keys()), set(right.keys())
@@ -100,12 +100,12 @@ def weights_difference(first: Path, second: Path) -> str:
     except (OSError, SafetensorError) as error:
         return f"not compared: {error}"
     if names != others:
-        return f"{len(names & others)} tensors have the same name, {len(names ^ others)} are in one of the runs alone"
+        return f"{len(names & others)} tensors have the same name, {len(names ^ others)} are in one run only"
     if not distances:
         return f"the same, to the last bit ({len(names)} tensors)"
     worst = max(distances, key=lambda name: distances[name])
     by = "another shape or type" if distances[worst] == math.inf else f"by {distances[worst]:.3g}"
-    return f"{len(distances)} of {len(names)} tensors differ, most {worst}: {by}"
+    return f"{len(distances)} of {len(names)} tensors differ, the most in {worst}: {by}"
 
 
 def latest_start(path: Path) -> dict[str, Any]:

@@ -35,8 +35,8 @@ class Parent:
     def fate(self) -> str:
         """What has happened to the run since. Empty if it is unchanged."""
         if not self.run.is_dir():
-            return f"{self.run} is not there any more"
-        return "" if _record_id(self.run) == self.record_id else f"in {self.run} is another run now"
+            return f"{self.run} no longer exists"
+        return "" if _record_id(self.run) == self.record_id else f"{self.run} now holds another run"
 
 
 @dataclass(frozen=True)

@@ -103,11 +103,11 @@ class Mirror:
         is_ours = "token" in holder and holder["token"] == known.get("token") and self._inode == known.get("inode")
         if not contents.number or before.get("released") or is_ours or is_gone(holder):
             return
-        LOGGER.info("waiting %.0f s for a sign of life of the command that has last written to %s", _DEAD_AFTER_S, self.url)
+        LOGGER.info("waiting %.0f s for a sign of life of the last command that wrote to %s", _DEAD_AFTER_S, self.url)
         began = time.monotonic()
         while time.monotonic() - began < _DEAD_AFTER_S:
             if PREEMPTION.requested:
-                raise Interrupted("stopped before the run's mirror was free; the same command begins")
+                raise Interrupted("stopped before the run's mirror was free; the same command starts the run")
             if read_facts(self.objects, sign_name) != before:
                 raise self._locked(holder)
             time.sleep(0.5)
@@ -123,8 +123,8 @@ class Mirror:
             raise self._locked(read_facts(self.objects, name))
         if self.objects.create(name, b"{}"):
             self.objects.remove(name)
-            raise StoreFailed(f"{self.url} is in a store that does not know conditional writes: it has written over an "
-                              "object that was to be created", is_wrong=True)  # fmt: skip
+            raise StoreFailed(f"{self.url} is in a store that does not support conditional writes: it has overwritten an "
+                              "object instead of refusing", is_wrong=True)  # fmt: skip
         write_atomically(self._file, json.dumps({"url": self.url, "inode": self._inode, **asdict(holding)}) + "\n")
         return holding
 

@@ -19,7 +19,7 @@ from framework.runtime.secrets import redact
 from framework.runtime.version import __version__
 
 CHANGED = "the code of {} has changed since its last start"
-WAYS = "run.resume=never starts over, run.code=accept goes on and records it; or put the code back"
+WAYS = "run.resume=never starts over, run.code=accept continues and records the change; or restore the code"
 _LARGEST_DIFF = 1 << 18  # in characters
 _GIT_TIMEOUT_S = 10.0
 

@@ -41,7 +41,7 @@ def standings(directories: Iterable[RunDirectory]) -> dict[Path, Standing]:
     ends = slurm.ends(lost.values()) if lost and not silence else {}
     found = {path: _last_words(by_path[path], ends.get(job_id, "")) for path, job_id in lost.items()}
     if "?" in states.values():
-        LOGGER.warning("%s: states that only Slurm knows are shown as ?", silence)
+        LOGGER.warning("%s: a state that only Slurm knows is shown as ?", silence)
     return {path: found.get(path) or _standing(by_path[path], states[path], in_queue.get(path)) for path in by_path}
 
 

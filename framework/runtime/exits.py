@@ -61,7 +61,7 @@ def headline(error: Exception) -> str:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"{' '.join(lines[0].split('. ')[0].split())}: {_LESS_MEMORY}"
     if is_lost_peer(error):
-        return "another process of the run has ended; if it left a word, that is in train.log"
+        return "another process of the run has ended; if it logged an error, the error is in train.log"
     if lines[0].endswith(":"):  # the first line only introduces the next lines
         lines = [" ".join(" ".join(lines).split())[:500]]
     return f"{type(error).__name__}: {lines[0]}"

@@ -50,7 +50,7 @@ def local_copy(url: str) -> Copy:
             path.parent.mkdir(parents=True, exist_ok=True)
             there.get(name, path)
         if listed() != found or not is_whole(folder):
-            raise StoreFailed(f"{url} has changed while it was fetched; give the command again")
+            raise StoreFailed(f"{url} has changed during the download; give the command again")
 
     folder = fetched_once([url, found], fetch, is_whole=is_whole)
     return Copy(str(folder / last if is_pattern or is_object else folder), version=folder.name)

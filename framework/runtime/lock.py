@@ -107,7 +107,7 @@ class Lock:
     @staticmethod
     def _wait(seconds: float) -> None:
         if PREEMPTION.requested:
-            raise Interrupted("stopped before the run's directory was free; the same command begins")
+            raise Interrupted("stopped before the run's directory was free; the same command starts the run")
         time.sleep(seconds)
 
     def _locked(self, holder: dict[str, Any]) -> RunLocked:

@@ -17,7 +17,7 @@ from framework.runtime.problem import Problem, extra_with, install_command
 Answer = TypeVar("Answer")
 _PATIENCE_S = 60.0
 _SLOWEST = 250_000  # bytes per second
-_STOPPED = "stopped before all was fetched; the same command goes on"
+_STOPPED = "stopped before everything was fetched; the same command continues"
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated")  # by protocol
 
 
@@ -222,5 +222,5 @@ def inside(folder: Path, name: str) -> Path:
     """Return the path of an object's file in a folder. Raise StoreFailed if the name leads out of the folder."""
     path = Path(os.path.normpath(folder / name))
     if folder not in path.parents:
-        raise StoreFailed(f"an object is called {name!r}, which leads out of a folder", is_wrong=True)
+        raise StoreFailed(f"an object is called {name!r}, which leads out of the folder", is_wrong=True)
     return path

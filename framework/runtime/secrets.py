@@ -10,7 +10,7 @@ from urllib.parse import quote
 from framework.runtime.environment import variables
 
 HIDDEN = "[secret]"
-REMEDY = "leave it out: the library reads it itself, from its environment variable or file"
+REMEDY = "leave it out: the library reads it from its environment variable or file"
 _SHORTEST = 8  # characters; a shorter secret would also hide ordinary words
 
 # TOKENIZERS_PARALLELISM, SSH_KEY_PATH and similar variables hold no secret.

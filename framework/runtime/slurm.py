@@ -92,7 +92,7 @@ def ask(*command: str) -> str:
         with outside_of_jobs():
             done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s)
     except subprocess.TimeoutExpired:
-        raise SlurmSilent(f"no word from {command[0]} in {patience_s:g} s") from None
+        raise SlurmSilent(f"no answer from {command[0]} within {patience_s:g} s") from None
     except OSError as error:
         raise SlurmSilent(str(error)) from None
     if done.returncode != 0:

@@ -16,7 +16,7 @@ class Mixture:
 
     def __init__(self, *, weights: Sequence[float], num_samples: int | None = None) -> None:
         if not weights or min(weights) < 0 or sum(weights) <= 0:
-            raise ValueError(f"sampler.weights={list(weights)}: are not negative, and not all zero")
+            raise ValueError(f"sampler.weights={list(weights)}: must not be negative, and not all zero")
         self.weights, self.num_samples = weights, num_samples
 
     def epoch(self, epoch: int, *, source: Any, seed: int) -> np.ndarray:

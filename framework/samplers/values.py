@@ -17,8 +17,8 @@ def values_of(source: Any, where: str, *, key: str) -> np.ndarray:
             values = np.asarray(source.column(where) if hasattr(source, "column") else getattr(source, where))
         values = values.astype(np.int64) if values.dtype == np.bool_ else values
         if values.shape != (len(source),) or not np.issubdtype(values.dtype, np.number):
-            raise ValueError(f"has {values.dtype} of shape {list(values.shape)}, and there are {len(source)} samples")
+            raise ValueError(f"has {values.dtype} of shape {list(values.shape)}, but there are {len(source)} samples")
     except (OSError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
-        expected = "a .npy file with a number for each sample, or the name of a number that the samples have"
+        expected = "a .npy file with a number for each sample, or the name of a number in the samples"
         raise ValueError(f"{key}={where}: {type(error).__name__}: {error} ({expected})") from error
     return values

@@ -30,5 +30,5 @@ class Weighted:
             _, classes, counts = np.unique(values, return_inverse=True, return_counts=True)
             values = 1 / counts[classes]
         if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
-            raise ValueError(f"sampler.weights={self.weights}: weights are not negative, and not all zero")
+            raise ValueError(f"sampler.weights={self.weights}: weights must not be negative, and not all zero")
         return np.cumsum(values.astype(np.float64))

@@ -173,7 +173,7 @@ _LARGEST_ARRAY = 500  # each job's lock is an open file
 def problems_of(jobs: list[Job]) -> list[Problem]:
     """Return the problems that torch or Slurm finds with any unfinished job, or a problem if jobs are stale."""
     if stale := [job for job in jobs if job.stale_code]:
-        what = f"{len(stale)} of {len(jobs)} runs of this sweep began with other code: {stale[0].stale_code}"
+        what = f"{len(stale)} of {len(jobs)} runs of this sweep started with other code: {stale[0].stale_code}"
         return [Problem("run.code", what, WAYS)]
     left = [job for job in jobs if not job.is_done]
     if not left:

@@ -41,7 +41,7 @@ class Joblib(Launcher):
 
     def rules(self) -> Iterator[Problem]:
         if self.n_jobs < 1 and self.n_jobs != -1:
-            yield Problem("n_jobs", f"{self.n_jobs} is out of range", "at least 1, or -1 for one each CPU")
+            yield Problem("n_jobs", f"{self.n_jobs} is out of range", "at least 1, or -1 for one job for each CPU")
 
     @property
     def num_at_a_time(self) -> int:
@@ -92,8 +92,8 @@ _IN_LAUNCH = {  # the keys of `launch` for submitit's keys; submitit's other key
     "srun_args": "slurm.srun", **{name: f"slurm.options.{name}" for name in _OF_SBATCH},
 }  # fmt: skip
 _NEEDLESS = {  # submitit's keys without an effect here
-    "name": "a job's name is its run's", "submitit_folder": "a job's output is in its run's slurm/",
-    "stderr_to_stdout": "it always is", "max_num_timeout": "a job requeues itself as often as it takes",
+    "name": "a job has the name of its run", "submitit_folder": "a job's output is in slurm/ of its run",
+    "stderr_to_stdout": "it is always on", "max_num_timeout": "a job requeues itself as often as necessary",
     "gpus_per_task": "gpus_per_node, since one task of each node starts all processes",
 }  # fmt: skip
 
@@ -147,7 +147,7 @@ class Settings(NamedTuple):
             if section in _OPTIONS and not name:
                 problems.append(Problem(key, f"{shown(value)} is not valid", f"its keys, as in {key}.KEY=VALUE"))
             elif section not in _OPTIONS:
-                problems.append(Problem(key, "is Hydra's own and does nothing here", "run.root and run.dir say where runs go"))
+                problems.append(Problem(key, "is a key of Hydra that does nothing here", "use run.root and run.dir"))
             elif found[section][0] == "basic":
                 others = [option for option in _OPTIONS[section] if option != "basic"]
                 problems.append(Problem(key, "unknown key", f"only with hydra/{section}={' or '.join(others)}"))
@@ -254,7 +254,7 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
     for dimension in dimensions:
         for value in dimension.values if dimension.key in groups() and isinstance(dimension.values, list) else []:
             if Settings.read(hydras, [*fixed, f"{dimension.key}={value}"])[0].params != params:
-                problems.append(Problem(dimension.key, f"{value} defines a sweep of its own", "one such option, not swept"))
+                problems.append(Problem(dimension.key, f"{value} defines its own sweep", "one such option, not swept"))
     return Multirun(fixed, space, launcher, sweeper), problems
 
 

@@ -87,7 +87,7 @@ class Search:
                 return job
             if not self._running and trial.number not in self._said:
                 self._said.add(trial.number)
-                LOGGER.info("waiting for %s, which another command runs, in %s", job, job.directory.path)
+                LOGGER.info("waiting for %s, which another command is running, in %s", job, job.directory.path)
         return None
 
     def _is_at_work(self, job: Job) -> bool:

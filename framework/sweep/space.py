@@ -128,7 +128,7 @@ class Space:
                 what = f"no job has {condition.group}={condition.option}"
                 yield Problem(dimension.name, what, f"one of {', '.join(free[condition.group])}")
             if dimension.key in (*free, *fixed):
-                yield Problem(dimension.name, f"{dimension.key} is given without a condition too", "one of the two")
+                yield Problem(dimension.name, f"{dimension.key} is also given without a condition", "one of the two")
             elif groups.setdefault(dimension.key, condition.group) != condition.group:
                 yield Problem(dimension.name, f"depends on {condition.group} and on {groups[dimension.key]}", "one of the two")
 
@@ -147,7 +147,7 @@ def swept_values(override: Any, *, draws: bool) -> list[str] | Interval:
 def _listed(override: Any) -> list[str]:
     """Return the listed values of a sweep. Raise ValueError if it lists no values, or if no value remains."""
     if override.is_interval_sweep():
-        raise ValueError("an interval has no end of values: hydra/sweeper=optuna draws from it, with sampler=tpe or random")
+        raise ValueError("an interval has infinitely many values: hydra/sweeper=optuna draws from it, with sampler=tpe, random")
     if not override.is_sweep_override():  # one value with a condition
         return [override.get_value_element_as_str()]
     if hasattr(override.value(), "filter"):  # glob(...)
@@ -165,8 +165,8 @@ def _interval(override: Any) -> Interval:
     if override.is_range_sweep():
         values = list(space.range())
         if not values or space.step <= 0 or log:
-            raise ValueError("a range to search goes up and holds a value; tag(log, ...) is for an interval")
+            raise ValueError("a range to search must increase and have a value; tag(log, ...) is for an interval")
         return Interval(values[0], values[-1], step=space.step)
     if not space.start < space.end or (log and space.start <= 0):
-        raise ValueError("an interval to search goes up" + (", with tag(log, ...) from above 0" if log else ""))
+        raise ValueError("an interval to search must increase" + (", with tag(log, ...) from above 0" if log else ""))
     return Interval(space.start, space.end, log=log)

@@ -71,7 +71,7 @@ def disk_errors(place: Path | str) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, OptunaError, *of_journal) as error:
-        ours = "; without it the search starts again, and finds its runs as they are" if isinstance(place, Path) else ""
+        ours = "; without it the search starts again, and reuses its runs" if isinstance(place, Path) else ""
         raise DiskFailed(redact(f"{place} cannot be used ({str(error).splitlines()[0]}){ours}")) from None
 
 

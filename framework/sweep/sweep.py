@@ -138,7 +138,7 @@ def run_jobs(sweep: Sweep) -> int:
             for job in [job for job in jobs if job.is_done]:
                 job.skip()
             submit_all([job for job in jobs if not job.is_done], directory=directory, group=group)
-            LOGGER.info("how they stand: python train.py mode=status run.root=%s", directory)
+            LOGGER.info("their states: python train.py mode=status run.root=%s", directory)
             return _end(source, config.checkpoint, directory)
         size = max(1, min(multirun.num_at_a_time, source.num_left))
         pool: Pool | SlurmPool = Pool(size=size, group=group, logs=directory / "logs")
@@ -165,9 +165,9 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
         other = by_place.setdefault(job.config.run.dir, job)
         if other.config.run.id != job.config.run.id:
             what = f"{other.directory.path} would hold several runs ({other}; {job})"
-            return [], [Problem("run.dir", what, "run.root and name can be given to a sweep")]
+            return [], [Problem("run.dir", what, "a sweep can have run.root and name")]
     if len(by_place) < len(jobs):
-        LOGGER.warning("%d of these %d jobs are the same run as another", len(jobs) - len(by_place), len(jobs))
+        LOGGER.warning("%d of these %d jobs are the same run as another job", len(jobs) - len(by_place), len(jobs))
     return list(by_place.values()), problems
 
 
@@ -178,10 +178,10 @@ def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
     if kinds != {"slurm"} or isinstance(multirun.launcher, SubmititSlurm):
         return []
     if multirun.sweeper is not None:
-        what = "slurm, which returns at once, but a search draws from results"
+        what = "slurm, which returns at once, but a search needs results"
         return [Problem("launch", what, "hydra/launcher=submitit_slurm, which waits for them")]
     if type(multirun.launcher) is not Launcher:
-        return [Problem("hydra/launcher", "runs jobs on this machine, but launch=slurm on others", "one of the two")]
+        return [Problem("hydra/launcher", "runs jobs on this machine, but launch=slurm runs them on others", "one of the two")]
     return []
 
 

@@ -198,7 +198,7 @@ class Sweeper(Section):
         names = [goal.name for goal in self.goals]
         if len(names) < 2 or len({*names}) < len(names):
             yield Problem("objectives", f"{shown(self.objectives)} is not valid",
-                          "at least two different ones; a single one is checkpoint.monitor")  # fmt: skip
+                          "at least two different objectives; for one, use checkpoint.monitor")  # fmt: skip
         for text, (name, mode) in zip(self.objectives, self.goals):
             split, slash, metric = name.partition("/")
             is_known = split in _SPLITS and metric if slash else name in _OF_SUMMARY
@@ -232,12 +232,12 @@ def _storage_problems(storage: str) -> Iterator[Problem]:
         dialect().create_connect_args(url)
         if url.get_backend_name() == "sqlite":
             if url.database in (None, "", ":memory:"):
-                raise ArgumentError("it keeps nothing")
+                raise ArgumentError("a memory database keeps nothing")
             if not Path(str(url.database)).absolute().parent.is_dir():
-                yield Problem("storage", f"{shown(storage)} is in a folder that does not exist", "a file in one that does")
+                yield Problem("storage", f"{shown(storage)} is in a folder that does not exist", "a file in an existing folder")
     except (ArgumentError, NoSuchModuleError):
         expected = f"{JOURNAL}, or a URL as in postgresql://USER@HOST/DATABASE or sqlite:////PATH"
         yield Problem("storage", f"{shown(storage)} is not valid", expected)
     except ImportError as error:
-        expected = "the package that has it, or another driver in the URL, as in mysql+pymysql://"
+        expected = "install its package, or use another driver in the URL, as in mysql+pymysql://"
         yield Problem("storage", f"there is no module {error.name} in this environment", expected)

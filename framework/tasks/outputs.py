@@ -40,6 +40,6 @@ def auxiliary_loss(outputs: "Tensor | Mapping[str, Tensor]", *, weights_B: Tenso
         return 0.0
     shape, num_samples = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__, len(main_output(outputs))
     if shape != [num_samples]:
-        raise TypeError(f"the model's aux_loss is {shape}, where the loss of each sample, [{num_samples}], does not depend on "
-                        "how a batch is cut (of transformers: output_router_logits=false)")  # fmt: skip
+        raise TypeError(f"the model's aux_loss is {shape}, but only a loss for each sample, [{num_samples}], does not depend "
+                        "on how a batch is cut (for transformers: output_router_logits=false)")  # fmt: skip
     return losses.sum() if weights_B is None else torch.dot(losses, weights_B.to(losses))

@@ -104,19 +104,19 @@ class Guard:
         of_all = set().union(*self._world.agreement.distinct(sorted(places)).values())
         for place in sorted(of_all) if self._world.rank == 0 else ():
             LOGGER.warning("%s has changed for the first time since the start, and no checkpoint holds it: if anything "
-                           "depends on it, a run that is continued computes something else (docs/extend.md)",
+                           "depends on it, a continued run computes different results (docs/extend.md)",
                            place)  # fmt: skip
 
     def _fault(self, sketches: dict[str, list[float]]) -> str:
         """Return why this rank's part of the model should not be in a checkpoint; an empty text if it can be."""
         for name, kind in _kinds(self._module).items():
             if self._kinds.get(name) != kind:
-                now = f"{name} is {kind} now, and was {self._kinds.get(name, 'not there')} at the start"
-                return f"{now}: no run could go on from such a checkpoint (make it in the constructor, as large as it will be)"
+                now = f"{name} is {kind} now, and was {self._kinds.get(name, 'missing')} at the start"
+                return f"{now}: no run could continue from such a checkpoint (make it in the constructor, in its full size)"
         for name, (norm, total) in self._frozen.items():
             if _differ(sketches[name], [norm, total], tolerance=_ROUNDING):
-                what = f"{name}, which is frozen, has changed since the start: a forward moves it on each process by itself"
-                return f"{what} (register_buffer() it: a step's micro-batch 0 then moves it on all processes)"
+                what = f"{name}, which is frozen, has changed since the start: a forward changes it on each process separately"
+                return f"{what} (register_buffer() it: a step's micro-batch 0 then changes it on all processes)"
         return ""
 
     def _changed(self, now: Memory) -> set[str]:
@@ -146,7 +146,7 @@ def _judge(of_ranks: Mapping[int, tuple[str, dict[str, list[float]]]]) -> None:
             if _differ(sketch, theirs, tolerance=_TOLERANCE):
                 norms = f"its norm is {theirs[0]:.6g} and {sketch[0]:.6g}"
                 raise ReplicasDiffer(
-                    f"{name} is not the same on ranks {other} and {rank} ({norms}): some ranks only have changed it (a part, a "
+                    f"{name} is not the same on ranks {other} and {rank} ({norms}): only some ranks have changed it (a part, a "
                     "hook), or memory is faulty; the last checkpoint is intact"
                 )
 

@@ -139,14 +139,14 @@ def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, Tensor):
         if value.numel() > _LARGEST:
-            raise ValueError(f"{name} has {value.numel():,} numbers, and a row takes {_LARGEST:,}")
+            raise ValueError(f"{name} has {value.numel():,} numbers, and a row can have {_LARGEST:,}")
         value = value.tolist()
     if isinstance(value, (list, tuple)):
         yield name, [item for part in value for _, item in _columns(name, part)]
     elif isinstance(value, (int, float)):
         yield name, float(value)
     else:
-        raise TypeError(f"{name} is a {type(value).__name__}, and no number")
+        raise TypeError(f"{name} is a {type(value).__name__}, not a number")
 
 
 def _line(error: Exception) -> str:

@@ -84,7 +84,7 @@ class LoopParts:
                         f"part.{part}: its column {column} is a {type(value).__name__} (a number, or a list of numbers)"
                     )
                 if column in found or column in (*NOT_CURVES, "loss"):
-                    raise Unfit(f"part.{part}: its column {column} is another's (a name of its own)")
+                    raise Unfit(f"part.{part}: its column {column} has the name of another column (use a new name)")
                 found[column] = value
         return found
 

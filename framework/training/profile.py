@@ -57,7 +57,7 @@ class Profile:
         if self._num_begun > 0:
             profiler.stop()
         if self._num_begun <= WAIT + WARM_UP:
-            LOGGER.warning("trainer.profile: nothing is recorded, which begins with the %dth step that is taken",
+            LOGGER.warning("trainer.profile: nothing is recorded, because the recording starts with step %d of the process",
                            WAIT + WARM_UP + 1)  # fmt: skip
 
     def _write(self, profiler: Any) -> None:

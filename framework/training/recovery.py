@@ -52,7 +52,7 @@ class Recovery:
             raise error
         policy, count = self.policy, progress.num_divergences + 1
         if count > policy.limit:
-            raise Diverged(f"{error.what} (the run has recovered {policy.limit} times, which is trainer.divergence.limit)")
+            raise Diverged(f"{error.what} (the run has recovered {policy.limit} times, the limit in trainer.divergence.limit)")
         progress.num_divergences = count
         state = self._roll_back(past=step, progress=progress) if self.rolls_back else None
         if state is None:  # the skipped step counts as taken; its forward pass has changed only the buffers
@@ -60,7 +60,7 @@ class Recovery:
             progress.step += 1
             progress.samples_seen += step.num_samples
         if self.world.rank == 0:
-            done = "left out" if state is None else f"back to step {state['progress']['step']}, leaving out the batches since"
+            done = "left out" if state is None else f"back to step {state['progress']['step']}, without the batches since"
             LOGGER.warning("%s: %s (%d of %d times)", error.what, done, count, policy.limit)
         return state
 

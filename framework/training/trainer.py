@@ -237,7 +237,7 @@ class Trainer:
             means = self.means(sums, num_samples=len(loader.source))
             observed = self.tracker.metrics.compute(world=self.world)
             if not math.isfinite(means["loss"]):
-                remark = ", or none of its targets has a weight" if weight_of("loss") in sums else ""
+                remark = ", or no target has a weight" if weight_of("loss") in sums else ""
                 raise Diverged(f"the {split} loss of step {self.progress.step} is not finite{remark}")
             row = {"step": self.progress.step, "split": split, **means, **self.tracker.derive(means), **observed}
             self.parts.evaluated(split, row)
@@ -255,7 +255,7 @@ class Trainer:
 
     def commit(self) -> None:
         if names_of_trained(self.engine.module) != self.trained:
-            what = "other parameters are trained than at the start (requires_grad), and no checkpoint holds which"
+            what = "the trained parameters have changed since the start (requires_grad), and no checkpoint holds this change"
             raise Unfit(f"model: {what} (let a weight of 0 or detach() switch a part off)")
         self.engine.sync_buffers()
         self.parts.saving()

@@ -74,7 +74,7 @@ def test_a_full_disk_loses_nothing(number: int, disk: Path, whole: Callable[[str
     failed = command(*line, root=disk / "runs")
     assert failed.code == 74, f"{room / one:.2f} checkpoints\n{failed.output}"
     assert "Traceback" not in failed.output and "restart" not in failed.output
-    num_committed = failed.output.count("training goes on")
+    num_committed = failed.output.count("training continues")
     kept = checkpoints(failed.directory)
     # the first save or the second fails, and then one more in a row: what was committed before is there
     assert len(kept) == min(2, failed.summary.get("saves", {"committed": len(kept)})["committed"]), failed.output

@@ -274,7 +274,7 @@ def a_header_nested_deeply(path: Path, outside: Path) -> None:
 
 for label, tensor in {"of_another_kind": "../../canary", "whose_name_clears_the_screen": "model/\x1b[2J"}.items():
 
-    @attack("belongs to none of the model", name=f"a_tensor_{label}")
+    @attack("does not belong to the model", name=f"a_tensor_{label}")
     def a_tensor_of_another_name(path: Path, outside: Path, tensor: str = tensor) -> None:
         def rename(header: Header) -> None:
             name = next(name for name in header if name.startswith("model/"))
@@ -332,7 +332,7 @@ TEXTS = {
     "of_nested_objects": (nested('{"a":'), "nested too deeply"),
     "gigantic": (b" " * (17 << 20), "is too large"),
     "not_utf_8": (b'{"step": "\xff"}', "is damaged"),
-    "with_a_key_twice": (DUPLICATES, "a key comes twice"),
+    "with_a_key_twice": (DUPLICATES, "a key occurs twice"),
     "with_a_huge_integer": (HUGE, "is damaged"),
     "a_list": (b"[]", "is"),
     "empty": (b"", "is damaged"),
@@ -374,7 +374,7 @@ VALUES: dict[str, Any] = {
 for key, values in VALUES.items():
     for number, value in enumerate(values):
 
-        @attack("its state is not a run's", name=f"a_state_with_{key}_{number}")
+        @attack("its state is not the state of a run", name=f"a_state_with_{key}_{number}")
         def a_state_with(path: Path, outside: Path, key: str = key, value: Any = value) -> None:
             def change(content: Content) -> None:
                 node = content["state"]
@@ -386,7 +386,7 @@ for key, values in VALUES.items():
             edit(path, change)
 
 
-@attack("its state is not a run's")
+@attack("its state is not the state of a run")
 def a_state_without_facts(path: Path, outside: Path) -> None:
     edit(path, lambda content: content["state"].pop("facts"))
 

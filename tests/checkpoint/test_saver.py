@@ -193,8 +193,8 @@ def test_a_few_failures_in_a_row_are_warnings(
 
     line = [*RUN, *STRATEGIES[strategy], mode, "checkpoint.max_failures=2"]
     ended = finished(*line, root=tmp_path / "runs", before=in_each_save(fail))
-    assert ended.output.count("training goes on (failure ") == 2
-    assert "(failure 2 in a row, of 2 that checkpoint.max_failures allows)" in ended.output
+    assert ended.output.count("training continues (failure ") == 2
+    assert "(failure 2 in a row; checkpoint.max_failures allows 2)" in ended.output
     assert ended.summary["saves"]["committed"] == 4 and ended.summary["saves"]["failed"] == 2
     assert_same_bits(ended, written_between_steps[strategy])
 
@@ -238,7 +238,7 @@ def test_without_the_time_for_a_checkpoint_it_says_so_and_relies_on_the_last(
     line = [*RUN, *STRATEGIES[strategy], SYNC]
     stopped = command(*line, "launch.grace_s=0.5", root=tmp_path / "short", before=plant)
     assert stopped.code == 75, stopped.output
-    assert " s of launch.grace_s are left, and the last one took " in stopped.output
+    assert " s of launch.grace_s are left, and the last checkpoint took " in stopped.output
     assert "continues from step 8" in stopped.output
     assert_same_bits(finished(*line, root=tmp_path / "short"), written_between_steps[strategy])
     enough = command(*line, "launch.grace_s=60", root=tmp_path / "long", before=plant)

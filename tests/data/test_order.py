@@ -44,7 +44,7 @@ def test_drop_last_leaves_out_the_short_batch_and_other_samples_in_each_epoch() 
 
 
 def test_drop_last_that_would_drop_everything_is_refused() -> None:
-    with pytest.raises(ValueError, match="leaves nothing of 7 samples in batches of 8"):
+    with pytest.raises(ValueError, match="leaves no batch of 7 samples in batches of 8"):
         order(7, batch=8, drop_last=True)
 
 

@@ -123,8 +123,8 @@ def test_each_source_has_its_share_of_every_epoch_and_is_walked_through() -> Non
 WRONG = {
     "no such value": (lambda: Weighted(weights="nothing"), "sampler.weights=nothing: AttributeError: ... (a .npy file"),
     "no such file": (lambda: LengthGrouped(lengths="none.npy", batch_size=2), "sampler.lengths=none.npy: FileNotFoundError"),
-    "of another number": (lambda: Curriculum(difficulty="few"), "sampler.difficulty=few: ValueError: has int64 of shape [3], and there are 1000"),
-    "a negative weight": (lambda: Weighted(weights="negative"), "sampler.weights=negative: weights are not negative"),
+    "of another number": (lambda: Curriculum(difficulty="few"), "sampler.difficulty=few: ValueError: has int64 of shape [3], but there are 1000"),
+    "a negative weight": (lambda: Weighted(weights="negative"), "sampler.weights=negative: weights must not be negative"),
     "sources": (lambda: Mixture(weights=[1, 1, 1]), "sampler.weights=[1, 1, 1]: there are 1 sources"),
 }  # fmt: skip
 

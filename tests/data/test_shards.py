@@ -95,7 +95,7 @@ def test_images_and_json_in_a_tar_file_are_decoded(tmp_path: Path) -> None:
     (record,) = [Tar(str(tmp_path / "a.tar"))[0]]
     assert np.array_equal(record["png"], pixels.transpose(2, 0, 1))
     assert record["json"] == {"boxes": [1, 2]} and record["cls"] == 3 and record["bin"] == b"\x00\x01"
-    with pytest.raises(TypeError, match="a set is not part of a record"):
+    with pytest.raises(TypeError, match="a set cannot be in a record"):
         write_tar(tmp_path / "b.tar", [{"json": {1, 2}}])
 
 

@@ -118,7 +118,7 @@ def test_what_changes_while_it_is_fetched_is_no_copy(store: Objects, monkeypatch
 
     with monkeypatch.context() as change:
         change.setattr(Objects, "get", get)
-        with pytest.raises(StoreFailed, match="has changed while it was fetched"):
+        with pytest.raises(StoreFailed, match="has changed during the download"):
             local_copy(store.url)
     assert Path(local_copy(store.url).path, "a.txt").read_bytes() == b"two"
 
@@ -164,7 +164,7 @@ def test_a_signal_ends_a_fetch_with_75(store: Objects, tmp_path: Path) -> None:
     wait_for(lambda: output.exists() and "slowly" in output.read_text(), what="a fetch")
     process.terminate()
     ended = end(process, root=tmp_path / "runs")
-    assert ended.code == 75 and "stopped before all was fetched" in ended.output, ended.output
+    assert ended.code == 75 and "stopped before everything was fetched" in ended.output, ended.output
 
 
 def test_what_is_missing_in_a_store_is_named_as_the_user_knows_it(store: Objects, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_run_does_not_go_on_with_data_that_have_changed_in_the_store(store: Ob
     upload(store, tmp_path / "data")
     refused = command(*line, root=tmp_path / "runs")
     assert refused.code == 65 and "does not fit this run: data in the store is " in refused.output, refused.output
-    assert "none fits: the run goes on with what it began with" in refused.output
+    assert "no checkpoint fits: the run's data or model has changed" in refused.output
     (tmp_path / "data" / "a.py").write_text(text)
     upload(store, tmp_path / "data")
     assert finished(*line, root=tmp_path / "runs").summary["restarts"] == 1  # a start that was refused is none

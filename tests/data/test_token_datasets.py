@@ -169,7 +169,7 @@ def test_text_is_the_tokens_of_a_tokenizer(tokenizer: Path, tmp_path: Path):
     assert tokens.dtype == np.uint16 and len(tokens) < 0.7 * 0.9 * len(text.encode())
     assert text.startswith(dataset.decode(tokens)) and len(dataset.decode(tokens)) > 0.89 * len(text)
     assert dataset.decode(dataset.encode("def ü(東):\n")) == "def ü(東):\n"
-    for path, why in ((tmp_path / "no.json", "is not there"), (tmp_path / "a.py", "is not a tokenizer of Hugging Face")):
+    for path, why in ((tmp_path / "no.json", "does not exist"), (tmp_path / "a.py", "is not a tokenizer of Hugging Face")):
         (problem,) = Text(root=str(tmp_path), tokenizer=str(path)).problems()
         assert problem.startswith("dataset.tokenizer: ") and why in problem
     (tmp_path / "short.py").write_text("import json\n" * 50)

@@ -274,7 +274,7 @@ def test_too_few_nodes_are_not_waited_for_for_ever(cluster: Callable[..., Cluste
     two_or_none = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=1")
     alone = two_or_none.start().end()
     assert alone.code == 1
-    assert alone.output.endswith("the run has failed: 1 of at least 2 nodes have come in launch.timeout_s=1\n")
+    assert alone.output.endswith("the run has failed: 1 of at least 2 nodes have joined within launch.timeout_s=1\n")
     assert_no_trace(two_or_none)
 
 

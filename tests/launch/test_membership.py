@@ -72,7 +72,7 @@ def test_nodes_that_lose_each_other_with_nobody_dead_do_not_go_on_for_ever() -> 
         membership.broken = membership.round
         all_leave(membership)
     assert (membership.round, membership.code) == (2, 1)
-    assert "the nodes have lost each other" in str(membership.error)
+    assert "the nodes lost their connection" in str(membership.error)
 
 
 def test_errors_are_counted_once_a_round_and_over_all_nodes() -> None:

@@ -223,7 +223,7 @@ def test_without_mpi4py_the_backend_is_refused_with_what_would_provide_it(tmp_pa
 @pytest.mark.skipif(mpi.missing("mpi") and not dist.is_mpi_available(), reason=f"no MPI here: {mpi.INSTALL}")
 def test_workers_that_are_not_mpiruns_are_refused(tmp_path: Path) -> None:
     refused = command(*MLP, "parallel=ddp", "backend=mpi", "launch.nproc_per_node=2", root=tmp_path / "runs")
-    says = Says("backend: mpi ... not mpirun ... 2 processes ... mpirun -n 2")
+    says = Says("backend: mpi ... mpirun did not start ... 2 processes ... mpirun -n 2")
     assert (refused.code, refused.output) == (78, says)
 
 

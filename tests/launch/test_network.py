@@ -249,7 +249,7 @@ def test_an_interface_that_only_this_host_reaches_is_refused_with_the_line_to_ad
             both.start(before=lambda host=host: (host.enter(), os.environ.update(GLOO_SOCKET_IFNAME="lo"))[0])
         found = [node.end() for node in both.nodes]
     assert [end.code for end in found] == [78, 78], found[0].output
-    expected = "launch.nnodes: GLOO_SOCKET_IFNAME=lo is of ... alone, and ... is another host (GLOO_SOCKET_IFNAME=eth0)"
+    expected = "launch.nnodes: GLOO_SOCKET_IFNAME=lo belongs to ... alone, and ... is another host (GLOO_SOCKET_IFNAME=eth0)"
     assert any(line == Says(expected) for line in (found[0].output + found[1].output).splitlines()), found[0].output
 
 
@@ -295,7 +295,7 @@ def at_step(step: int, act: Callable[[], object], *, on_rank: int | None) -> Cal
 
 
 HANGS: dict[str, tuple[Callable[[], object], int | None, list[str]]] = {
-    "stopped": (stop, 1, ["rank 1 hangs: it is stopped", "of this node no rank hangs", "rank 0"]),
+    "stopped": (stop, 1, ["rank 1 hangs: it is stopped", "no rank of this node hangs", "rank 0"]),
     "sleeping": (sleep, 1, ["rank 1 hangs: it waits, but not for the other ranks", "rank 0"]),
     "looping": (loop, 0, ["rank 0 hangs: it computes", "rank 1"]),
     "all sleeping": (sleep, None, ["rank 0 hangs: it waits, but not", "rank 1 hangs: it waits, but not"]),

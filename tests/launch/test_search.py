@@ -255,7 +255,7 @@ def test_optuna_is_in_the_parent_alone() -> None:
     ("line", "problem"),
     [
         ("seed=1", "hydra/sweeper: ... nothing ... search"),
-        ("optimizer.lr=tag(log,interval(0,1))", "optimizer.lr: ... search goes ... 0"),
+        ("optimizer.lr=tag(log,interval(0,1))", "optimizer.lr: ... search must increase ... 0"),
         ("optimizer.lr=interval(-1,1)", "optimizer.lr: -1.0 is out of range (above 0)"),
         ("lr=interval(0,1)", "lr: unknown key (did you mean optimizer.lr?)"),
         ("seed=1,2 hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials: 0 is out of range (at least 1)"),

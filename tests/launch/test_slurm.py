@@ -463,8 +463,8 @@ def test_a_directory_that_the_nodes_do_not_see_is_refused(kind: str, cluster: Pa
     line = [sys.executable, ROOT / "train.py", *RUN, *TWO, f"run.root={place}"]
     told = subprocess.run(["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *line],
                           text=True, capture_output=True, timeout=120)  # fmt: skip
-    assert (told.returncode, told.stderr) == (78, f"run.dir: {place} is of this machine alone: the nodes do not see it "
-                                              "(a directory on a file system that they share)\n")  # fmt: skip
+    assert (told.returncode, told.stderr) == (78, f"run.dir: {place} is on this machine only: the nodes do not see it "
+                                              "(a directory on a file system that the nodes share)\n")  # fmt: skip
     assert not list(other.iterdir())
     assert not ask("squeue", "-h")
 

@@ -83,7 +83,7 @@ def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
         (["launch.slurm.partition=gpu", "launch.slurm.gpus_per_node='v100:1'"], "launch.slurm: Slurm refuses such a job: ..."),
         (["launch.slurm.partition=gpu", "launch.slurm.options.gres='gpu:a100:5'"], "launch.slurm: Slurm refuses such a job: ..."),
         (["launch.slurm.options.export=A"], "launch.slurm.options.export: ... launch.slurm.setup"),
-        (["launch.slurm.options={mem: 3}"], "launch.slurm.options.mem: is the framework's own (launch.slurm.mem_gb)"),
+        (["launch.slurm.options={mem: 3}"], "launch.slurm.options.mem: is set by the framework (launch.slurm.mem_gb)"),
         (["launch.slurm.options.ntasks_per_node=2"], "launch.slurm.options.ntasks-per-node: ... launch.nproc_per_node"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

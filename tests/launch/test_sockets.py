@@ -111,5 +111,5 @@ def test_gloo_under_mpirun_listens_on_loopback_only(folder: Path, tmp_path: Path
 
 
 def test_a_wait_for_the_others_ends() -> None:
-    with pytest.raises(Interrupted, match="not all processes of the run have begun in 0 s; the same command tries again"):
+    with pytest.raises(Interrupted, match="not all processes of the run have started within 0 s; the same command tries again"):
         awaited(dist.HashStore(), "decision", timeout=timedelta(seconds=0.2))

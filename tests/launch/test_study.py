@@ -293,12 +293,12 @@ def test_a_mistake_about_a_search_is_named(words: str, problem: str) -> None:
     [
         ("model=mlp,cnn model.dim@vit=3,4", "model.dim@vit: ... model=vit (one of mlp, cnn)"),
         ("model=mlp model.dim@mlp=3,4", "model.dim@mlp: model is not swept ... model=mlp,ANOTHER"),
-        ("model=mlp,cnn model.dim@mlp=3,4 model.dim=5", "model.dim@mlp: model.dim ... without a condition too"),
+        ("model=mlp,cnn model.dim@mlp=3,4 model.dim=5", "model.dim@mlp: model.dim is also given without a condition"),
         (
             "model=mlp,cnn optimizer=sgd,adam model.dim@mlp=3 model.dim@optimizer:sgd=4",
             "model.dim@optimizer:sgd: depends ... model",
         ),
-        ("model=mlp,cnn model.dim@mlp=interval(1,2)", "model.dim@mlp: an interval has no end"),
+        ("model=mlp,cnn model.dim@mlp=interval(1,2)", "model.dim@mlp: an interval has infinitely many values"),
     ],
 )
 def test_a_condition_with_a_mistake_is_named(words: str, problem: str) -> None:

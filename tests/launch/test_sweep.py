@@ -311,7 +311,7 @@ def test_the_plan_of_one_run_is_its_state(tmp_path: Path) -> None:
         ("seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2", "hydra.launcher.njobs: unknown ... mean hydra.launcher.n_jobs"),
         ("seed=1,2 hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs: unknown ... hydra/launcher=joblib ... submitit_local ... submitit_slurm"),
         ("seed=1,2 hydra/launcher=joblib hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs: 0 ... 1 ... -1 ... CPU"),
-        ("seed=1,2 hydra.run.dir=x", "hydra.run.dir: ... Hydra's ... nothing ... run.root ... run.dir"),
+        ("seed=1,2 hydra.run.dir=x", "hydra.run.dir: ... Hydra ... nothing ... run.root ... run.dir"),
         ("optimizer.lr=interval(1,2)", "optimizer.lr: ... hydra/sweeper=optuna"),
         ("seed=range(3,3)", "seed: no value is left to run (as in "),
         ("seed=1,2 hydra/launcher=joblib,basic", "hydra/launcher: cannot be swept"),
@@ -329,7 +329,7 @@ def test_a_sweep_with_a_mistake_starts_nothing(line: str, problem: str, tmp_path
 
 def test_jobs_that_are_the_same_run_are_run_once(tmp_path: Path) -> None:
     ended = swept(*SHORT, "optimizer.lr=1e-3,0.001", "dataset.num_workers=0,1", root=tmp_path / "runs")
-    assert ended.code == 0 and "3 of these 4 jobs are the same run as another" in ended.output
+    assert ended.code == 0 and "3 of these 4 jobs are the same run as another job" in ended.output
     assert len(table(ended)) == 1
 
 

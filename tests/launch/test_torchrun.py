@@ -78,7 +78,7 @@ def test_a_rank_that_has_lost_its_partner_says_so(tmp_path: Path) -> None:
     finally:
         agent.kill()
         agent.wait()
-    assert "rank 0 failed: another process of the run has ended; if it left a word, that is in train.log" in output
+    assert "rank 0 failed: another process of the run has ended; if it logged an error, the error is in train.log" in output
 
 
 LONG = [*DDP, "trainer.max_epochs=100", "trainer.eval_every=null", "trainer.log_every=100", "checkpoint.every=100"]

@@ -71,7 +71,7 @@ def test_its_loss_is_added_by_the_tokens_of_a_sample_in_training_alone() -> None
                                                 (0.5, "float")], ids=str)  # fmt: skip
 def test_a_loss_of_a_whole_micro_batch_is_refused(value: Any, is_said: str) -> None:
     outputs = {"logits": torch.zeros(3, 2), "aux_loss": value}
-    with pytest.raises(TypeError, match=rf"aux_loss is {re.escape(is_said)}, where .* \[3\], .*output_router_logits=false"):
+    with pytest.raises(TypeError, match=rf"aux_loss is {re.escape(is_said)}, but .* \[3\], .*output_router_logits=false"):
         Classification(label_smoothing=0.0).loss(outputs, torch.zeros(3, dtype=torch.long))
 
 

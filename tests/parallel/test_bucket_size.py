@@ -36,7 +36,7 @@ def test_measuring_leaves_no_trace(size: int, tmp_path: Path) -> None:
     measured = finished(*RUN, *AUTO, root=tmp_path / "auto", before=prefer(size))
     assert_same_bits(measured, finished(*RUN, *THREE, f"parallel.bucket_cap_mb={size}", root=tmp_path / "fixed"))
     (line,) = [line for line in measured.output.splitlines() if line.startswith("parallel.bucket_cap_mb: ")]
-    assert line.endswith(f"{size} is taken") and len(re.findall(r"[\d.]+ ms", line)) == 4
+    assert line.endswith(f"{size} is chosen") and len(re.findall(r"[\d.]+ ms", line)) == 4
 
 
 @pytest.mark.parametrize("act", slow_but([crash], [preempt, crash]))

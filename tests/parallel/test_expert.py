@@ -96,8 +96,8 @@ class Odd(Experts):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("dropout", "draws, as dropout does"),
-        ("coupled", "computes something else with some of its experts"),
+        ("dropout", "uses random numbers, as dropout does"),
+        ("coupled", "gives other results with some of its experts"),
         ("counted", "does not run with some of its experts"),
         ("norm", "not stacked by its experts"),
     ],

@@ -160,7 +160,7 @@ def test_without_a_whole_trace_or_with_fp32_parameters_are_gathered_as_they_are(
     unseen = types_of(Mixed(), without_example=True)
     for types, note in (
         (types_of(model), "cannot be followed"),
-        (types_of(Mixed(), task=OwnStep()), "a step of its own"),
+        (types_of(Mixed(), task=OwnStep()), "its own step"),
         (unseen, "the data"),
     ):
         assert types.autocast is None and types.compute is None and types.note.startswith(cannot) and note in types.note

@@ -150,5 +150,5 @@ def test_what_cannot_be_is_refused_before_the_start(tmp_path: Path) -> None:
     assert refused("parallel.schedule=1f1b") == [Says("parallel.drain_every: 6 ... 1f1b ... pipedream")]
     assert refused("parallel.drain_every=0") == [Says("parallel.drain_every: 0 ...")]
     assert refused(*MODELS["gpt, tied"], "dataset.num_val=8", "~model.num_layers") == [
-        Says("parallel.schedule: pipedream ... weight of several layers ... 1f1b")
+        Says("parallel.schedule: pipedream ... is in several layers ... 1f1b")
     ]

@@ -184,8 +184,8 @@ def test_it_takes_plain_attention(mixer: nn.Module) -> None:
     [
         (Alibi(), "Alibi: ... a mask; ..."),
         (ByHand(), "ByHand: ... 0 times; ..."),
-        (Unplaced(), "Unplaced computes something else ... `positions` ..."),
-        (Smoothed(), "Smoothed computes something else ..."),
+        (Unplaced(), "Unplaced gives other results ... `positions` ..."),
+        (Smoothed(), "Smoothed gives other results ..."),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -133,7 +133,7 @@ def test_as_few_open_files_as_cannot_do_are_refused(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     refused = command(*TWO, root=tmp_path, before=lambda: limit(40, 40))
-    assert refused.code == 78 and "may open 40 files only, where 64 may be needed (ulimit -n 64" in refused.output
+    assert refused.code == 78 and "can open only 40 files, and may need 64 (ulimit -n 64" in refused.output
     many = [*RUN, "parallel=ddp", "launch.nproc_per_node=4", "dataset.num_workers=2", "trainer.max_steps=3"]
     finished(*many, root=tmp_path, before=together(with_loader_processes, lambda: limit(50, 4096)))  # it takes what it may have
 
@@ -163,7 +163,7 @@ def test_the_directory_of_another_user_is_left_alone(tmp_path: Path) -> None:
     line = [sys.executable, str(ROOT / "train.py"), *RUN, "trainer.max_steps=3"]
     plain = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *line]  # without the rights of root
     refused = subprocess.run([*plain, f"run.root={theirs}"], text=True, stderr=subprocess.PIPE)
-    assert (refused.returncode, refused.stderr) == (78, f"run.root: {theirs} cannot be written (a directory that can)\n")
+    assert (refused.returncode, refused.stderr) == (78, f"run.root: {theirs} cannot be written (a writable directory)\n")
     assert not list(theirs.iterdir())
     mine = finished(*RUN, "trainer.max_steps=3", root=tmp_path / "mine")
     for path in (mine.directory, *mine.directory.rglob("*")):

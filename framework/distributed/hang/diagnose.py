@@ -70,17 +70,17 @@ def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) ->
         said = "; ".join(f"rank {one.slot.rank} hangs: it {one.manner}, {one}" for one in guilty)
         return "; ".join([said, *(f"rank {one.slot.rank} has {waited} {one}" for one in waiting)])
     if spans_nodes:
-        return f"{_OF_OTHERS}, and all have {waited} for those of another: {everyone}"
+        return f"{_OF_OTHERS}, and all have {waited} for ranks of another node: {everyone}"
     found = _outlier(seen, group=0) or _outlier(seen, group=1)
     if found is None:
         last = min(seen, key=lambda one: (len(one.slot.beats) and one.slot.beats[-1].number, one.slot.collectives))
-        return (f"rank {last.slot.rank} hangs, most likely, being behind: all have {waited} for each other, and "
-                f"which of them is wrong is not known: {everyone}")  # fmt: skip
+        return (f"rank {last.slot.rank} probably hangs, because it is behind: all have {waited} for each "
+                f"other, and it is not known which rank is wrong: {everyone}")  # fmt: skip
     rank, said = found
     return f"rank {rank} hangs: {said}; all have {waited} for each other: {everyone}"
 
 
-_OF_OTHERS = "of this node no rank hangs"
+_OF_OTHERS = "no rank of this node hangs"
 
 
 def is_of_others(verdict: str) -> bool:
@@ -116,7 +116,7 @@ def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | Non
         odd += [(rank, begun) for rank, begun in open_.items() if begun > expected]
         if odd:
             rank, begun = odd[0]
-            said = f"in {at[number]} it has begun {begun} collectives on {name}, where {expected} are expected"
+            said = f"in {at[number]} it has started {begun} collectives on {name}, but {expected} are expected"
             return (rank, said) if len(odd) == 1 else None
     return None
 
@@ -236,7 +236,7 @@ def _lateness(slot: RankSlot, board: BoardView) -> str:
 
 def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
     if slot.state is RankState.ABSENT:
-        return "has not come so far as to say where it is"
+        return "has not yet reported where it is"
     if _process_state(slot) == "D":
         return "is in a system call that does not end (a disk or a network file system)"
     if computes:

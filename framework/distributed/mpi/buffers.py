@@ -36,9 +36,9 @@ class Reduction:
         self._dtype = _REDUCED_AS.get(dtype, dtype)
         is_bitwise = name in ("BAND", "BOR", "BXOR")
         if name is None or self._dtype not in _NUMBERS or (dtype.is_floating_point and is_bitwise):
-            raise ValueError(f"{kind} of {dtype}: over MPI there is none")
+            raise ValueError(f"{kind} of {dtype}: MPI does not support it")
         if self._divisor > 1 and not dtype.is_floating_point:
-            raise ValueError(f"{kind} of {dtype}: a mean of whole numbers is none; take the sum")
+            raise ValueError(f"{kind} of {dtype}: there is no mean of integers; take the sum")
         self.operation = getattr(mpi.library(), _OF_BOOLEANS[name] if dtype == torch.bool else name)
 
     def staged(self, tensor: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ INSTALL = install_command("mpi")
 def refusal(*, num_processes: Any, is_torchs: bool) -> Problem | None:
     """Return why a run of this many processes cannot have backend=mpi. `is_torchs`: torch was built with MPI."""
     if not is_torchs and missing("mpi"):
-        what = "mpi is not in this PyTorch build, and mpi4py, which would do, is not installed"
+        what = "mpi is not in this PyTorch build, and mpi4py, which can replace it, is not installed"
         return Problem("backend", what, f"{INSTALL}, or a PyTorch compiled from source where an MPI library is installed")
     if isinstance(num_processes, int) and num_processes > 1 and not Environment.read().uses_mpi:
-        what = f"mpi, but it is not mpirun that starts these {num_processes} processes"
+        what = f"mpi, but mpirun did not start these {num_processes} processes"
         return Problem("backend", what, f"mpirun -n {num_processes} python train.py ..., without launch.nproc_per_node")
     return None
 
@@ -49,7 +49,7 @@ def problem(environment: Environment) -> Problem | None:
     """Return why this process, which mpirun has started, cannot meet the others. This starts MPI. Collective."""
     count = environment.world_size
     if missing("mpi"):
-        what = f"started {count} processes, which find each other through mpi4py, and it is not installed"
+        what = f"started {count} processes, which connect through mpi4py, and mpi4py is not installed"
         return Problem("mpirun", what, f"{INSTALL}, or torchrun --nproc-per-node={count} train.py ...")
     try:
         world = library().COMM_WORLD
@@ -57,7 +57,7 @@ def problem(environment: Environment) -> Problem | None:
         return Problem("mpirun", str(error))
     if (world.rank, world.size) == (environment.rank, count):
         return None
-    what = f"started {count} processes, but mpi4py's MPI sees {world.size}: they are of different installations"
+    what = f"started {count} processes, but mpi4py's MPI sees {world.size}: mpirun and mpi4py are from different installations"
     return Problem("mpirun", what, f"take both from one: {INSTALL} brings both")
 
 
@@ -85,7 +85,7 @@ def complete(requests: Sequence[Any], *, what: str, timeout: timedelta) -> None:
     while not test_all(requests):
         waited = time.monotonic() - started_at
         if waited > limit_s:
-            raise RuntimeError(f"{what} has not finished in launch.timeout_s={limit_s:g}: a rank is late or gone")
+            raise RuntimeError(f"{what} has not finished in launch.timeout_s={limit_s:g}: a rank is late or has ended")
         time.sleep(min(waited / 10, 0.0005))
 
 

@@ -80,7 +80,7 @@ def _enter(meeting: Meeting) -> Exit | None:
     try:
         while not meeting.enter():
             if PREEMPTION.requested:
-                LOGGER.info("stopped before this node took part; the same command lets it")
+                LOGGER.info("stopped before this node joined the run; the same command joins it")
                 return Exit.PREEMPTED
             time.sleep(_POLL_S)
     except ValueError as error:
@@ -158,9 +158,9 @@ class _Agent(Agent):
         elif membership.may_start and (membership.is_full or waited_s > _LAST_CALL_S):
             membership.start_round()
         elif idle_s > self._timeout_s:
-            there = f"{len(membership.nodes)} of at least {membership.sizes[0]} nodes have come"
+            there = f"{len(membership.nodes)} of at least {membership.sizes[0]} nodes have joined"
             lacks = [*self._apart(membership, membership.doubtful), *membership.lost_nodes]
-            membership.end(Exit.FAILED, error="; ".join([f"{there} in launch.timeout_s={self._timeout_s:g}", *lacks]))
+            membership.end(Exit.FAILED, error="; ".join([f"{there} within launch.timeout_s={self._timeout_s:g}", *lacks]))
         return membership
 
     def _hang(self, membership: Membership) -> str:
@@ -172,7 +172,7 @@ class _Agent(Agent):
         is_parted = any(set(pair) <= set(membership.members) for pair in membership.doubtful)
         if not told or len(told) < len(membership.members) or is_parted or membership.is_short:
             return ""
-        return "; ".join(["the nodes' ranks wait for each other, and not for the same", *told])
+        return "; ".join(["the nodes' ranks wait for each other, in different collectives", *told])
 
     def _start(self, membership: Membership) -> bool:
         """Start this node's workers of a round. Return False if the round has already ended."""

@@ -109,7 +109,7 @@ class Membership:
         is_told = self.is_short or self.parted == self.round or self._has_failed(self.round)
         if self.broken == self.round > 0 and not is_told:
             # no process died or has an error; without a count, this would repeat forever
-            self.note(Failure(0, "the nodes have lost each other, and no process has died", "the network"), self.round)
+            self.note(Failure(0, "the nodes lost their connection, and no process died", "the network"), self.round)
         if self.code is not None:
             return
         self.round += 1

@@ -40,7 +40,7 @@ class Network:
         chosen = f"GLOO_SOCKET_IFNAME={variables()['GLOO_SOCKET_IFNAME']}" if self.given else "this host's only network"
         better = [interface_of(address) for address in own_addresses() if not is_loopback(address)]
         cure = f"GLOO_SOCKET_IFNAME={better[0]}" if better else "a network that all hosts are on"
-        return str(Problem("launch.nnodes", f"{chosen} is of {node_name()} alone, and {others[0]} is another host", cure))
+        return str(Problem("launch.nnodes", f"{chosen} belongs to {node_name()} alone, and {others[0]} is another host", cure))
 
     def towards(self, host: str) -> str | None:
         """Return the interface for connections to `host`. Return None if `host` is a loopback name of this machine."""

@@ -51,7 +51,7 @@ def ring_fault(model: nn.Module) -> str | None:
         except Exception as error:  # a user's mixer may raise anything
             return f"{kind} does not run on {_NUM_TOKENS} tokens: {error}"
         if whole.shape != cut.shape or not torch.allclose(whole, cut, rtol=0, atol=1e-9):
-            return (f"{kind} computes something else of a part of the tokens; {ONE_CALL}, and what depends on places takes "
+            return (f"{kind} gives other results for a part of the tokens; {ONE_CALL}, and code that needs positions must take "
                     "an argument `positions`, (T,)")  # fmt: skip
     return None
 

@@ -22,7 +22,7 @@ from framework.parallel.attention import blocks
 from framework.parallel.attention.cut import Cut
 from framework.runtime.exits import Unfit
 
-ONE_CALL = "its forward must call scaled_dot_product_attention once, and nothing else in it may let tokens meet"
+ONE_CALL = "its forward must call scaled_dot_product_attention once, and nothing else in it may combine tokens"
 Attend = Callable[..., Tensor]  # replaces scaled_dot_product_attention
 
 

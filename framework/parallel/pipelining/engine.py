@@ -209,8 +209,8 @@ class PipelineEngine(Engine):
                 LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s), %.0f %% of the time waiting",
                             self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip
                 if asked:
-                    LOGGER.warning("parallel.schedule: %s cannot run %d micro-batch%s in a pass, and %s does (it takes %s; "
-                                   "micro_batch_size decides how many there are)",
+                    LOGGER.warning("parallel.schedule: %s cannot run %d micro-batch%s in a pass, so %s is used (it takes %s; "
+                                   "micro_batch_size decides the number)",
                                    self._schedule, count, "es" * (count != 1), kind, asked)  # fmt: skip
             self._schedules[key] = schedule
         return self._schedules[key]

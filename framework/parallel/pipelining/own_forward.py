@@ -244,11 +244,11 @@ def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
         sent = _hidden_in(before.value) if before is not None else None
         fitting = [place for place, value in places.items() if isinstance(value, Tensor) and (sent is None or value is sent)]
         if not fitting:
-            what = "what the block before it returns" if before is not None else "a tensor"
+            what = "the output of the block before it" if before is not None else "a tensor"
             raise Uncut(f"a block does not get {what}")
         others = tensors_in(before.value)[1:] if before is not None else []
         if any(value is other for value in places.values() for other in others):
-            raise Uncut("a block gets more of what the block before it returns than one tensor")
+            raise Uncut("a block gets more than one tensor from the block before it")
         called = _Call(fitting[0], leave.value)
         called.hidden = [called.given(arguments, named), _hidden_in(leave.value)]
         calls.append(called)

@@ -86,7 +86,7 @@ class PipeDream(EngineAround):
         self._is_measured = False
         if world.rank == 0:
             LOGGER.info("pipeline: %d stages on as many processes (PipeDream): stage s steps by gradients %d - s updates late, "
-                        "and in every %d-th step all that are under way join it",
+                        "and every %d-th step uses all remaining gradients",
                         world.world_size, self._last, drain_every)  # fmt: skip
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
@@ -213,16 +213,16 @@ def pipedream_problems(model: nn.Module, *, demands: Demands, drain_every: int) 
     links = chain_for(model).links_of_parameters()
     names = [name for name, parameter in model.named_parameters() if len(links[id(parameter)]) > 1]
     if names:
-        return [f"schedule=pipedream: {names[0]} is a weight of several layers, and stages change theirs at different times; "
+        return [f"schedule=pipedream: {names[0]} is in several layers, and the stages would change it at different times; "
                 "1f1b takes it"]  # fmt: skip
     at_odds = {
         "optimizer.turns": "several optimizers" if demands.turns else None,
         "part": ", ".join(demands.parts) or None,
         "trainer.divergence.action": demands.recovers,
-        "precision": "fp16, whose loss scale follows every step's global norm" if demands.scales_loss else None,
+        "precision": "fp16 (its loss scale needs the global norm of every step)" if demands.scales_loss else None,
     }
-    found = [f"{key}: {value}, but under parallel.schedule=pipedream each stage is at a step of its own (1f1b for that)"
+    found = [f"{key}: {value}, but under parallel.schedule=pipedream each stage is at a different step (1f1b for that)"
              for key, value in at_odds.items() if value is not None]  # fmt: skip
     periods = {"trainer.eval_every": demands.eval_every, "checkpoint.every": demands.checkpoint_every}
-    return found + [f"{key}: {every} is not a multiple of parallel.drain_every={drain_every} (stages are at one step only then)"
+    return found + [f"{key}: {every} is not a multiple of parallel.drain_every={drain_every} (only then all are at one step)"
                     for key, every in periods.items() if every is not None and every % drain_every]  # fmt: skip

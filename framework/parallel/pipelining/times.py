@@ -42,7 +42,7 @@ def agreed_spans(
     costs = world.agreement.from_rank_0(found)
     if costs is None:
         if fault is not None:
-            LOGGER.warning("parallel.balance: time, but the model cannot be run for it (%s): counted operations decide",
+            LOGGER.warning("parallel.balance: time, but the model cannot be run to measure it (%s): operations are counted",
                            f"{type(fault).__name__}: {fault}")  # fmt: skip
         return chain.spans(chain.costs(forward.example), num_stages=len(owners))
     spans = chain.spans(costs, num_stages=len(owners))

@@ -37,7 +37,7 @@ def fault_of(module: nn.Module, choices: Choices | None) -> str | None:
     if len(stacked) < len([*module.parameters(), *module.buffers()]) or len({p.shape[:1] for p in stacked.values()}) != 1:
         return f"{kind} has tensors that are not stacked by its experts, (num_experts, ...), in the module itself"
     if choices is None:
-        return f"{kind} is not seen to be called with tokens (N, D), indices (N, K) and weights (N, K)"
+        return f"{kind} was never called with tokens (N, D), indices (N, K) and weights (N, K)"
     if "forward" in vars(module):
         return f"{kind} has another forward than its class"
     try:
@@ -47,7 +47,7 @@ def fault_of(module: nn.Module, choices: Choices | None) -> str | None:
         return f"{kind} does not run with some of its experts: {error}"
     closeness = 1e-9 if whole.dtype == torch.float64 else 1e-4
     if whole.shape != apart.shape or not torch.allclose(whole, apart, rtol=closeness, atol=closeness):
-        return f"{kind} computes something else with some of its experts, or draws, as dropout does"
+        return f"{kind} gives other results with some of its experts, or uses random numbers, as dropout does"
     return None
 
 

@@ -96,7 +96,7 @@ function headCell(column) {
 function rowsOf(run, colors, isBest) {
   const row = element("tr", "", {className: `run${ui.chosen.includes(run.label) ? " is-chosen" : ""}${run.note ? " has-note" : ""}`})
   const name = element("td", "", {className: "run", title: run.label})
-  const box = element("input", "", {type: "checkbox", checked: ui.chosen.includes(run.label), title: "choose this run too"})
+  const box = element("input", "", {type: "checkbox", checked: ui.chosen.includes(run.label), title: "add this run to the chosen runs"})
   box.onclick = (event) => (event.stopPropagation(), choose([run], true))
   const swatch = element("span", "", {className: "swatch"})
   if (colors.has(run)) swatch.style.background = colors.get(run)
@@ -121,7 +121,7 @@ function cellOf(column, run, isBest) {
 }
 
 function drawColumnList() {
-  const kinds = {run: "run", best: "best values", final: "last values", configuration: "configuration", execution: "execution: does not change what is computed"}
+  const kinds = {run: "run", best: "best values", final: "last values", configuration: "configuration", execution: "execution: does not change the results"}
   id("column-list").replaceChildren(...Object.entries(kinds).flatMap(([kind, title]) => {
     const some = columns.filter((column) => column.kind === kind)
     return some.length ? [element("h2", title), ...some.map((column) => {

@@ -95,9 +95,9 @@ function drawLegend({groups, bright, faint}) {
   })
   const notes = []
   const noun = ui.group ? "groups" : "runs"
-  if (groups.length > bright.length) notes.push(`in color: ${bright.length} of ${groups.length} ${noun} (${ui.chosen.length ? "the chosen" : "the first of the table"})`)
+  if (groups.length > bright.length) notes.push(`in color: ${bright.length} of ${groups.length} ${noun} (${ui.chosen.length ? "the chosen" : "the first in the table"})`)
   if (bright.length + faint.length < groups.length) notes.push(`${groups.length - bright.length - faint.length} more are not drawn`)
-  if (ui.group) notes.push("line: mean; band: least to largest of the group")
+  if (ui.group) notes.push("line: mean; band: smallest to largest of the group")
   if (ui.x === "samples") notes.push("samples: step × mean batch size")
   id("legend").replaceChildren(...made, ...(notes.length ? [element("span", notes.join("; "))] : []))
 }

@@ -32,11 +32,11 @@ const origin = (run) => data.origins[run.origin] ?? {}
 
 function detailsOf(run) {
   const {packages = {}, code = {}, ...facts} = origin(run)
-  const copy = element("button", "copy its path", {type: "button"})
+  const copy = element("button", "copy the path", {type: "button"})
   copy.onclick = () => navigator.clipboard?.writeText(run.label).then(() => (copy.textContent = "copied"))
   const own = Object.entries(run.own).map(([key, value]) => [key, value, data.execution.includes(key) ? "execution" : ""])
   const all = element("details")
-  all.append(element("summary", "what it shares with all runs here"), tableOf([], Object.entries(data.common)))
+  all.append(element("summary", "keys with the same value in all runs"), tableOf([], Object.entries(data.common)))
   const samples = Object.entries(run.predictions).flatMap(([split, rows]) => {
     const names = [...new Set(rows.flatMap(Object.keys))]
     const made = part(`predictions of ${split}: the first ${rows.length}`, names, rows.map((row) => names.map((name) => (typeof row[name] === "number" ? compact(row[name]) : row[name]))))
@@ -63,7 +63,7 @@ function differenceOf(one, other) {
   const code = differing(codeOne, codeOther).map(([name, from, to]) => [name, from.slice(0, 8), to.slice(0, 8)])
   const parts = [
     ...part("configuration", head, keys.filter(([key]) => !data.execution.includes(key))),
-    ...part("execution (does not change what is computed)", head, keys.filter(([key]) => data.execution.includes(key))),
+    ...part("execution (does not change the results)", head, keys.filter(([key]) => data.execution.includes(key))),
     ...part("code: modules that differ", head, code),
     ...part("packages", head, differing(packagesOne, packagesOther)),
     ...part("start", head, differing(factsOne, factsOther)),
@@ -73,7 +73,7 @@ function differenceOf(one, other) {
   const recorded = one.origin !== null && other.origin !== null
   const same = [...(keys.length ? [] : ["configuration"]), ...(code.length || !recorded ? [] : ["code"])]
   return [element("h2", `${short(one)} and ${short(other)}`), element("p", `${firstDifference(one, other)}${same.length ? ` Equal: ${same.join(", ")}.` : ""}${
-    recorded ? "" : " One of them has no record of its code."}`), ...parts]
+    recorded ? "" : " One run has no record of its code."}`), ...parts]
 }
 
 // Marks are chained hashes of all rows so far, without the clock's values: at rows 1 * stride, 2 * stride, ..., and at the last row.
@@ -83,14 +83,14 @@ function marksOf(run) {
 }
 
 function firstDifference(one, other) {
-  if (!one.marks.rows || !other.marks.rows) return "One of them has no rows."
+  if (!one.marks.rows || !other.marks.rows) return "One run has no rows."
   const marks = marksOf(one), others = marksOf(other)
   const common = [...marks.keys()].filter((row) => others.has(row)).sort((a, b) => a - b)
   const differs = common.findIndex((row) => marks.get(row)[0] !== others.get(row)[0])
   const before = common[(differs < 0 ? common.length : differs) - 1], equal = before ? marks.get(before)[1] : null
   if (differs < 0 && one.marks.rows === other.marks.rows) return `Their ${one.marks.rows} rows are equal to the last bit.`
   const shorter = Math.min(one.marks.rows, other.marks.rows)
-  if (differs < 0) return `Their rows are equal to the last bit up to step ${equal ?? 0}; ${before === shorter ? "one of them goes further" : "of later rows this page knows nothing"}.`
+  if (differs < 0) return `Their rows are equal to the last bit up to step ${equal ?? 0}; ${before === shorter ? "one run has more rows" : "the page does not have later rows"}.`
   const [first, second] = [marks.get(common[differs])[1], others.get(common[differs])[1]], at = Math.min(first, second)
   const isExact = common[differs] === (before ?? 0) + 1
   return isExact ? `Their rows differ first at step ${at}.` : `Their rows differ first at or before step ${at}${before ? `, after step ${equal}` : ""}.`

@@ -58,7 +58,7 @@ function drawSummary(some) {
   }
   if (some.length < runs.length) made.push(` · ${some.length} shown`)
   made.push(` · written ${when(data.written)} `)
-  if (data.every) made.push(element("span", isOld() ? "not written any more" : "live", {id: "live"}))
+  if (data.every) made.push(element("span", isOld() ? "no longer updated" : "live", {id: "live"}))
   id("summary").replaceChildren(...made)
 }
 
