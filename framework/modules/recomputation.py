@@ -1,7 +1,9 @@
 """Activations that are not kept on the device until the backward pass: they are recomputed, or stored in CPU memory."""
 
+import copy
 import functools
 import random
+import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from framework.modules.tensors import Tree, local, map_tensors
+from framework.modules.tensors import local
 from framework.runtime.torch_internals import copy_all, is_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -39,24 +41,44 @@ def recompute_activations(blocks: Sequence[nn.Module], *, which: Recomputed) -> 
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Contexts], *args: Any, **kwargs: Any) -> Any:
-    """Call a block's forward with recomputation. The second call gets lists and mappings as they were before the first call."""
+    """Call a block's forward with recomputation. The second call gets lists, mappings and objects as they were before the first."""
     before: list[Any] | None = None
 
     def run(*given: Any, **named: Any) -> Any:
         nonlocal before
         items = [*given, *named.values()]
         if before is None:
-            before = [None if isinstance(item, Tensor) else _copied(item) for item in items]
+            before = _copied([None if isinstance(item, Tensor) else item for item in items], {})
         else:
-            items = [item if held is None else _copied(held) for item, held in zip(items, before)]
+            items = [new if isinstance(new, Tensor) else held for new, held in zip(items, _copied(before, {}))]
         return forward(*items[: len(given)], **dict(zip(named, items[len(given) :])))
 
     return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _copied(tree: Tree) -> Tree:
-    """Return new lists and mappings with the same tensors."""
-    return map_tensors(lambda tensor: tensor, tree)
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """Return new lists, mappings and objects (such as a cache of keys and values) with the same tensors and modules.
+
+    `known` maps the id of an object to its copy, so that two references to an object stay references to one object.
+    """
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, (list, tuple)):
+        items = [_copied(item, known) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        known[id(value)] = new = copy.copy(value)
+        new.update({key: _copied(item, known) for key, item in value.items()})
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _SHARED):
+        try:
+            known[id(value)] = new = copy.copy(value)
+        except Exception:  # such an object stays the same object
+            return value
+        vars(new).update({name: _copied(item, known) for name, item in vars(value).items()})
+    return known.get(id(value), value)
+
+
+_SHARED = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, torch.Generator)
 
 
 def offload_activations(blocks: Sequence[nn.Module]) -> None:

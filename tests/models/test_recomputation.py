@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.modules.recomputation import Recomputed, recompute_activations
+from framework.runtime.torchvision_fix import make_torchvision_importable
 
 
 class Moving(nn.Module):
@@ -90,6 +91,35 @@ class Dense(nn.Module):
         features.append(torch.tanh(self.linear(torch.cat(features, dim=1))))
         kept["last"] = kept.get("last", torch.zeros(())) + features[-1].sum()
         return features[-1] * kept["last"]
+
+
+@pytest.mark.parametrize("which", [True, "operations"])
+def test_a_cache_that_blocks_fill_is_for_the_second_forward_as_empty_as_for_the_first(which: Recomputed) -> None:
+    """As in transformers' models, whose cache of keys and values is on by default."""
+    make_torchvision_importable()
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    tokens, lengths = torch.randint(0, 61, (2, 13)), list[int]()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(tokens).logits.square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    def note(attention: Any, arguments: Any, named: dict[str, Any]) -> None:
+        (cache,) = (value for value in (*arguments, *named.values()) if hasattr(value, "get_seq_length"))
+        lengths.append(cache.get_seq_length(attention.layer_idx))
+
+    plain = gradients()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+    gradients()
+    recompute_activations([*model.model.layers], which=which)
+    for one, other in zip(plain, gradients()):
+        assert torch.equal(one, other)
+    assert lengths == [0] * 9  # once without, twice with recomputation, then from the last layer to the first
 
 
 def test_a_list_that_blocks_change_is_for_the_second_forward_what_it_was() -> None:
