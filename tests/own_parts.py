@@ -339,6 +339,12 @@ def half_mean(group: Any, bucket: Any, *, factor: float) -> Any:
     return work.get_future().then(lambda done: done.value()[0].div_(factor * group.size()))
 
 
+def mean_now(group: Any, bucket: Any) -> Tensor:
+    """Take the mean at once, and return no future."""
+    torch.distributed.all_reduce(bucket.buffer(), group=group)
+    return bucket.buffer().div_(group.size())
+
+
 class Silent:
     """Sends nothing: each process keeps its own gradients. Counts the buckets."""
 

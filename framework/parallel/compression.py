@@ -37,12 +37,17 @@ class HookState:
 def register(wrapper: DistributedDataParallel, name: Name | Callable[..., Any], *, group: dist.ProcessGroup) -> None:
     """Let the wrapper average its gradients with the hook of this name, or with a hook of the user. Collective.
 
-    A hook gets the group and a bucket of gradients, and returns a future of the mean. No checkpoint holds a hook's state.
+    A hook gets the group and a bucket of gradients, and returns the mean, or a future of it. No checkpoint holds a hook's state.
     """
     if not isinstance(name, str):
 
         def run(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # DDP reads the annotations
-            return name(group, bucket)  # type: ignore[no-any-return]
+            mean = name(group, bucket)
+            if isinstance(mean, Tensor):
+                there: Future[Tensor] = Future()
+                there.set_result(mean)
+                return there
+            return mean  # type: ignore[no-any-return]
 
         wrapper.register_comm_hook(group, run)
     elif name == "powersgd":

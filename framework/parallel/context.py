@@ -41,7 +41,8 @@ def cut_tokens(model: nn.Module, *, forward: Forward, group: dist.ProcessGroup, 
     is_ring = attention_of(model, asked=attention, context=size) == "ring"
     cut = Cut.zigzag(rank=rank, size=size) if is_ring else Cut.contiguous(rank=rank, size=size)
     wrap = round_ring if is_ring else by_heads
-    for mixer in model.mixers():  # type: ignore[operator]  # `problems` has checked that the method exists
+    # several layers can share a mixer. `problems` has checked that the method exists
+    for mixer in dict.fromkeys(model.mixers()):  # type: ignore[operator]
         # compiled code ends before the mixer and starts again after it: the mixer's communication is not part of a graph
         mixer.forward = torch.compiler.disable(wrap(mixer.forward, cut=cut, group=group))
     forward.task = OfSlices(forward.task, cut)

@@ -1,5 +1,6 @@
 """Sequence parallelism: between the layers that tensor parallelism cuts, each process works on its part of the tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,18 @@ class TokenShape:
         return DTensor.from_local(own.contiguous(), mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)
 
 
+def _change_first(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the hidden state that the module is called with: its first argument, or the first tensor among the named ones."""
+
+    def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if given:
+            return (change(given[0]), *given[1:]), named
+        name = next(name for name, value in named.items() if isinstance(value, Tensor))
+        return given, {**named, name: change(named[name])}
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+
+
 @dataclass(eq=False)
 class CutTokens(styling.ParallelStyle):
     """The style of the first block: it gets all tokens, and works on this process's tokens."""
@@ -70,12 +83,12 @@ class CutTokens(styling.ParallelStyle):
     tokens: TokenShape
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            self.tokens.shape = tuple(arguments[0].shape)
-            whole = DTensor.from_local(arguments[0], device_mesh, [Replicate()], run_check=False)
-            return (whole.redistribute(placements=[Shard(1)]).to_local(), *arguments[1:])
+        def cut(hidden_BTD: Tensor) -> Tensor:
+            self.tokens.shape = tuple(hidden_BTD.shape)
+            whole = DTensor.from_local(hidden_BTD, device_mesh, [Replicate()], run_check=False)
+            return whole.redistribute(placements=[Shard(1)]).to_local()
 
-        module.register_forward_pre_hook(enter)
+        _change_first(module, cut)
         return module
 
 
@@ -86,11 +99,10 @@ class GatheredTokens(styling.ParallelStyle):
     tokens: TokenShape
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            cut = self.tokens.placed(arguments[0], mesh=device_mesh)
-            return (cut.redistribute(placements=[Replicate()]), *arguments[1:])
+        def gather(own_BTD: Tensor) -> DTensor:
+            return self.tokens.placed(own_BTD, mesh=device_mesh).redistribute(placements=[Replicate()])
 
-        module.register_forward_pre_hook(enter)
+        _change_first(module, gather)
         return module
 
 
@@ -104,16 +116,13 @@ class OwnTokens(styling.ParallelStyle):
     tokens: TokenShape
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (self.tokens.placed(arguments[0], mesh=device_mesh), *arguments[1:])
-
         def leave(_: nn.Module, __: Any, outputs: DTensor) -> Tensor:
             return outputs.redistribute(placements=[Shard(1)]).to_local()
 
         for name, parameter in list(module.named_parameters(recurse=False)):
             shared = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
             module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
-        module.register_forward_pre_hook(enter)
+        _change_first(module, lambda own_BTD: self.tokens.placed(own_BTD, mesh=device_mesh))
         module.register_forward_hook(leave)
         return module
 

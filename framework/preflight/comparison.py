@@ -20,6 +20,7 @@ from framework.config.targets import locate
 from framework.data.source import Source
 from framework.distributed.hang.stillness import busy_s
 from framework.distributed.mesh import resolve_axes
+from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
 from framework.preflight.child import end_of
 from framework.preflight.player import SINGLE, Finding, Refused
@@ -242,7 +243,10 @@ def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: 
     try:
         environment = Environment(rank=rank, local_rank=rank, world_size=count, local_world_size=count)
         environment.export()
-        world = World.start(environment, backend="gloo", timeout_s=_LIMIT_S, scratch=scratch)
+        name, module = build.config.backend.name, build.config.backend.module
+        if module is None or name is None or "cpu" not in kinds_of_devices(name, module=module):
+            name, module = "gloo", None
+        world = World.start(environment, backend=name, backend_module=module, timeout_s=_LIMIT_S, scratch=scratch)
         build = build.altered(world=world)
         if like is None:
             seen.first, seen.do_part = first_to_part(build, source)

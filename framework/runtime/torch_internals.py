@@ -237,7 +237,8 @@ class ElasticAgent(LocalElasticAgent):
 
     def end_workers(self, signum: signal.Signals, *, timeout_s: int = 30) -> None:
         """Send the workers a signal, and kill the workers that remain after the time-out."""
-        self._shutdown(signum, timeout=timeout_s)
+        if self._pcontext is not None:  # not `_shutdown`, which takes no time-out before torch 2.11
+            self._pcontext.close(signum, timeout_s)
 
     def signal_workers(self, signum: signal.Signals) -> None:
         for pid in self._pcontext.pids().values() if self._pcontext is not None else ():

@@ -28,6 +28,13 @@ def test_a_run_goes_on_over_another_back_end(tmp_path: Path) -> None:
     assert_same_bits(finished(*line, root=tmp_path / "runs"), finished(*line, root=tmp_path / "whole"))
 
 
+def test_a_strategy_whose_collectives_it_lacks_is_refused_before_the_start(tmp_path: Path) -> None:
+    line = [*RUN, *OTHER, "parallel=fsdp", "launch.nproc_per_node=2", "rehearse=true"]
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 78 and "parallel: a step on 2 processes fails with this model" in refused.output
+    assert "parallel=ddp" in refused.output
+
+
 def test_what_is_not_there_is_refused_before_the_start(tmp_path: Path) -> None:
     def refused(*words: str) -> str:
         ended = command(*RUN, "parallel=ddp", "launch.nproc_per_node=2", *words, root=tmp_path / "runs")

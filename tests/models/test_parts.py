@@ -45,6 +45,31 @@ def test_experts_that_a_forward_is_not_seen_to_enter_are_no_units() -> None:
     assert trace is not None and not trace.is_whole
 
 
+class ReadsPositions(nn.Module):
+    """As the masks of transformers: what is computed from positions alone decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        if (positions.diff() == 1).all():
+            x = x + positions.unsqueeze(-1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_positions_have_numbers_while_a_forward_is_followed() -> None:
+    model = ReadsPositions()
+    give_example(model, torch.empty(2, 5, dtype=torch.int64, device="meta"))
+    trace = traced(model)
+    assert trace is not None and trace.is_whole and blocks_of(model) == [*model.layers]
+
+
 def test_names_of_the_frameworks_questions_are_no_answers() -> None:
     model = IMAGES["named traps"]()
     assert chain_of(model) is None and own_answer(model, "tensor_plan") is None

@@ -98,7 +98,9 @@ def test_a_cache_that_blocks_fill_is_for_the_second_forward_as_empty_as_for_the_
     """As in transformers' models, whose cache of keys and values is on by default."""
     make_torchvision_importable()
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     tokens, lengths = torch.randint(0, 61, (2, 13)), list[int]()

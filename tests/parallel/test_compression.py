@@ -50,8 +50,12 @@ OWN = ["parallel.hook._target_=tests.own_parts.half_mean", "parallel.hook._parti
 def test_a_hook_of_ones_own_takes_the_mean_of_the_gradients(tmp_path: Path) -> None:
     plain = finished(*SHORT, root=tmp_path / "plain")
     own = finished(*SHORT, *OWN, "parallel.hook.factor=4.0", root=tmp_path / "own")
+    now = finished(
+        *SHORT, "parallel.hook._target_=tests.own_parts.mean_now", "parallel.hook._partial_=true", root=tmp_path / "now"
+    )
     for name, value in plain.weights.items():
         assert torch.allclose(value, own.weights[name], rtol=0, atol=1e-12)
+        assert torch.allclose(value, now.weights[name], rtol=0, atol=1e-12)
 
 
 def test_a_hook_may_be_an_object_that_keeps_a_state_and_what_it_returns_is_taken(tmp_path: Path) -> None:

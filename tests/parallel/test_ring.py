@@ -18,7 +18,7 @@ from framework.parallel.attention.fit import ring_fault
 from framework.parallel.attention.ring import round_ring
 from framework.runtime.exits import Unfit
 from models.gpt import GPT, CausalMix
-from tests.harness import Says, assert_close, assert_same_bits, command, finished
+from tests.harness import Says, assert_close, assert_same_bits, command, finished, slow_but
 from tests.ranks import on_ranks
 from tests.test_conformance import MODELS, OPTIMIZERS, RUN
 from tests.test_resume import after_step, crash
@@ -205,7 +205,50 @@ def test_what_draws_in_training_is_refused_there_and_not_in_evaluation() -> None
     assert ring_fault(with_mixer(mixer)) is None
 
 
+class Placed(nn.Module):
+    """A mixer with a table of positions, which has no more than the samples have tokens."""
+
+    def __init__(self, *, num_tokens: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(num_tokens, 4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Tensor:
+        places = torch.arange(q.shape[2]) if positions is None else positions
+        return F.scaled_dot_product_attention(q + self.table[places], k, v)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16])
+def test_a_table_of_positions_may_be_as_short_as_the_samples(num_tokens: int) -> None:
+    with torch.device("meta"):
+        model = GPT(vocab_size=8, seq_len=num_tokens, dim=8, num_layers=2, num_heads=2)
+        for layer in model.layers:
+            layer.attention.mix = Placed(num_tokens=num_tokens)
+    model.mixers = lambda: [layer.attention.mix for layer in model.layers]  # type: ignore[method-assign]
+    give_example(model, torch.empty(2, num_tokens, dtype=torch.int64, device="meta"))
+    assert ring_fault(model) is None
+
+
+class OneMix(GPT):
+    """All layers share one mixer, and the model lists it once for each layer."""
+
+    def __init__(self, *, vocab_size: int, seq_len: int, **options: Any) -> None:
+        super().__init__(vocab_size=vocab_size, seq_len=seq_len, **options)
+        for layer in self.layers:
+            layer.attention.mix = self.layers[0].attention.mix
+
+    def mixers(self) -> list[nn.Module]:
+        return [layer.attention.mix for layer in self.layers]
+
+
 # --- whole runs
+
+
+@pytest.mark.parametrize("attention", slow_but(["ring"], ["ring", "ulysses"]))
+def test_layers_may_share_a_mixer(attention: str, tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["gpt, tied"], "model._target_=tests.parallel.test_ring.OneMix"]
+    two = ["parallel=context", "parallel.context=2", f"parallel.attention={attention}", "launch.nproc_per_node=2"]
+    assert_close(finished(*line, *two, root=tmp_path / "two"), finished(*line, root=tmp_path / "one"))
+
 
 SIX_HEADS = [*MODELS["gpt, tied"], "model.dim=24", "model.num_heads=6", *OPTIMIZERS["adamw"]]
 EIGHT = ["parallel=context", "parallel.context=8", "launch.nproc_per_node=8"]

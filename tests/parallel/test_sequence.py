@@ -38,6 +38,27 @@ def test_it_computes_what_one_process_does(mesh: str, optimizer: str, one: dict[
     assert_close(finished(*line, root=tmp_path / "runs"), one[optimizer])
 
 
+def planned(*, vocab_size: int, seq_len: int) -> nn.Module:
+    """Return a model of transformers that says how its layers are cut. Its modules get the hidden state by name."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Planned(LlamaForCausalLM):  # type: ignore[misc]
+        def tensor_plan(self) -> dict[str, str]:
+            columns = {f"model.layers.*.{name}_proj": "colwise" for name in ("self_attn.[qkv]", "mlp.gate", "mlp.up")}
+            return columns | {f"model.layers.*.{name}_proj": "rowwise" for name in ("self_attn.o", "mlp.down")}
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return Planned(LlamaConfig(vocab_size=vocab_size, max_position_embeddings=seq_len, **sizes))
+
+
+@pytest.mark.slow
+def test_a_module_may_get_the_hidden_state_by_name(tmp_path: Path) -> None:
+    tokens = [word for word in MODELS["gpt, tied"] if not word.startswith("model")]
+    line = [*RUN, *tokens, "dataset.seq_len=13", "model=gpt", "model._target_=tests.parallel.test_sequence.planned"]
+    ended = finished(*line, *MESHES["tensor 2"], "parallel.sequence=true", root=tmp_path / "two")
+    assert_close(ended, finished(*line, root=tmp_path / "one"))
+
+
 @pytest.mark.slow
 def test_one_block_is_the_first_and_the_last(one: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, "model.num_layers=1", *MESHES["tensor 2"], "parallel.sequence=true"]

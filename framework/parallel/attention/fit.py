@@ -45,11 +45,12 @@ def ring_fault(model: nn.Module) -> str | None:
     for mixer, shapes in kinds.values():
         kind = type(mixer).__name__
         try:
-            whole, cut = _whole_and_cut(_with_numbers(mixer), [(1, shape[1], _NUM_TOKENS, shape[3]) for shape in shapes])
+            num_tokens = min(_NUM_TOKENS, *(shape[2] for shape in shapes))  # a table of positions may have no more
+            whole, cut = _whole_and_cut(_with_numbers(mixer), [(1, shape[1], num_tokens, shape[3]) for shape in shapes])
         except Unfit as error:
             return f"{kind}: {str(error).partition(', but ')[2]}"
         except Exception as error:  # a user's mixer may raise anything
-            return f"{kind} does not run on {_NUM_TOKENS} tokens: {error}"
+            return f"{kind} does not run on {num_tokens} tokens: {error}"
         if whole.shape != cut.shape or not torch.allclose(whole, cut, rtol=0, atol=1e-9):
             return (f"{kind} gives other results for a part of the tokens; {ONE_CALL}, and code that needs positions must take "
                     "an argument `positions`, (T,)")  # fmt: skip
@@ -71,7 +72,7 @@ def _whole_and_cut(mixer: nn.Module, shapes: Sequence[tuple[int, ...]]) -> tuple
     """Return a mixer's output for all tokens, and its outputs for the tokens of two ranks with attention to all tokens."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    runs = torch.arange(_NUM_TOKENS).tensor_split(2 * _SIZE)
+    runs = torch.arange(shapes[0][2]).tensor_split(2 * _SIZE)
     places = [torch.cat([runs[run] for run in own]) for own in Cut.zigzag(rank=0, size=_SIZE).runs]
     order = torch.cat(places).argsort()
     given: list[tuple[Sequence[Tensor], dict[str, Any]]] = []

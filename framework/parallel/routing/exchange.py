@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from framework.modules.tensors import local
 from framework.parallel.routing.part import run_part
+from framework.runtime.torch_internals import without_modes
 
 Counts = tuple[list[int], list[int]]  # the number of rows sent to each rank of the group, and received from each rank
 
@@ -47,7 +48,8 @@ def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Te
 def _type_of_result(module: nn.Module, x_MD: Tensor, weights_M1: Tensor) -> torch.dtype:
     """Return the dtype of the module's outputs: every rank needs it, even a rank without rows or without experts."""
     one = {name: local(p).new_zeros(1, *p.shape[1:]) for name, p in module.named_parameters(recurse=False)}
-    with torch.no_grad():
+    # outside of the modes: this runs once, but selective recomputation expects the same operations in the second forward
+    with torch.no_grad(), without_modes():
         index_11 = torch.zeros(1, 1, dtype=torch.int64, device=x_MD.device)
         return run_part(module, one, x_MD.new_zeros(1, x_MD.shape[1]), index_11, weights_M1.new_zeros(1, 1)).dtype
 
