@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from framework.runtime import torch_compiler
 from framework.runtime import torch_internals as ours
 from framework.runtime.torch_backward import run_backward
+from framework.runtime.torch_stages import around_last_backward
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -261,7 +262,7 @@ def test_the_last_backward_pass_of_a_stage_is_announced(alone: dist.ProcessGroup
         yield
         seen.append((before, layer.bias.grad))
 
-    ours.around_last_backward(stage, around)
+    around_last_backward(stage, around)
     gpipe = ours.gpipe(stage, 3, loss_fn=lambda output, _: output.sum(), scale_grads=False)
     gpipe.step(torch.ones(3, 2), target=torch.ones(3))
     [(before, after)] = seen
@@ -293,7 +294,7 @@ def test_modes_see_what_hooks_do_in_a_backward_pass() -> None:
 
 # --- and nowhere else
 
-OURS = ("torch_internals.py", "torch_compiler.py", "torch_memory.py", "torch_backward.py")
+OURS = ("torch_internals.py", "torch_compiler.py", "torch_memory.py", "torch_backward.py", "torch_stages.py")
 
 
 def uses_of_privates(path: Path) -> list[str]:

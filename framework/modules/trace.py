@@ -166,7 +166,9 @@ def _on_one_device(function: Operation, args: Any, kwargs: Any) -> tuple[Any, An
     if function is torch.arange or devices == {"cpu"}:
         meta, cpu = torch.device("meta"), torch.device("cpu")
         args = [cpu if isinstance(value, torch.device) and value == meta else value for value in args]
-        return args, {name: cpu if name == "device" and torch.device(value or cpu) == meta else value for name, value in kwargs.items()}
+        return args, {
+            name: cpu if name == "device" and torch.device(value or cpu) == meta else value for name, value in kwargs.items()
+        }
     if devices == {"cpu", "meta"}:
         return map_tensors(lambda tensor: tensor.to("meta"), [list(args), kwargs])
     return args, kwargs

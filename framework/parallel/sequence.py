@@ -100,7 +100,8 @@ class GatheredTokens(styling.ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(own_BTD: Tensor) -> DTensor:
-            return self.tokens.placed(own_BTD, mesh=device_mesh).redistribute(placements=[Replicate()])
+            whole = self.tokens.placed(own_BTD, mesh=device_mesh).redistribute(placements=[Replicate()])
+            return whole.contiguous()  # before torch 2.12, the gathered parts are not, and a linear layer takes a view
 
         _change_first(module, gather)
         return module

@@ -7,7 +7,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from typing import Any
@@ -261,17 +261,6 @@ def gpipe(stage: Any, num_micro_batches: int, **options: Any) -> Any:
     schedule = ScheduleGPipe(stage, max(num_micro_batches, stage.num_stages), **options)
     schedule._n_microbatches = num_micro_batches
     return schedule
-
-
-def around_last_backward(stage: Any, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run a stage's last backward pass (if a micro-batch has two, the pass of the weights) within a context from `around`."""
-    plain = stage.backward_maybe_with_nosync
-
-    def backward(kind: str, options: dict[str, Any], last_backward: bool = False) -> Any:
-        with around() if last_backward else nullcontext():
-            return plain(kind, options, last_backward=last_backward)
-
-    stage.backward_maybe_with_nosync = backward
 
 
 def is_single_stage(schedule: Any) -> bool:

@@ -27,7 +27,7 @@ from framework.parallel.pipelining.schedules import make_schedule, owners, waiti
 from framework.parallel.pipelining.sent import SendDtype, Sent
 from framework.parallel.pipelining.times import Balance, agreed_spans
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import around_last_backward
+from framework.runtime.torch_stages import around_last_backward, greet_others_only
 
 
 class PipelineEngine(Engine):
@@ -199,6 +199,7 @@ class PipelineEngine(Engine):
                 made = sent[number] if number < len(sent) else loss
                 where = (number, self._num_stages, self._world.device)
                 stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self._group))
+                greet_others_only(stages[-1], rank=self._rank)
                 if self._sums is not None:
                     around_last_backward(stages[-1], partial(self._sums.last_backward, number))
             count = len(micro_batches)
