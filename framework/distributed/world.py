@@ -85,7 +85,7 @@ class World:
                 variables().setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines need no connection
             # a rank connects only to the ranks that it communicates with, and asks the store for no other ranks; in torch 2.10,
             # the first message fails if only one side sends
-            if torch.__version__ >= (2, 11):
+            if torch.__version__ >= "2.11":
                 variables().setdefault("TORCH_GLOO_LAZY_INIT", "1")
             # MPI's ranks know each other; torch only requires a store object
             store = dist.HashStore() if uses_mpi else attempt_store(environment, scratch=scratch, timeout=timeout)

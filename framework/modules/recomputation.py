@@ -41,7 +41,7 @@ def recompute_activations(blocks: Sequence[nn.Module], *, which: Recomputed) -> 
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Contexts], *args: Any, **kwargs: Any) -> Any:
-    """Call a block's forward with recomputation. The second call gets lists, mappings and objects as they were before the first."""
+    """Call a block's forward with recomputation. The second call gets lists, mappings and objects as the first got them."""
     before: list[Any] | None = None
 
     def run(*given: Any, **named: Any) -> Any:

@@ -164,11 +164,15 @@ def _on_one_device(function: Operation, args: Any, kwargs: Any) -> tuple[Any, An
     """Return the arguments of an operation: on the CPU if all are there, without numbers if one of them has none."""
     devices = {tensor.device.type for tensor in tensors_in([args, kwargs])}
     if function is torch.arange or devices == {"cpu"}:
-        meta, cpu = torch.device("meta"), torch.device("cpu")
-        args = [cpu if isinstance(value, torch.device) and value == meta else value for value in args]
-        return args, {
-            name: cpu if name == "device" and torch.device(value or cpu) == meta else value for name, value in kwargs.items()
-        }
-    if devices == {"cpu", "meta"}:
+        return [_here(value) for value in args], {name: _here(value) for name, value in kwargs.items()}
+    name = getattr(function, "__name__", "")
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))  # into a tensor that has numbers
+    if devices == {"cpu", "meta"} and not writes:
         return map_tensors(lambda tensor: tensor.to("meta"), [list(args), kwargs])
     return args, kwargs
+
+
+def _here(value: Any) -> Any:
+    """Return the CPU for the device of tensors without numbers; any other value as it is."""
+    is_meta = isinstance(value, (str, torch.device)) and str(value) == "meta"
+    return torch.device("cpu") if is_meta else value

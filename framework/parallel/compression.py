@@ -37,7 +37,7 @@ class HookState:
 def register(wrapper: DistributedDataParallel, name: Name | Callable[..., Any], *, group: dist.ProcessGroup) -> None:
     """Let the wrapper average its gradients with the hook of this name, or with a hook of the user. Collective.
 
-    A hook gets the group and a bucket of gradients, and returns the mean, or a future of it. No checkpoint holds a hook's state.
+    A hook gets the group and a bucket of gradients, and returns the mean, or a future of it. Its state is in no checkpoint.
     """
     if not isinstance(name, str):
 

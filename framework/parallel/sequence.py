@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as styling
 
 from framework.modules.parts import blocks_of, own_answer
+from framework.runtime.torch_internals import lay_out
 
 # layers with weights that process each token separately
 TOKENWISE = (nn.LayerNorm, nn.RMSNorm)
@@ -101,7 +102,8 @@ class GatheredTokens(styling.ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(own_BTD: Tensor) -> DTensor:
             whole = self.tokens.placed(own_BTD, mesh=device_mesh).redistribute(placements=[Replicate()])
-            return whole.contiguous()  # before torch 2.12, the gathered parts are not, and a linear layer takes a view
+            lay_out(whole)
+            return whole
 
         _change_first(module, gather)
         return module

@@ -12,7 +12,7 @@ def greet_others_only(stage: Any, *, rank: int) -> None:
 
     `rank` is this rank in the stage's group. gloo has no connection of a rank to itself.
     """
-    if torch.__version__ >= (2, 12):
+    if torch.__version__ >= "2.12":
         return
     greetings = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != rank]
