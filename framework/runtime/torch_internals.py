@@ -96,11 +96,6 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
-def lay_out(tensor: Any) -> None:
-    """Make the local part of a DTensor contiguous, as its strides say. Before torch 2.12, a part that was gathered is not."""
-    tensor._local_tensor = tensor._local_tensor.contiguous()
-
-
 def without_modes() -> AbstractContextManager[None]:
     """Return a context that hides its operations from the active modes, such as a mode that notes writes."""
     return _disable_current_modes()
