@@ -236,6 +236,7 @@ VARIANTS = {
     "a rank without samples": ("3", ["global_batch_size=2", "micro_batch_size=null", "model.dropout=0"]),
     "more processes than experts": ("3", ["model.num_experts=2"]),
     "activations recomputed": ("2", ["trainer.activation_checkpointing=true"]),
+    "cheap operations recomputed": ("2", ["trainer.activation_checkpointing=operations"]),
     "experts frozen": ("2x2", ["trainer.freeze=[layers.*.experts.*]"]),
     "all but experts frozen": (
         "3",
