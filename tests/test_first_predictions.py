@@ -14,6 +14,7 @@ from framework.build import components
 from framework.config.folders import options
 from framework.config.frozen_file import recall
 from framework.runs.report import RunReader
+from framework.tasks.classification import Classification
 from tests.harness import Ended, Says, command, finished
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts
 from tests.test_loggers import OFFLINE, wandb_files, wandb_records
@@ -91,8 +92,36 @@ TEXTS = ["dataset=text", "dataset.seq_len=16", "dataset.max_bytes=4000", "model=
 
 def test_outputs_that_are_too_large_are_left_out_with_a_warning(tmp_path: Path) -> None:
     run = finished(*TEXTS, root=tmp_path / "runs")
-    assert run.output.count("part.predictions: the task has no tensor of at most 1024 numbers a sample") == 1
+    assert run.output.count("part.predictions: left out: output (a tensor needs at most 1024 numbers a sample") == 1
     assert not (run.directory / "predictions").exists()
+
+
+class Varying(Classification):
+    """Writes tensors that are not alike for all samples, and one whose type safetensors does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(label_smoothing=0.0)
+
+    def written(self, outputs: Tensor) -> dict[str, Tensor]:
+        grows = 1100 if self.num_calls % 2 else 3
+        self.num_calls += 1
+        return {"class": outputs.argmax(dim=-1), "grows": outputs.new_zeros(len(outputs), grows),
+                "padded": outputs.new_zeros(len(outputs), len(outputs)), "odd": outputs.to(torch.complex64)}  # fmt: skip
+
+    num_calls = 0
+
+
+def test_what_does_not_fit_into_one_table_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    own = ["task._target_=tests.test_first_predictions.Varying", "part.predictions.count=15", "rehearse=false"]
+    run = finished(*RUN, *own, root=tmp_path / "runs")
+    records, tensors = table(run)
+    assert tensors.keys() == {"class", "target"} and len(records) == 15
+    assert run.output.count("part.predictions: left out: grows, odd, padded (") == 1
+
+
+def test_it_starts_on_several_processes_after_a_rehearsal(tmp_path: Path) -> None:
+    line = [*RUN, "part.predictions.count=3", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
+    assert len(table(finished(*line, root=tmp_path / "runs"))[0]) == 3
 
 
 @pytest.mark.parametrize(

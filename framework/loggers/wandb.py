@@ -129,7 +129,8 @@ class Wandb:
                 with Image.open(strip) as picture:
                     size = picture.height  # the size of each image: the images are squares, side by side
                     for n, row in enumerate(rows):
-                        row["image"] = wandb.Image(picture.crop((size * n, 0, size * (n + 1), size)))
+                        is_there = size * n < picture.width  # a strip has so many images at most
+                        row["image"] = wandb.Image(picture.crop((size * n, 0, size * (n + 1), size))) if is_there else None
             table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
             self._run.log({f"predictions/{path.stem}": table})
 

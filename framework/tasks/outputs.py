@@ -25,6 +25,10 @@ def written_outputs(task: Any, outputs: Any, *, num_samples: int) -> dict[str, T
     """
     found = dict(task.written(outputs) if hasattr(task, "written") else {"output": main_output(outputs)})
     for name, value in found.items():
+        if name in ("sample", "file"):
+            raise ValueError(f"{name} is the name of another column of the table")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
         if value.shape[:1] != (num_samples,):
             raise ValueError(f"{name} of shape {list(value.shape)} does not begin with the {num_samples} samples")
     return found

@@ -40,7 +40,7 @@ function detailsOf(run) {
   const samples = Object.entries(run.predictions).flatMap(([split, rows]) => {
     const names = [...new Set(rows.flatMap(Object.keys))]
     const made = part(`predictions of ${split}: the first ${rows.length}`, names, rows.map((row) => names.map((name) => (typeof row[name] === "number" ? compact(row[name]) : row[name]))))
-    if (Object.hasOwn(run.pictures, split)) made.splice(1, 0, element("img", "", {src: `data:image/png;base64,${run.pictures[split]}`, alt: `these samples of ${split}, in their order`}))
+    if (Object.hasOwn(run.pictures, split)) made.splice(1, 0, element("img", "", {className: "samples", src: `data:image/png;base64,${run.pictures[split]}`, alt: `these samples of ${split}, in their order`}))
     return made
   })
   const metrics = Object.keys(run.last).filter((name) => !name.endsWith("/samples_per_s")).map((name) => [name, metric(run.best[name]?.[0]), run.best[name]?.[1], metric(run.last[name])])
