@@ -146,10 +146,14 @@ def test_a_job_of_a_sweep_is_done_again_alone(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     run = next(path.parent for path in root.glob("default/*/config.yaml") if "seed: 6" in path.read_text())
     record = json.loads((run / "provenance.json").read_text())
-    record["starts"][0]["command"] = "/usr/bin/python train.py -m seed=5,6"  # not what runs this test
-    (run / "provenance.json").write_text(json.dumps(record))
-    again = asked(tmp_path / "runs", "why", str(run)).output.partition("To do it again:")[2]
-    assert re.search(r"python train\.py .*seed=6", again) and "seed=5" not in again
+    for command_line, own in {
+        "/usr/bin/python train.py -m seed=5,6": r"python train\.py .*seed=6",
+        "/usr/bin/python3 /usr/bin/steadfast --config-dir cfg -m seed=5,6": r"  steadfast --config-dir cfg .*seed=6",
+    }.items():
+        record["starts"][0]["command"] = command_line  # not what runs this test
+        (run / "provenance.json").write_text(json.dumps(record))
+        again = asked(tmp_path / "runs", "why", str(run)).output.partition("To do it again:")[2]
+        assert re.search(own, again) and "seed=5" not in again
 
 
 def test_what_differed_from_the_commit_is_written_as_a_patch(root: Path, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from framework.config.help import help_text
 from framework.launch import cores
 from framework.loggers import console
 from framework.loggers.evaluation_table import EvaluationTable
-from framework.loggers.live_line import LiveLine, brief, clock, figure, fitted
+from framework.loggers.live_line import LiveLine, brief, clock, fitted
 from framework.loggers.sink import RunInfo
 from framework.runs import facts
+from framework.runs.metrics_file import figure
 from framework.runtime import log
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, command, finished

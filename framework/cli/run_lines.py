@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import is_curve
+from framework.runs.metrics_file import figure, is_curve
 from framework.runs.report import number
 from framework.runtime.problem import shown
 
@@ -25,17 +25,19 @@ def metrics_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
         for kind in ("last", "best"):
             row = kinds.get(kind, {})
             if kind == "last" or split == "val":
-                numbers = "  ".join(f"{name} {number(value):.4f}" for name, value in row.items() if is_curve(name))
+                numbers = "  ".join(f"{name} {figure(number(value))}" for name, value in row.items() if is_curve(name))
                 lines.append((f"{split} {kind}", f"step {row.get('step')}  {numbers}"))
     return lines
 
 
 def command_of(start: dict[str, Any]) -> str:
-    """Return the command of a start as a user would type it: without the path of the interpreter."""
+    """Return the command of a start as a user would type it: without the paths of the interpreter and of `steadfast`."""
     try:
         words = shlex.split(str(start.get("command", "")))
     except ValueError:
         return str(start.get("command"))
+    if [os.path.basename(word) for word in words[1:2]] == ["steadfast"]:
+        words = ["steadfast", *words[2:]]
     return shlex.join([os.path.basename(word) if i == 0 else word for i, word in enumerate(words)])
 
 

@@ -110,14 +110,21 @@ def _citation(path: Path, run: Ancestor) -> list[str]:
     ]
     year = time.strftime("%Y", time.localtime(began)) if math.isfinite(began) else str(start.get("at"))[:4]
     title, note = (re.sub(r"([%&_#$])", r"\\\1", text) for text in (f"Run {label_of(path)}", "; ".join(filter(None, notes))))
-    return [f"  @misc{{{path.name},", f"    title = {{{title}}},", f"    year = {{{year}}},", f"    note = {{{note}}},", "  }"]
+    return [
+        f"  @misc{{{path.resolve().name},",
+        f"    title = {{{title}}},",
+        f"    year = {{{year}}},",
+        f"    note = {{{note}}},",
+        "  }",
+    ]
 
 
 def _own_command(start: dict[str, Any]) -> str:
-    """Return the command of one run. For a sweep, return the command of the job."""
+    """Return the command of one run. For a sweep, return the command of the job, with the sweep's own folder of options."""
     command, line = command_of(start), start.get("line")
     words = command.split()
     if not isinstance(line, str) or not {"-m", "--multirun"} & set(words):
         return command
-    program = [word for i, word in enumerate(words) if i == 0 or word.endswith("train.py")]
-    return " ".join([*program, line])
+    named = next((i for i, word in enumerate(words) if word == "steadfast" or word.endswith("train.py")), 0)
+    options = [word for i, word in enumerate(words) if word.startswith("--config-dir") or words[i - 1] == "--config-dir"]
+    return " ".join([*words[: named + 1], *options, line])

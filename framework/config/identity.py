@@ -53,5 +53,5 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             values |= flat(value, f"{prefix}{key}.")
         else:
             # lr=1 and lr=1.0 are the same command
-            values[prefix + key] = int(value) if isinstance(value, float) and value.is_integer() else value
+            values[f"{prefix}{key}"] = int(value) if isinstance(value, float) and value.is_integer() else value
     return values

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from framework.loggers.live_line import figure
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import is_curve
+from framework.runs.metrics_file import figure, is_curve
 
 _NARROWEST = 10  # the minimum width of a number, in columns
 

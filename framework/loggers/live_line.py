@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import is_curve
+from framework.runs.metrics_file import figure, is_curve
 
 _WIDEST_BAR = 40  # in columns
 _BARS = (20, 10, 6, 0)  # the minimum columns of the bar, from much space to little space
@@ -81,11 +81,6 @@ def main_metric(names: Sequence[str], *, monitor: str) -> str:
     """Return the metric that is shown beside the loss: the monitored metric, else the first one; empty if there is none."""
     monitored = monitor.partition("/")[2]
     return monitored if monitored in names else next(iter(names), "")
-
-
-def figure(value: float) -> str:
-    """Return a number as text with four decimals, or as a power of ten if four decimals would show nothing."""
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
 
 
 def brief(value: float) -> str:

@@ -33,6 +33,11 @@ def is_curve(name: str) -> bool:
     return name not in NOT_CURVES and ":" not in name
 
 
+def figure(value: float) -> str:
+    """Return a number as text with four decimals, or as a power of ten if four decimals would show nothing."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
+
+
 class Mark(NamedTuple):
     """A mark of the content of a metrics file at a checkpoint."""
 
