@@ -17,7 +17,7 @@ from framework.loggers.evaluation_table import EvaluationTable
 from framework.loggers.live_line import LiveLine, brief, clock, fitted
 from framework.loggers.sink import RunInfo
 from framework.runs import facts
-from framework.runs.metrics_file import figure
+from framework.runs.metrics_file import in_digits
 from framework.runtime import log
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, command, finished
@@ -83,7 +83,7 @@ def test_what_is_least_important_goes_first() -> None:
 
 
 def test_numbers_are_short_and_never_nothing() -> None:
-    assert [figure(x) for x in (0.5, 12.34567, 0.0, 1e-5, 2.5e7, -0.25)] == [
+    assert [in_digits(x) for x in (0.5, 12.34567, 0.0, 1e-5, 2.5e7, -0.25)] == [
         "0.5000",
         "12.3457",
         "0.0000",
@@ -102,7 +102,7 @@ def test_a_terminal_shows_it_below_the_evaluations_and_then_no_more(columns: int
     drawn = live_lines(shown)
     assert drawn and max(map(len, drawn)) < columns
     rows = [row for row in run.rows if row["split"] == "train"]
-    losses = {text for row in rows for text in (f"loss {figure(row['loss'])}", f"loss {brief(row['loss'])}")}
+    losses = {text for row in rows for text in (f"loss {in_digits(row['loss'])}", f"loss {brief(row['loss'])}")}
     with_row = [text for text in drawn if "loss" in text]
     assert with_row
     for text in with_row:

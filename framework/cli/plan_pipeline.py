@@ -83,7 +83,7 @@ def planned_pipeline(build: Builder) -> PlannedPipeline:
     ]
     is_cut = len({*lengths}) > 1 and name != "pipedream"
     count = len(lengths) - is_cut  # a shorter micro-batch has its own pass
-    what = f"micro-batch{'es' * (count != 1)} in a {'step' if name == 'pipedream' else 'pass'}"
+    what = f"{count} micro-batch{'es' * (count != 1)} of {lengths[0]} sample{'s' * (lengths[0] != 1)}"
     if name == "pipedream":
         drain_every = parallel.get("drain_every") or DRAIN_EVERY
         num_steps = min(drain_every, _MOST_STEPS)
@@ -108,7 +108,8 @@ def planned_pipeline(build: Builder) -> PlannedPipeline:
             f"{name} cannot run {count}, so the picture shows its plain kind; {name} takes {asked} (micro_batch_size decides)"
         )
     said = [
-        f"{name}: {num_stages} stages on {num_ranks} process{'es' * (num_ranks != 1)}, {count} {what} of {lengths[0]} samples",
+        f"{name}: {num_stages} stages on {num_ranks} process{'es' * (num_ranks != 1)}, {what} in a "
+        f"{'step' if name == 'pipedream' else 'pass'}",
         *more,
     ]
     return PlannedPipeline(timetable(order), count, num_stages, said)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import figure, is_curve
+from framework.runs.metrics_file import in_digits, is_curve
 from framework.runs.report import number
 from framework.runtime.problem import shown
 
@@ -25,7 +25,7 @@ def metrics_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
         for kind in ("last", "best"):
             row = kinds.get(kind, {})
             if kind == "last" or split == "val":
-                numbers = "  ".join(f"{name} {figure(number(value))}" for name, value in row.items() if is_curve(name))
+                numbers = "  ".join(f"{name} {in_digits(number(value))}" for name, value in row.items() if is_curve(name))
                 lines.append((f"{split} {kind}", f"step {row.get('step')}  {numbers}"))
     return lines
 

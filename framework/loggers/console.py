@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import figure, is_curve
+from framework.runs.metrics_file import in_digits, is_curve
 from framework.runtime.log import LOGGER, to_files
 from framework.runtime.preemption import PREEMPTION
 
@@ -115,5 +115,5 @@ def _numbers(row: dict[str, Any]) -> str:
         elif name == "lr":
             shown.append(f"lr {value:.2e}")
         elif is_curve(name) and value is not None:  # null: the value was not finite
-            shown.append(f"{name} {figure(value)}")
+            shown.append(f"{name} {in_digits(value)}")
     return "  ".join(shown)

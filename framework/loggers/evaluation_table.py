@@ -3,7 +3,7 @@
 from typing import Any
 
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import figure, is_curve
+from framework.runs.metrics_file import in_digits, is_curve
 
 _NARROWEST = 10  # the minimum width of a number, in columns
 
@@ -30,7 +30,7 @@ class EvaluationTable:
             room -= _width(name) + 2
             columns += [name] if room >= 0 else []
         starred = monitored if row["split"] == split and self._is_best(row.get(monitored)) else ""
-        numbers = {name: figure(row[name]) + ("*" if name == starred else " ") for name in columns}
+        numbers = {name: in_digits(row[name]) + ("*" if name == starred else " ") for name in columns}
         head = [f"{'step':>{self._of_step}}  split", *(f"{name:>{_width(name) - 1}} " for name in columns)]
         cells = [f"{row['step']:>{self._of_step}}  {row['split']:5}", *(f"{numbers[name]:>{_width(name)}}" for name in columns)]
         has_header, self._columns = columns == self._columns, columns

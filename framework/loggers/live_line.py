@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import figure, is_curve
+from framework.runs.metrics_file import in_digits, is_curve
 
 _WIDEST_BAR = 40  # in columns
 _BARS = (20, 10, 6, 0)  # the minimum columns of the bar, from much space to little space
@@ -53,7 +53,7 @@ class LiveLine:
             "step": (f"step {self._step}/{self._run.total_steps}", f"{self._step}/{self._run.total_steps}"),
             "loss": (*_named("loss", row.get("loss")), ""),
             "metric": (*_named(main, row.get(main)), ""),
-            "others": ("  ".join(f"{name} {figure(row[name])}" for name in names if name != main), ""),
+            "others": ("  ".join(f"{name} {in_digits(row[name])}" for name in names if name != main), ""),
             "lr": (f"lr {lr:.2e}" if lr is not None else "", ""),
             "speed": (f"{speed:,.0f} samples/s", f"{short(speed)}/s", "") if speed is not None else ("", "", ""),
             "times": times if row else (f"{elapsed} elapsed", elapsed, elapsed, "", ""),
@@ -105,4 +105,4 @@ def short(number: float) -> str:
 
 
 def _named(name: str, value: float | None) -> tuple[str, str]:
-    return ("", "") if value is None else (f"{name} {figure(value)}", f"{name} {brief(value)}")
+    return ("", "") if value is None else (f"{name} {in_digits(value)}", f"{name} {brief(value)}")

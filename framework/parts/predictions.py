@@ -11,7 +11,7 @@ from framework.loggers.sink import Samples
 from framework.runtime.log import LOGGER
 from framework.tasks.outputs import written_outputs
 from framework.training.loop import Loop
-from framework.training.predictions_file import DTYPES, PredictionsFile
+from framework.training.predictions_file import CODES, PredictionsFile
 from framework.training.stored_samples import stored_samples, write_picture
 
 _MOST_NUMBERS = 1024  # of one sample in one tensor: the logits of a text would be gigabytes
@@ -88,6 +88,6 @@ def _in_order(found: dict[str, Tensor], *, count: int) -> tuple[dict[str, Tensor
     table = dict[str, Tensor]()
     for name, of in parts.items():
         kinds = {(value.dtype, value.shape[1:]) for value in of.values()}
-        if {number: len(value) for number, value in of.items()} == sizes and len(kinds) == 1 and kinds.pop()[0] in DTYPES:
+        if {number: len(value) for number, value in of.items()} == sizes and len(kinds) == 1 and kinds.pop()[0] in CODES:
             table[name] = torch.cat([of[number] for number in sorted(of)])[:count]
     return table, parts.keys() - table.keys()

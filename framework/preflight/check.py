@@ -115,8 +115,10 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
         return None, [Problem("dataset", str(failure), "the same command, later", code=Exit.DISK)]
     except (Exception, SystemExit) as error:  # the constructor refuses the arguments
         return None, [Problem.of_error("dataset", error)]
-    if missing := ", ".join(name for name in ("info", "problems", "load", "transform") if name not in dir(built)):
-        return None, [Problem("dataset", f"{dataset['_target_']} has no {missing}", "a dataset as in framework/data/source.py")]
+    if missing := ", ".join(
+        name for name in ("info", "problems()", "load()", "transform()") if name.rstrip("()") not in dir(built)
+    ):
+        return None, [Problem("dataset", f"{dataset['_target_']} lacks {missing}", "a dataset as in framework/data/source.py")]
     return built, [Problem.of_line(with_urls(line, dataset)) for line in built.problems()]
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, TypeGuard
 
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import figure, is_curve
+from framework.runs.metrics_file import in_digits, is_curve
 from framework.runtime.environment import variables
 from framework.runtime.log import LOGGER, log_wrapped
 from framework.runtime.program import program
@@ -43,10 +43,10 @@ def result(directory: RunDirectory, *, root: str) -> Iterator[tuple[str, str]]:
     split, _, name = monitor.partition("/")
     best = metrics.get(split, {}).get("best", {})
     if _is_number(best.get(name)):
-        yield "best", f"{monitor} {figure(best[name])} at step {best.get('step')}"
+        yield "best", f"{monitor} {in_digits(best[name])} at step {best.get('step')}"
     for split in [split for split in ("train", "val", "test") if split in metrics]:
         row = metrics[split].get("last", {})
-        shown = [f"{name} {figure(value)}" for name, value in row.items() if is_curve(name) and _is_number(value)]
+        shown = [f"{name} {in_digits(value)}" for name, value in row.items() if is_curve(name) and _is_number(value)]
         yield split, "  ".join(shown)
     if took := "; ".join(_costs(summary)):
         yield "took", took

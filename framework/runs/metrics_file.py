@@ -33,7 +33,7 @@ def is_curve(name: str) -> bool:
     return name not in NOT_CURVES and ":" not in name
 
 
-def figure(value: float) -> str:
+def in_digits(value: float) -> str:
     """Return a number as text with four decimals, or as a power of ten if four decimals would show nothing."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
 

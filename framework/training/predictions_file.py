@@ -11,7 +11,7 @@ from torch import Tensor
 
 from framework.runtime.files import flush_directory, replacing
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
            torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 _Kinds = dict[str, tuple[torch.dtype, torch.Size]]  # by name: the dtype and the shape of one sample's part
 
@@ -50,7 +50,7 @@ class PredictionsFile:
         for first, part in sorted(parts.items()):
             kinds = {name: (value.dtype, value.shape[1:]) for name, value in part.items()}
             if self._files is None:
-                if not all(dtype in DTYPES for dtype, _ in kinds.values()):
+                if not all(dtype in CODES for dtype, _ in kinds.values()):
                     return f"{_described(kinds)}: a type that safetensors does not have"
                 self._files = self._begin(kinds)
             if kinds != self._kinds:
@@ -71,7 +71,7 @@ class PredictionsFile:
         for name, (dtype, shape) in kinds.items():
             self._begins[name], stop = stop, stop + self._num_samples * shape.numel() * dtype.itemsize
             offsets = [self._begins[name], stop]
-            header[name] = {"dtype": DTYPES[dtype], "shape": [self._num_samples, *shape], "data_offsets": offsets}
+            header[name] = {"dtype": CODES[dtype], "shape": [self._num_samples, *shape], "data_offsets": offsets}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # the format aligns the tensors
         self._begins = {name: 8 + len(text) + begin for name, begin in self._begins.items()}
