@@ -31,8 +31,12 @@ class OddNet(nn.Module):
         return self.head(x)
 
 
+class Plain:
+    pass
+
+
 class Wide(nn.Module):
-    def __init__(self, width: int, num_classes=10):
+    def __init__(self, width: int, yes={1: 2}, num_classes=10):
         super().__init__()
         self.layer = nn.Linear(64 * width, num_classes)
 
@@ -89,6 +93,7 @@ def test_what_has_no_default_is_asked_for_and_the_file_stays(project: Path, monk
         (["model=mlp"], "needs a model"),
         (["nets.odd:OdNet"], "did you mean OddNet?"),
         (["nowhere:Net"], "nowhere"),
+        (["nets.odd:Plain"], "nets.odd.Plain is a class, but not a torch.nn.Module"),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(project: Path, words: list[str], answer: str) -> None:

@@ -224,7 +224,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
         (["parallel._target_=mynet.later"], ["parallel: mynet.later takes no world and forward"]),
         (["model=mynet", "model._partial_=true"], ["model._partial_: true gives a function"]),
         (["model=mynet", "model._args_=5"], ["model._args_: 5", "a list"]),
-        (["dataset._target_=mynet.Config"], ["dataset:", "mynet.Config has no info, problems, load, transform"]),
+        (["dataset._target_=mynet.Config"], ["dataset:", "mynet.Config lacks info, problems(), load(), transform()"]),
         (["optimizer.groups=[{match: '*', weight_dcay: 0}]"], ["optimizer.groups", "did you mean weight_decay?"]),
         (["optimizer.groups=[{match: '*', lr: abc}]"], ["optimizer.groups", "'abc'", "a number"]),
         (["optimizer.groups=[{mtch: '*', lr: 1}]"], ["optimizer.groups", "mtch", "names and options"]),

@@ -69,7 +69,7 @@ def _dotted(text: str) -> str:
     """Return the dotted path of `module:Name`, `folder/file.py:Name` or `module.Name`."""
     module, colon, name = text.partition(":")
     if module.endswith(".py"):
-        module = ".".join(Path(module.removesuffix(".py")).parts)
+        module = ".".join(Path(os.path.relpath(module.removesuffix(".py"))).parts)  # the project's folder is on Python's path
     return f"{module}.{name}" if colon else text
 
 
@@ -87,7 +87,11 @@ def _facts(overrides: list[str]) -> set[str]:
 
 def _option(target: str, *, facts: set[str]) -> str:
     """Return the text of the option's file: every argument that plain data can give, with its default. Raise ValueError."""
+    from torch import nn
+
     found, signature = locate(target), signature_of(target, group="model")
+    if isinstance(found, type) and not issubclass(found, nn.Module):
+        raise ValueError(f"{target} is a class, but not a torch.nn.Module")
     summary = (found.__doc__ or "").strip().partition("\n")[0]
     lines = [*([f"# {summary}"] if summary else []), f"_target_: {target}"]
     lines += [line for name, argument in signature.arguments.items() for line in _line(name, argument, facts)]
@@ -96,12 +100,17 @@ def _option(target: str, *, facts: set[str]) -> str:
 
 def _line(name: str, argument: inspect.Parameter, facts: set[str]) -> Iterator[str]:
     kind = "" if argument.annotation is argument.empty else f": {inspect.formatannotation(argument.annotation)}"
+    key = _in_yaml(name)  # YAML reads some names, such as `yes`, as another value
     if name in facts:
-        yield f"{name}: null # from the data"
+        yield f"{key}: null # from the data"
     elif argument.default is argument.empty:
-        yield f"{name}: ??? # it has no default{kind}"
+        yield f"{key}: ??? # it has no default{kind}"
     elif _is_plain(argument.default):
-        yield f"{name}: {yaml.safe_dump(argument.default, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
+        yield f"{key}: {_in_yaml(argument.default)}"
+
+
+def _in_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
 def _is_plain(value: Any) -> bool:
