@@ -45,4 +45,4 @@ def test_what_a_back_end_lacks_is_said_and_the_others_are_timed(tmp_path: Path) 
 def test_one_process_is_refused(tmp_path: Path) -> None:
     ended = command("mode=bench", root=tmp_path)
     assert ended.code == 78
-    assert re.search("mode: bench.*there is one process.*launch.nproc_per_node=2", ended.output)
+    assert re.search("mode: bench.*only one process.*launch.nproc_per_node=2", ended.output)

@@ -141,16 +141,20 @@ def follow(
 class _Uses(TorchFunctionMode):
     """A mode that reports each tensor that an operation turns into another tensor, or whose dtype it reads.
 
-    Positions (torch.arange), and what is computed from positions alone, have numbers: masks of many models read them.
+    Positions (torch.arange), and tensors computed from positions alone, have numbers beside the model's tensors, which have
+    none: the masks of many models read them.
     """
 
     def __init__(self, report: Callable[[str, Tensor, Operation], None]) -> None:
         super().__init__()
         self._report = report
+        self._numbers: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor without numbers, and the same with numbers
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _on_one_device(function, args, kwargs or {})
-        result = function(*args, **kwargs)
+        kwargs = kwargs or {}
+        read, result = self._read(function, args, kwargs)
+        if not read:
+            result = function(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list, torch.dtype)) and not is_of_backward():
             kind = "see" if isinstance(result, torch.dtype) else "use"
             for given in (*args, *kwargs.values()):
@@ -159,20 +163,25 @@ class _Uses(TorchFunctionMode):
                         self._report(kind, item, function)
         return result
 
+    def _read(self, function: Operation, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Return whether the arguments of an operation all have numbers, and then its result, with its numbers noted."""
+        tensors = tensors_in([list(args), kwargs])
+        if getattr(function, "__name__", "") == "__get__":  # an attribute, such as the device
+            return False, None
+        if not (all(id(tensor) in self._numbers for tensor in tensors) if tensors else function is torch.arange):
+            for tensor in tensors[:1]:
+                self._numbers.pop(id(tensor), None)  # the operation may write into it
+            return False, None
 
-def _on_one_device(function: Operation, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of an operation: on the CPU if all are there, without numbers if one of them has none."""
-    devices = {tensor.device.type for tensor in tensors_in([args, kwargs])}
-    if function is torch.arange or devices == {"cpu"}:
-        return [_here(value) for value in args], {name: _here(value) for name, value in kwargs.items()}
-    name = getattr(function, "__name__", "")
-    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))  # into a tensor that has numbers
-    if devices == {"cpu", "meta"} and not writes:
-        return map_tensors(lambda tensor: tensor.to("meta"), [list(args), kwargs])
-    return args, kwargs
+        def there(value: Any) -> Any:
+            is_meta = isinstance(value, (str, torch.device)) and str(value) == "meta"
+            return torch.device("cpu") if is_meta else value
 
-
-def _here(value: Any) -> Any:
-    """Return the CPU for the device of tensors without numbers; any other value as it is."""
-    is_meta = isinstance(value, (str, torch.device)) and str(value) == "meta"
-    return torch.device("cpu") if is_meta else value
+        arguments, named = map_tensors(lambda tensor: self._numbers[id(tensor)][1], [list(args), kwargs])
+        numbers = function(*map(there, arguments), **{name: there(value) for name, value in named.items()})
+        if not isinstance(numbers, Tensor):
+            return not tensors_in(numbers), numbers
+        result = function(*args, **kwargs)
+        if result.device.type == "meta":
+            self._numbers[id(result)] = result, numbers
+        return True, result

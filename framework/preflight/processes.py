@@ -120,10 +120,10 @@ def device_problems(
     if device == "cuda" and launch.kind == "local" and not _cuda_devices():
         return [Problem("device", "cuda, but PyTorch sees no CUDA device here", "nvidia-smi shows the driver; or device=auto")]
     if backend.name == "mpi" and launch.most_processes > 1 and not _only_sums(parallel, invariance):
-        from torch import __version__ as torch_version  # only for an optional backend
+        import torch  # only for an optional backend
 
-        if torch_version < "2.13":
-            what = f"mpi, which can only sum and broadcast with torch {torch_version} (2.13 and later: any message)"
+        if torch.__version__ < "2.13":
+            what = f"mpi, which can only sum and broadcast with torch {torch.__version__} (2.13 and later: any message)"
             return [Problem("backend", what, "gloo, or parallel=ddp, zero or local-sgd")]
     if device == "cuda" and backend.name == "gloo" and launch.most_processes > 1 and not _only_sums(parallel, invariance):
         what = "gloo, which can only sum and broadcast CUDA tensors: any other message ends the process"

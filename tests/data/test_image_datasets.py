@@ -238,7 +238,7 @@ def test_image_folder_problems_name_the_folder(tmp_path: Path):
     write_images(tmp_path, num=1)
     assert all("image in" in problem for problem in dataset.problems()) and dataset.problems()
     (tmp_path / "val" / "wasp").mkdir(parents=True)
-    assert any("no" in problem and "wasp as in val" in problem for problem in dataset.problems())
+    assert any("no" in problem and "wasp, which val has" in problem for problem in dataset.problems())
     (tmp_path / "bad.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"bad\.png cannot be read"):
         decode_image(tmp_path / "bad.png", image_size=4, in_channels=3)
