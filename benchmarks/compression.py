@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 HOOKS = [None, "fp16", "bf16", "int8", "top_k", "powersgd"]
@@ -32,12 +33,13 @@ def count_bytes(folder: str) -> None:
     """Make rank 0 record the bytes that its gradients' collectives send, by counting before each call."""
     import torch.distributed as dist
 
+    from framework.parallel import compression
     from framework.training.trainer import Trainer
 
     sent = {"bytes": 0, "plain": 0}
 
-    def counted(name: str, position: int) -> None:
-        original = getattr(dist, name)
+    def counted(module: Any, name: str, position: int) -> None:
+        original = getattr(module, name)
 
         def call(*args, **kwargs):  # type: ignore[no-untyped-def]
             tensor = args[position]
@@ -45,10 +47,10 @@ def count_bytes(folder: str) -> None:
                 sent["bytes"] += tensor.numel() * tensor.element_size()
             return original(*args, **kwargs)
 
-        setattr(dist, name, call)
+        setattr(module, name, call)
 
-    counted("all_reduce", 0)
-    counted("all_gather_single", 1)
+    counted(dist, "all_reduce", 0)
+    counted(compression, "all_gather_single", 1)
     original = Trainer.fit
 
     def fit(trainer: Trainer) -> bool:

@@ -224,7 +224,7 @@ def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 def _written(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_written(item) if not isinstance(item, (list, dict)) else "..." for item in value[:20]) + "]"
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)  # lr=1 and lr=1.0 are the same run
     return shown(value) if value is None or isinstance(value, bool) else printable(str(value))
 
