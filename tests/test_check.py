@@ -1,11 +1,13 @@
 """mode=check: the model's layers and a rehearsal of the run; nothing is written."""
 
+import io
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from framework.cli.check_run import print_summary
 from framework.modules.summary import summary
 from framework.preflight import rehearsal
 from tests.harness import Says, command, finished, slow_but
@@ -94,3 +96,19 @@ def test_a_model_that_reads_numbers_has_parameters_only() -> None:
 
     (row,) = summary(Net(8, 2), example=torch.empty(2, 8, device="meta"))
     assert row["parameters"] == 18 and row["shape"] == "" and row["flops"] is None
+
+
+@pytest.mark.parametrize(("columns", "num_columns"), [(120, 5), (80, 5), (60, 3), (40, 3)])
+def test_the_table_of_a_model_loses_columns_and_no_digits_on_a_narrow_terminal(
+    columns: int, num_columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    file = io.StringIO()
+    file.isatty = lambda: True  # type: ignore[method-assign]
+    whole = {"name": "", "kind": "ViTForImageClassification", "count": 1, "shape": "(2, 10)"}
+    layer = {"name": "vit.encoder.layer.0", "kind": "ViTLayer", "count": 2, "shape": "(2, 17, 32)"}
+    sizes = {"parameters": 184_000, "trained": 184_000, "flops": 184e3}
+    print_summary([whole | sizes, layer | sizes], file=file)
+    header, *lines = file.getvalue().splitlines()
+    assert len(header.split()) == num_columns and max(map(len, lines)) <= columns
+    assert any("2 x 184,000" in line and line.rstrip().endswith("2 x 184k") for line in lines), lines

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,6 +15,8 @@ from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from framework.build.training import Builder
 
 _MOST_ROWS = 8  # in the table at a run's start, so that it fits into the first screen
@@ -71,31 +74,44 @@ def show_model(build: "Builder") -> None:
 
 
 def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = False) -> None:
-    """Print a table of a model's modules, as wide as the terminal. With `is_short`, print the first outermost modules only."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print a table of a model's modules, as wide as the terminal. With `is_short`, print the first outermost modules only.
 
-    table = Table(box=None, pad_edge=False, header_style="none")  # no "\x1b" under NO_COLOR
-    for name, justify in (
-        ("module", "left"),
-        ("kind", "left"),
-        ("returns", "left"),
-        ("parameters", "right"),
-        ("FLOPs", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=name != "module", overflow="fold", min_width=4)  # type: ignore[arg-type]
-    named = [(row["name"], row) for row in rows]
-    shown = [(name, row) for name, row in named if "." not in name][:_MOST_ROWS] if is_short else named
-    for name, row in shown:
-        several = f"{row['count']} x " if row["count"] > 1 else ""
-        frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
-        flops = "" if row["flops"] is None else f"{several}{_short(row['flops'])}"
-        numbers = f"{several}{row['parameters']:,}{frozen}"
-        table.add_row(name or "(the model)", row["kind"], row["shape"], numbers, flops)
+    A narrow terminal gets fewer columns.
+    """
+    from rich.console import Console
+
+    shown = [row for row in rows if "." not in row["name"]][:_MOST_ROWS] if is_short else rows
     console = Console(file=file, width=None if file.isatty() else 120)
+    for without in ((), ("returns",), ("returns", "kind")):
+        table = _table(shown, without=without)
+        widest = console.measure(table, options=console.options.update(width=1000)).maximum
+        if widest <= 1.1 * console.width:  # names of modules can be folded
+            break
     console.print(table)
     if len(shown) < len(rows):
         console.print(f"and {len(rows) - len(shown)} more: mode=check shows all", highlight=False)
+
+
+def _table(rows: list[dict[str, Any]], *, without: Sequence[str]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="none")  # no "\x1b" under NO_COLOR
+    kept = [name for name in ("module", "kind", "returns", "parameters", "FLOPs") if name not in without]
+    for name in kept:
+        right = name in ("parameters", "FLOPs")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "module", overflow="fold", min_width=4)
+    for row in rows:
+        several = f"{row['count']} x " if row["count"] > 1 else ""
+        frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
+        cells = {
+            "module": row["name"] or "(the model)",
+            "kind": row["kind"],
+            "returns": row["shape"],
+            "parameters": f"{several}{row['parameters']:,}{frozen}",
+            "FLOPs": "" if row["flops"] is None else f"{several}{_short(row['flops'])}",
+        }
+        table.add_row(*(cells[name] for name in kept))
+    return table
 
 
 def _short(number: float) -> str:
