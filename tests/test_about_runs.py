@@ -163,7 +163,7 @@ def test_what_differed_from_the_commit_is_written_as_a_patch(root: Path, tmp_pat
     (run / "provenance.json").write_text(json.dumps(record))
     ended = asked(root, "why", str(run), f"patch={tmp_path / 'changes.patch'}")
     assert ended.code == 0 and (tmp_path / "changes.patch").read_text() == "--- a/x\n+++ b/x\n+new\n"
-    assert f"git checkout {'c' * 40}" in ended.output and "git apply changes.patch" in ended.output
+    assert f"git checkout {'c' * 40}" in ended.output and 'apply "$PWD/changes.patch"' in ended.output
     assert "and 1 changed lines" in ended.output
     assert asked(root, "why", str(run), f"patch={tmp_path / 'changes.patch'}").code == 78  # it is there already
 

@@ -92,7 +92,8 @@ def _again(found: list[Ancestor]) -> Iterable[str]:
                 checked_out = git.get("commit")
                 yield f"  git checkout {checked_out}"
             if isinstance(git, dict) and git.get("diff"):
-                yield f"  steadfast why {shlex.quote(str(ancestor.run))} patch=changes.patch && git apply changes.patch"
+                yield f"  steadfast why {shlex.quote(str(ancestor.run))} patch=changes.patch"
+                yield '  git -C "$(git rev-parse --show-toplevel)" apply "$PWD/changes.patch"'  # in a subfolder, git skips other files
             yield f"  {_own_command(start)}"
         if not ancestor.starts:
             yield f"  (how {label_of(ancestor.run)} was started is not recorded)"
