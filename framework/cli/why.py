@@ -93,7 +93,8 @@ def _again(found: list[Ancestor]) -> Iterable[str]:
                 yield f"  git checkout {checked_out}"
             if isinstance(git, dict) and git.get("diff"):
                 yield f"  steadfast why {shlex.quote(str(ancestor.run))} patch=changes.patch"
-                yield '  git -C "$(git rev-parse --show-toplevel)" apply "$PWD/changes.patch"'  # in a subfolder, git skips other files
+                # from the top: in a subfolder, git passes over other files
+                yield '  git -C "$(git rev-parse --show-toplevel)" apply "$PWD/changes.patch"'
             yield f"  {_own_command(start)}"
         if not ancestor.starts:
             yield f"  (how {label_of(ancestor.run)} was started is not recorded)"
