@@ -156,6 +156,17 @@ def test_a_job_of_a_sweep_is_done_again_alone(tmp_path: Path) -> None:
         assert re.search(own, again) and "seed=5" not in again
 
 
+def test_processes_that_another_launcher_started_are_named(root: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run_called(root, "one"), tmp_path / "run")
+    record = json.loads((run / "provenance.json").read_text())
+    record["starts"][0] |= {
+        "command": "/usr/bin/python train.py parallel=ddp",
+        "workers": [{"hosts": ["a", "a"], "devices": ["cpu"] * 2}],
+    }
+    (run / "provenance.json").write_text(json.dumps(record))
+    assert "python train.py parallel=ddp  # on 2 processes" in asked(tmp_path, "why", str(run)).output
+
+
 def test_what_differed_from_the_commit_is_written_as_a_patch(root: Path, tmp_path: Path) -> None:
     run = shutil.copytree(run_called(root, "one"), tmp_path / "run")
     record = json.loads((run / "provenance.json").read_text())

@@ -95,7 +95,7 @@ def _again(found: list[Ancestor]) -> Iterable[str]:
                 yield f"  steadfast why {shlex.quote(str(ancestor.run))} patch=changes.patch"
                 # from the top: in a subfolder, git passes over other files
                 yield '  git -C "$(git rev-parse --show-toplevel)" apply "$PWD/changes.patch"'
-            yield f"  {_own_command(start)}"
+            yield f"  {_own_command(start)}{_remark(start)}"
         if not ancestor.starts:
             yield f"  (how {label_of(ancestor.run)} was started is not recorded)"
 
@@ -119,6 +119,14 @@ def _citation(path: Path, run: Ancestor) -> list[str]:
         f"    note = {{{note}}},",
         "  }",
     ]
+
+
+def _remark(start: dict[str, Any]) -> str:
+    """Return how many processes a start had, if its command does not say it: torchrun, mpirun or srun started them."""
+    workers = items_of(start.get("workers"))
+    hosts = items_of(workers[0].get("hosts")) if workers and isinstance(workers[0], dict) else []
+    is_said = "nproc_per_node" in str(start.get("command")) or len(hosts) < 2
+    return "" if is_said else f"  # on {len(hosts)} processes"
 
 
 def _own_command(start: dict[str, Any]) -> str:
