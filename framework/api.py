@@ -142,5 +142,10 @@ def load(directory: str | os.PathLike[str], *, checkpoint: int | str = "final") 
     path = Path(directory)
     config = _complete(path).with_run(dir=str(path), checkpoint=checkpoint)
     world = World.start(Environment(), backend="gloo", timeout_s=60.0, scratch=None)
-    with _as_before():
-        return load_run(Builder(config, world=world)).module.eval()
+    try:
+        with _as_before():
+            return load_run(Builder(config, world=world)).module.eval()
+    except ValueError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            raise ValueError(f"{error}; the folder of the run's project must be on sys.path") from error
+        raise

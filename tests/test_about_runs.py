@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,6 +191,15 @@ def test_two_runs_that_name_each_other_end(root: Path, tmp_path: Path) -> None:
 
         freeze({"run": {"resume": str(other)}}, place)
     assert {ancestor.run for ancestor in lineage(places[0])} == set(places)
+
+
+def test_a_model_of_a_project_that_is_not_on_the_path_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: Any) -> None:
+        raise ValueError("_target_=net.Net cannot be imported") from ModuleNotFoundError("No module named 'net'")
+
+    monkeypatch.setattr("framework.modes.load_run.load_run", absent)
+    with pytest.raises(ValueError, match=r"net\.Net cannot be imported; the folder .* sys\.path"):
+        load(run_called(root, "one"))
 
 
 def test_a_loaded_model_has_the_accuracy_that_the_run_measured_on_the_data_it_gives(root: Path) -> None:
