@@ -80,7 +80,8 @@ def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = 
     """
     from rich.console import Console
 
-    shown = [row for row in rows if "." not in row["name"]][:_MOST_ROWS] if is_short else rows
+    named = [(row["name"], row) for row in rows]
+    shown = [(name, row) for name, row in named if "." not in name][:_MOST_ROWS] if is_short else named
     console = Console(file=file, width=None if file.isatty() else 120)
     for without in ((), ("returns",), ("returns", "kind")):
         table = _table(shown, without=without)
@@ -92,7 +93,7 @@ def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = 
         console.print(f"and {len(rows) - len(shown)} more: mode=check shows all", highlight=False)
 
 
-def _table(rows: list[dict[str, Any]], *, without: Sequence[str]) -> "Table":
+def _table(named: list[tuple[str, dict[str, Any]]], *, without: Sequence[str]) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="none")  # no "\x1b" under NO_COLOR
@@ -100,11 +101,11 @@ def _table(rows: list[dict[str, Any]], *, without: Sequence[str]) -> "Table":
     for name in kept:
         right = name in ("parameters", "FLOPs")
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "module", overflow="fold", min_width=4)
-    for row in rows:
+    for module, row in named:
         several = f"{row['count']} x " if row["count"] > 1 else ""
         frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
         cells = {
-            "module": row["name"] or "(the model)",
+            "module": module or "(the model)",
             "kind": row["kind"],
             "returns": row["shape"],
             "parameters": f"{several}{row['parameters']:,}{frozen}",
