@@ -8,7 +8,7 @@ import torch.distributed as dist
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from framework.distributed.buckets import sum_all
+from framework.distributed.buckets import broadcast_all, sum_all
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
@@ -128,7 +128,9 @@ class LocalSGD(EngineAround):
         # the others decides in which order a ring sums it
         found = [state[key] for state in states for key in sorted(state)]
         # values without dimensions too: the moments of such a parameter, or a norm. Equal counts of steps stay as they are
-        self._average(value for value in found if isinstance(value, Tensor) and value.is_floating_point())
+        tensors = [value for value in found if isinstance(value, Tensor)]
+        self._average(value for value in tensors if value.is_floating_point())
+        broadcast_all({0: [value for value in tensors if not value.is_floating_point()]})  # counts, flags, ...
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
         averaged = list(tensors)

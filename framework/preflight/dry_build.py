@@ -57,15 +57,9 @@ def dry_build(config: RunConfig) -> list[Problem]:
         name = type(model).__name__
         what = f"{config.trainer.activation_checkpointing}, but {name} has no known blocks that can be recomputed"
         return [Problem("trainer.activation_checkpointing", what, "false, or model.parts.blocks=PATH names them")]
-    try:
-        task = components.task(config.task, seed=config.seed)
-    except Exception as error:
-        return [Problem.of_error("task", error)]
+    task, problems = _task(config.task, seed=config.seed)
     has_step = callable(getattr(task, "step", None))
-    if not measures(task) and not has_step:
-        what = f"{config.task['_target_']} gives a {type(task).__name__} with neither loss() nor step()"
-        return [Problem("task", what, "a task, as in framework/tasks/")]
-    if problems := _check_metrics(config.metric, num_processes=config.launch.most_processes):
+    if problems := problems or _check_metrics(config.metric, num_processes=config.launch.most_processes):
         return problems
     parts, problems = _parts(config.part)
     averaging = _averaging(parts, ema_decay=config.trainer.ema_decay)
@@ -120,6 +114,17 @@ def _check_export(model: nn.Module, formats: Sequence[str] | None) -> list[Probl
     except ValueError as error:
         return [Problem("export.formats", f"huggingface: {error}", "safetensors, pt2 or onnx")]
     return []
+
+
+def _task(node: Node, *, seed: int) -> tuple[Any, list[Problem]]:
+    try:
+        task = components.task(node, seed=seed)
+    except Exception as error:
+        return None, [Problem.of_error("task", error)]
+    if measures(task) or callable(getattr(task, "step", None)):
+        return task, []
+    what = f"{node['_target_']} gives a {type(task).__name__} with neither loss() nor step()"
+    return task, [Problem("task", what, "a task, as in framework/tasks/")]
 
 
 def _observer(mode: str, metric: dict[str, Node], parts: dict[str, Any]) -> str | None:

@@ -116,6 +116,8 @@ def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_
     """Where a tensor lies in a message decides in which order a ring of three or more sums it."""
     averaged: list[Tensor] = []
     monkeypatch.setattr(local_sgd, "sum_all", averaged.extend)
+    of_rank_0: list[Tensor] = []
+    monkeypatch.setattr(local_sgd, "broadcast_all", lambda of_ranks: of_rank_0.extend(of_ranks[0]))
     module = torch.nn.Linear(2, 2)
     engine = LocalSGD(
         SimpleNamespace(module=module, task=None, mesh=None, observers=[], dp_rank=0, dp_size=3), sync_every=1, sync_first=0
@@ -123,6 +125,7 @@ def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_
     optimizer = engine.make_optimizer(lambda _: torch.optim.AdamW(module.parameters()), [])
     module(torch.ones(2)).sum().backward()
     optimizer.step()
+    counts = [state.setdefault("count", torch.tensor(3)) for state in optimizer.state.values()]  # a whole number has no mean
     orders = []
     for turn in (1, -1):
         for parameter, state in optimizer.state.items():
@@ -130,4 +133,6 @@ def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_
         averaged.clear()
         assert engine.meet(1, is_last=False)
         orders.append([tensor.data_ptr() for tensor in averaged])
-    assert orders[0] == orders[1] and len(orders[0]) == 8  # the counts of steps too, which stay equal
+    assert (
+        orders[0] == orders[1] and len(orders[0]) == 8 and len(of_rank_0) == 2 * len(counts)
+    )  # the counts of steps too, which stay equal

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
-from framework.parallel.sequence import applies
+from framework.parallel.sequence import applies, sequence_problems
 from framework.parallel.tensor import styles_of
 from models.gpt import GPT, Block
 from models.vit import ViT
@@ -36,6 +38,16 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 def test_it_computes_what_one_process_does(mesh: str, optimizer: str, one: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, *OPTIMIZERS[optimizer], *MESHES[mesh], "parallel.sequence=true"]
     assert_close(finished(*line, root=tmp_path / "runs"), one[optimizer])
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(vocab_size=8, seq_len=8, dim=8, num_layers=2, num_heads=2)
+    styles = styles_of(model, num_parts=2)
+    assert not sequence_problems(model, styles) and applies(model, styles)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    assert sequence_problems(model, styles) == [Says("sequence=true: needs torch 2.12 ... sequence=false")] and not applies(
+        model, styles
+    )
 
 
 def planned(*, vocab_size: int, seq_len: int) -> nn.Module:
