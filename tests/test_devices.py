@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.torch_version import TorchVersion
 
 from framework.cli.run import checked_line
 from framework.config.schema import BackendSection
@@ -146,6 +147,19 @@ def test_gloo_is_asked_for_no_more_than_it_does_with_cuda_s_memory(
     assert [text.startswith("backend: gloo, which can only sum and broadcast CUDA tensors") for text in found] == [
         True
     ] * is_refused, found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "version", "is_refused"), [("ddp", "2.12.0", False), ("fsdp", "2.12.0", True), ("fsdp", "2.13.0", False)]
+)
+def test_mpi_is_asked_for_no_more_than_an_older_torch_does(
+    strategy: str, version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(processes.mpi, "refusal", lambda **_: None)  # as under mpirun
+    line = ["backend=mpi", "device=cpu", "launch.nproc_per_node=2", f"parallel={strategy}"]
+    found = [str(problem) for problem in checked_line(line).problems if "can only sum and broadcast" in str(problem)]
+    assert len(found) == is_refused and all(text.startswith("backend: mpi") for text in found), found
 
 
 def test_on_the_cpu_no_process_is_started_for_each_device(cuda: Callable[[int], None]) -> None:
