@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from framework import Run, load
+from framework.cli.run_lines import command_of
 from framework.runs.compare import config_differences, rows_difference, weights_difference
 from framework.runs.lineage import lineage
+from framework.runs.provenance import Provenance
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, command, finished, typed
 from tests.test_loop import TINY
@@ -166,6 +169,17 @@ def test_processes_that_another_launcher_started_are_named(root: Path, tmp_path:
     }
     (run / "provenance.json").write_text(json.dumps(record))
     assert "python train.py parallel=ddp  # on 2 processes" in asked(tmp_path, "why", str(run)).output
+
+
+@pytest.mark.parametrize("option, prefix", [([], "STEADFAST_CONF='/my options' "), (["--config-dir", "other"], "")])
+def test_a_folder_that_a_variable_selected_is_part_of_the_command(
+    option: list[str], prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEADFAST_CONF", "/my options")  # `--config-dir` sets it too
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "train.py", *option, "seed=1"])
+    record = Provenance(tmp_path)
+    record.add_start([])
+    assert command_of(record.read()["starts"][0]) == f"{prefix}python train.py {' '.join([*option, 'seed=1'])}"
 
 
 def test_what_differed_from_the_commit_is_written_as_a_patch(root: Path, tmp_path: Path) -> None:

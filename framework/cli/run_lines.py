@@ -38,7 +38,9 @@ def command_of(start: dict[str, Any]) -> str:
         return str(start.get("command"))
     if [os.path.basename(word) for word in words[1:2]] == ["steadfast"]:
         words = ["steadfast", *words[2:]]
-    return shlex.join([os.path.basename(word) if i == 0 else word for i, word in enumerate(words)])
+    variables, said = start.get("environment"), [os.path.basename(word) if i == 0 else word for i, word in enumerate(words)]
+    before = [f"{name}={shlex.quote(str(value))} " for name, value in variables.items()] if isinstance(variables, dict) else []
+    return "".join(before) + shlex.join(said)
 
 
 def label_of(path: Path) -> str:

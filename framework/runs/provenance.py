@@ -14,6 +14,7 @@ from typing import Any
 
 from framework.config.code import Code, Functions, changed, code_of, versions
 from framework.config.folders import ROOT
+from framework.runtime.environment import variables
 from framework.runtime.files import write_atomically
 from framework.runtime.secrets import redact
 from framework.runtime.version import __version__
@@ -95,6 +96,7 @@ class Provenance:
         start = {
             "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": redact(shlex.join(sys.orig_argv)),
+            "environment": _environment(),
             **({} if line is None else {"line": redact(shlex.join(line))}),
             "taken": list(taken),
             "directory": os.getcwd(),
@@ -157,6 +159,13 @@ def _loaded(start: dict[str, Any]) -> dict[str, str]:
 
 def _modules(value: dict[str, Any]) -> dict[str, Functions]:
     return {name: functions for name, functions in value.items() if isinstance(functions, dict)}
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that are part of the command: STEADFAST_CONF, unless an option selected the user's folder."""
+    folder = variables().get("STEADFAST_CONF")
+    is_option = any(word.startswith(("--config-dir", "--config-path")) for word in sys.orig_argv)
+    return {} if is_option or folder is None else {"STEADFAST_CONF": folder}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
