@@ -67,6 +67,7 @@ def test_a_signal_reaches_a_run_in_a_container(tmp_path: Path) -> None:
     assert running.returncode == 75 and "continues from the checkpoint of step" in output
 
 
+@pytest.mark.slow
 def test_a_definition_for_apptainer_runs_the_same_command(tmp_path: Path) -> None:
     sections = dict(re.findall(r"^%(\w+)\n((?:    .*\n|\n)*)", (DEPLOY / "steadfast.def").read_text(), re.MULTILINE))
     assert sections.keys() == {"files", "post", "runscript"}
@@ -122,6 +123,7 @@ def test_the_pods_of_a_pytorch_job_are_the_nodes_of_one_run(one: Ended, tmp_path
     assert_close(ended, one)
 
 
+@pytest.mark.slow
 def test_the_job_for_sagemaker_is_one_by_its_service_model_and_trains(tmp_path: Path) -> None:
     from botocore.session import Session
     from botocore.validate import ParamValidator

@@ -351,7 +351,8 @@ def test_one_process_alone_that_stands_still_is_ended_and_the_same_command_conti
     assert_same_bits(finished(*line, root=tmp_path / "runs"), finished(*line, root=tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("act", [stop, pytest.param(sleep, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("act", [stop, sleep])
 def test_where_all_ranks_stand_still_all_are_named(act: Act, tmp_path: Path) -> None:
     line = LINES["ddp 2"]
     process = begin(*line, root=tmp_path / "runs", before=lambda: in_training(act))

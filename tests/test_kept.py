@@ -36,7 +36,7 @@ SUMS_OVER_ALL = ("Prodigy", "D-Adaptation")  # they estimate one number from all
 
 
 @pytest.mark.parametrize("strategy", slow_but(["fsdp 2"], ["single", "ddp 2", "fsdp 2"]))
-@pytest.mark.parametrize("optimizer", slow_but(["other types", "factored", "schedule-free"], OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", slow_but(["other types"], OPTIMIZERS))
 def test_killed_it_ends_with_the_same_bits(optimizer: str, strategy: str, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer], *STRATEGIES[strategy]]
     if optimizer in SUMS_OVER_ALL and strategy == "fsdp 2":

@@ -196,6 +196,7 @@ def lists_of(run: Ended) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but([DDP], [[], DDP, ["parallel=fsdp", "launch.nproc_per_node=2"]]), ids=str)
 def test_histograms_are_those_of_the_whole_tensors_after_an_interruption(strategy: list[str], tmp_path: Path) -> None:
     line = [*HISTOGRAMS, *strategy, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]

@@ -66,7 +66,7 @@ def killed(store: str, *awaited: int, root: Path, strategy: str = "single", more
     return ended
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp 2"])
+@pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.slow), "ddp 2"])
 def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(
     strategy: str, store: str, whole: Callable[[str], Ended], tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_init_writes_a_project_whose_test_passes(environment: Path, tmp_path: Pa
     assert before == {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_run_moves_from_a_checkout_to_an_installation_and_back(environment: Path, tmp_path: Path) -> None:
     line = ["model=mlp", *QUICK, f"run.root={tmp_path}/runs"]
     run([sys.executable, ROOT / "train.py", *line], tmp_path)

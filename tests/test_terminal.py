@@ -240,11 +240,9 @@ def test_the_next_commands_can_be_pasted(tmp_path: Path) -> None:
 
 
 def test_the_first_screen_holds_the_start(tmp_path: Path) -> None:
-    done = show(
-        [*TRAIN, "model=resnet", "trainer.max_epochs=null", "trainer.max_steps=1", "run.root=runs"],
-        directory=tmp_path,
-        columns=80,
-    )
+    data = ["dataset=synthetic", "dataset.num_train=16", "dataset.num_val=16", "dataset.num_test=16", "dataset.image_size=8"]
+    line = [*TRAIN, "model=resnet", *data, "global_batch_size=16", "trainer.max_epochs=1", "rehearse=false", "run.root=runs"]
+    done = show(line, directory=tmp_path, columns=80)
     assert done.code == 0, done.lines
     before = next(number for number, text in enumerate(done.lines) if text.startswith("step  split"))
     assert before <= 20, done.lines[:before]

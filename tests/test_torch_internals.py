@@ -128,6 +128,7 @@ torch.compile(step, backend="eager")(model, optimizer)
 """
 
 
+@pytest.mark.slow
 def test_the_compiler_that_is_imported_later_is_the_compiler() -> None:
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", POSTPONED], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -206,7 +206,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 # --- earlier checkpoints
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp 2"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp 2", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_a_checkpoint_of_format_1(strategy: str, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy]]
     whole = finished(*line, root=tmp_path / "whole")

@@ -128,6 +128,7 @@ def test_kill_9_in_the_middle_of_a_change_leaves_the_record_as_it_was(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_process_that_is_frozen_in_a_change_is_passed_by_and_changes_nothing_later(tmp_path: Path) -> None:
     def freeze(membership: Membership) -> None:
         membership.error = f"{membership.error} frozen" if membership.error else "frozen"

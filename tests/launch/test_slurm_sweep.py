@@ -214,6 +214,7 @@ def test_a_signal_while_jobs_are_submitted_loses_none_of_them(
     assert len(ask("squeue", "--noheader", "--array", "--states=PENDING").splitlines()) == num_jobs
 
 
+@pytest.mark.slow
 def test_a_full_quota_is_waited_for_or_told(
     held: None, submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*LINE, root=tmp_path_factory.mktemp("one") / "runs")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_cut(one: Ended, tmp_path: Path) -> None:
     """Killed with nearly all layers on the second process, it goes on with nearly all on the first, and then by operations."""
     late, early = [100, *[1] * 7], [*[1] * 7, 100]

@@ -199,7 +199,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.param(["parallel=fsdp+tp", "launch.nproc_per_node=4"], [], 19, marks=pytest.mark.slow),
     pytest.param(["parallel=fsdp+tp", "launch.nproc_per_node=4"], ["dataset.vocab_size=20"], 10, marks=pytest.mark.slow),
     pytest.param(["parallel=pp+fsdp+tp", "launch.nproc_per_node=8"], ["dataset.vocab_size=20"], 10, marks=pytest.mark.slow),
-    (["parallel=tensor", "launch.nproc_per_node=2"], ["task._target_=tests.parallel.test_vocabulary.Ours", "task.bytes_per_token=4"], 19),
+    pytest.param(["parallel=tensor", "launch.nproc_per_node=2"],
+                 ["task._target_=tests.parallel.test_vocabulary.Ours", "task.bytes_per_token=4"], 19, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_runs_compute_what_one_process_does(mesh: list[str], options: list[str], width: int, one: Any, tmp_path: Path) -> None:
     run = finished(*LINE, *options, *mesh, root=tmp_path / "runs", before=note_logits(tmp_path / "shapes"))
