@@ -63,10 +63,14 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     """
     if id(value) in known:
         return known[id(value)]
-    if isinstance(value, (list, tuple)):
+    new: Any
+    if isinstance(value, tuple):
         items = [_copied(item, known) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
+    if isinstance(value, list):
+        known[id(value)] = new = copy.copy(value)
+        new[:] = [_copied(item, known) for item in value]
+    elif isinstance(value, dict):
         known[id(value)] = new = copy.copy(value)
         new.update({key: _copied(item, known) for key, item in value.items()})
     elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _SHARED):

@@ -136,3 +136,21 @@ def test_a_list_that_blocks_change_is_for_the_second_forward_what_it_was() -> No
         assert len(features) == 4
         gradients.append([parameter.grad for block in blocks for parameter in block.parameters()])
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+class Shares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, features: list[Tensor], *, kept: dict[str, list[Tensor]]) -> Tensor:
+        features.append(self.layer(features[-1]))
+        return kept["features"][-1].square()
+
+
+def test_a_list_with_two_names_stays_one_list() -> None:
+    block = Shares()
+    recompute_activations([block], which=True)
+    features = [torch.ones(3, 2)]
+    block(features, kept={"features": features}).sum().backward()
+    assert block.layer.weight.grad is not None
