@@ -13,18 +13,7 @@ import psutil
 import pytest
 
 from framework.runtime.environment import Environment
-from tests.harness import (
-    Ended,
-    assert_same_bits,
-    begin,
-    command,
-    end,
-    finished,
-    together,
-    typed,
-    wait_for,
-    with_loader_processes,
-)
+from tests.harness import Ended, assert_same_bits, begin, end, finished, together, typed, wait_for, with_loader_processes
 from tests.launch.paced import ROOT
 from tests.test_resume import RUN, after_step
 
@@ -132,8 +121,10 @@ def test_as_few_open_files_as_cannot_do_are_refused(tmp_path: Path) -> None:
     def limit(soft: int, hard: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    refused = command(*TWO, root=tmp_path, before=lambda: limit(40, 40))
-    assert refused.code == 78 and "can open only 40 files, and may need 64 (ulimit -n 64" in refused.output
+    # its own process: a fork of this one would have the files that earlier tests left open
+    refused = subprocess.run([sys.executable, ROOT / "train.py", *TWO, f"run.root={tmp_path}"], text=True, capture_output=True,
+                             timeout=60, preexec_fn=lambda: limit(40, 40))  # fmt: skip
+    assert refused.returncode == 78 and "can open only 40 files, and may need 64 (ulimit -n 64" in refused.stderr, refused
     many = [*RUN, "parallel=ddp", "launch.nproc_per_node=4", "dataset.num_workers=2", "trainer.max_steps=3"]
     finished(*many, root=tmp_path, before=together(with_loader_processes, lambda: limit(50, 4096)))  # it takes what it may have
 
