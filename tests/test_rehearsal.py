@@ -14,7 +14,7 @@ import pytest
 from framework.build.training import Builder
 from framework.distributed.world import World
 from framework.preflight import comparison
-from framework.preflight.player import Finding
+from framework.preflight.findings import Finding
 from framework.preflight.rehearsal import perform
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, slow_but
 from tests.test_resume import after_step, crash

@@ -51,7 +51,7 @@ def _rows(build: "Builder") -> list[dict[str, Any]]:
     from framework.build import components
     from framework.modules.tensors import map_tensors
     from framework.preflight.continuation import validation_step
-    from framework.preflight.player import Refused
+    from framework.preflight.findings import Refused
 
     if components.example(build.dataset.info) is not None:
         return build.summary()

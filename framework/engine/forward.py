@@ -12,6 +12,7 @@ from framework.engine.seam import MicroBatch, Observe, Task, says_itself
 from framework.engine.sums import Sums, as_sums
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.randomness import key, seed_generators
+from framework.runtime.exits import Unfit
 
 
 class Draws(NamedTuple):
@@ -85,7 +86,10 @@ class Forward:
         loss = self.task.loss(outputs, micro_batch.targets)
         sums = as_sums({"loss": loss})
         if measure and (metrics := getattr(self.task, "metrics", None)) is not None:
-            sums |= as_sums(metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets))
+            measured = as_sums(metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets))
+            if "loss" in measured:
+                raise Unfit("task: its metrics() returns a value with the name of the loss (use a new name)")
+            sums |= measured
         return loss[0] if isinstance(loss, tuple) else loss, sums
 
     def evaluated(self, outputs: Tree, micro_batch: MicroBatch) -> Sums:

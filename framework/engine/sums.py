@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from framework.runtime.exits import Unfit
+
 Value = Tensor | tuple[Tensor, Tensor]  # a task returns a sum over samples, or a sum and its weight; both have shape ()
 Sums = dict[str, Tensor]  # by name; the weight of a sum has the name that `weight_of` gives
 
@@ -15,6 +17,14 @@ def over_turns(earlier: Sums, later: Sums) -> Sums:
     stale = {weight_of(name) for name in later} - {*loss}
     added = {name: earlier[name] + later[name] for name in loss if name in earlier and name in later}
     return {name: value for name, value in earlier.items() if name not in stale} | later | added
+
+
+def with_loss_of_turn(sums: Sums, turn: str) -> Sums:
+    """Return a turn's sums, with its loss also under the name of the turn. Unfit if the task has a value of this name."""
+    names = {"loss": f"{turn}_loss", weight_of("loss"): weight_of(f"{turn}_loss")}
+    if names["loss"] in sums:
+        raise Unfit(f"task: its value {names['loss']} has the name of the loss of a turn (use a new name)")
+    return sums | {name: sums[of] for of, name in names.items() if of in sums}
 
 
 def weight_of(name: str) -> str:

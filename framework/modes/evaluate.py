@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from framework.build import components
 from framework.build.training import Builder
 from framework.data.loader import Loader
 from framework.distributed.world import World
@@ -20,6 +19,7 @@ from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.training.evaluation import measure, totals
 from framework.training.metrics import finite
+from framework.training.tracking import combined
 
 
 def evaluate(build: Builder) -> Exit:
@@ -33,18 +33,16 @@ def evaluate(build: Builder) -> Exit:
         world.at("evaluation", step=model.step or 0)
         sums = measure(engine, until_signal(loader, world))
         values = means(totals(sums, world=world), num_samples=len(loader.source))
-        row = {
-            "step": model.step,
-            "split": config.eval.split,
-            **values,
-            **components.derived(build.task)(values),
-            **build.metrics.compute(world=world),
+        columns = build.tracker().columns(config.eval.split, values, step=model.step)
+        row = combined(*columns, ("metric", build.metrics.compute(world=world)))
+        facts = {
             "samples": len(loader.source),
             "checkpoint": model.path.name if model.path.is_relative_to(directory.path) else str(model.path),
             "precision": config.precision.name,
             "parallel": config.parallel["_target_"].rpartition(".")[2],
             "world_size": world.world_size,
         }
+        row |= {f"eval_{name}" if name in row else name: fact for name, fact in facts.items()}  # a metric may be a `precision`
         if world.rank == 0:
             print(_table(numbers_of(row)), flush=True)
         world.agreement.on_rank_0(lambda: _append(directory.evaluations, row), what="the result not written")

@@ -23,7 +23,8 @@ from framework.distributed.mesh import resolve_axes
 from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
 from framework.preflight.child import end_of
-from framework.preflight.player import SINGLE, Finding, Refused
+from framework.preflight.findings import Finding, Refused
+from framework.preflight.player import SINGLE
 from framework.preflight.processes import axes_of
 from framework.preflight.two_steps import Seen, Sketch, first_to_part, two_steps
 from framework.runtime.environment import Environment

@@ -15,7 +15,8 @@ from framework.engine.seam import Step
 from framework.engine.sums import Sums
 from framework.preflight.child import end_of
 from framework.preflight.differences import same
-from framework.preflight.player import Finding, Player, Refused, blamed
+from framework.preflight.findings import Finding, Refused, blamed
+from framework.preflight.player import Player
 from framework.runtime.preemption import die_with_parent
 
 BEFORE, AFTER = (2.0, 1.0), (1.5,)  # factors of the rows that parts get before and after a save: a best value is from before

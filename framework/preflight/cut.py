@@ -9,7 +9,8 @@ from framework.build.training import Builder
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.structure import batch_dependent_layers, in_eval_mode
 from framework.preflight.differences import untouched
-from framework.preflight.player import Finding, Player, Refused
+from framework.preflight.findings import Finding, Refused
+from framework.preflight.player import Player
 from framework.preflight.training_samples import TrainingSamples
 
 

@@ -1,11 +1,9 @@
 """The objects of a rehearsal: a model with its engine and optimizer, and the findings."""
 
 import copy
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +20,7 @@ from framework.config.code import own_modules
 from framework.config.schema import Node
 from framework.config.spelling import did_you_mean
 from framework.engine.seam import Engine, Step
-from framework.engine.sums import Sums, means
+from framework.engine.sums import Sums, means, with_loss_of_turn
 from framework.modules.aside import kept_aside, kept_by_modules
 from framework.modules.structure import freeze_parameters, in_eval_mode
 from framework.modules.tensors import local
@@ -30,49 +28,14 @@ from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.turns import Turn
 from framework.optim.update import Update
 from framework.preflight.differences import untouched
-from framework.runs.metrics_file import is_curve
-from framework.runtime.exits import Unfit, place_of
+from framework.preflight.findings import Refused, blamed
+from framework.runs.metrics_file import Row, is_curve
+from framework.runtime.exits import Unfit
 from framework.training.evaluation import totals
+from framework.training.tracking import combined
 
 SINGLE: Node = {"_target_": "framework.parallel.single.single"}
 _TOTAL_STEPS = 100  # of the run, for schedules and parts
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A result of a rehearsal: it refuses the run, or only warns."""
-
-    key: str
-    what: str
-    cure: str
-    refuses: bool = True
-
-
-class Refused(Exception):
-    """The exception that ends a rehearsal with a finding."""
-
-    def __init__(self, key: str, what: str, cure: str, *, is_certain: bool = True) -> None:
-        super().__init__(what)
-        self.finding = Finding(key, what, cure, refuses=is_certain)
-
-
-@contextmanager
-def blamed(key: str, what: str, cure: str) -> Iterator[None]:
-    """Turn exceptions of the user's code inside into a finding. If the model will run on a GPU, the CPU may be the cause."""
-    try:
-        yield
-    except Refused:
-        raise
-    except Unfit as error:  # its message already says what is wrong
-        own_key, _, own = str(error).partition(": ")
-        said = re.fullmatch(r"(.+?) \((.+)\)", own)
-        own, remedy = said.groups() if said else (own, cure)
-        raise Refused(own_key, own, remedy) from error
-    except Exception as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
-        is_certain = key != "model" or not torch.cuda.is_available()
-        what = f"{what}: {type(error).__name__}: {text}, at {place_of(error)}"
-        raise Refused(key, what, cure, is_certain=is_certain) from error
 
 
 @contextmanager
@@ -161,7 +124,7 @@ class Player:
         sums = self.engine.forward_backward(step, index=index, loss_scale=1.0, measure=True)
         self.engine.weigh(sums, num_samples=step.num_samples)
         self.update.keep(turn)
-        return sums
+        return sums if turn is None else with_loss_of_turn(sums, turn.name)
 
     def take(self, index: int) -> None:
         sums = self._sums
@@ -177,7 +140,7 @@ class Player:
         progress.step, progress.samples_seen = index + 1, (index + 1) * self._step.num_samples
         self.parts.step_taken()
         with blamed("part", "its row fails", "see docs/parts.md"):
-            self.parts.columns()
+            combined(*self._columns("train", sums, num_samples=self._step.num_samples), *self.parts.columns())
 
     def _update(self, turn: Turn | None, *, index: int, is_last: bool = True) -> None:
         norm = self.engine.clip_grad_norm(turn.clip_grad_norm if turn is not None else None)
@@ -215,14 +178,22 @@ class Player:
         if training:
             what = f"an evaluation puts {training[0]} into training mode and leaves it there"
             raise Refused("model", what, "leave modes to the loop")
-        found: dict[str, Any] = means(totals(sums, world=build.world), num_samples=step.num_samples)
-        with blamed("task", "its metrics fail on a batch of this dataset", "a task that fits the model"):
-            found |= build.tracker().derive(found) | build.metrics.compute(world=build.world)
-        self._require_monitors(found)
+        columns = self._columns("val", sums, num_samples=step.num_samples)
+        with blamed("metric", "it fails on a batch of this dataset", "a metric that fits the task"):
+            row = combined(*columns, ("metric", build.metrics.compute(world=build.world)))
+        self._require_monitors(row)
         for share in shares:
-            numbers = {name: value * share if isinstance(value, float) else value for name, value in found.items()}
-            self.parts.evaluated("val", {"step": self.parts.loop.step, "split": "val", **numbers})
+            scaled = {name: value * share if isinstance(value, float) else value for name, value in row.items()}
+            self.parts.evaluated("val", scaled)
         return sums
+
+    def _columns(self, split: str, sums: Sums, *, num_samples: int) -> list[tuple[str, Row]]:
+        """Return the task's columns of a row. Collective."""
+        found = means(totals(sums, world=self._build.world), num_samples=num_samples)
+        with blamed("task", "its metrics fail on a batch of this dataset", "a task that fits the model"):
+            columns = self._build.tracker().columns(split, found, step=self.parts.loop.step)
+            combined(*columns)
+        return columns
 
     def _require_monitors(self, row: Mapping[str, Any]) -> None:
         """Refuse a monitor that an evaluation does not measure: only the values show which columns metrics have."""

@@ -13,7 +13,8 @@ from framework.build import components
 from framework.build.training import Builder
 from framework.preflight.child import Found, in_child
 from framework.preflight.comparison import compare
-from framework.preflight.player import Finding, Refused, small
+from framework.preflight.findings import Finding, Refused
+from framework.preflight.player import small
 from framework.preflight.trial import Trial
 from framework.runtime.log import LOGGER
 from framework.runtime.problem import Problem

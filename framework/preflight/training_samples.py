@@ -11,7 +11,7 @@ from framework.data.loader import Loader
 from framework.engine.seam import Step
 from framework.modules.tensors import tensors_in
 from framework.preflight.differences import same
-from framework.preflight.player import Refused, blamed
+from framework.preflight.findings import Refused, blamed
 
 KEYED = "from torch, numpy.random or random directly"  # the run seeds these generators
 _DEEP = 3  # the depth of nested objects, for example a dataset in a dataset

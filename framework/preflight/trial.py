@@ -13,7 +13,8 @@ from framework.modules.structure import in_eval_mode
 from framework.preflight.continuation import AFTER, BEFORE, Computed, Continuation, validation_step
 from framework.preflight.cut import Cutting, some_samples
 from framework.preflight.differences import Writes, same
-from framework.preflight.player import SINGLE, Finding, Player, Refused, blamed
+from framework.preflight.findings import Finding, Refused, blamed
+from framework.preflight.player import SINGLE, Player
 from framework.preflight.training_samples import KEYED, TrainingSamples
 from framework.preflight.two_steps import Sketch, sketches
 

@@ -18,7 +18,8 @@ from framework.data.source import Source
 from framework.engine.seam import Engine, Step
 from framework.modules.tensors import whole
 from framework.preflight.differences import real
-from framework.preflight.player import Finding, Player, Refused, blamed
+from framework.preflight.findings import Finding, Refused, blamed
+from framework.preflight.player import Player
 
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds

@@ -12,7 +12,6 @@ from framework.engine.seam import Step
 from framework.engine.sums import Sums
 from framework.modules.structure import in_eval_mode
 from framework.randomness import key, seed_generators
-from framework.runs.metrics_file import NOT_CURVES
 from framework.runtime.exits import Unfit
 from framework.training.guard import Guard
 from framework.training.loop import Loop
@@ -71,21 +70,20 @@ class LoopParts:
         self._each("step_taken")
         self._guard.step_taken()
 
-    def columns(self) -> dict[str, Any]:
-        """Return the columns that the parts add to a training row. Unfit if a value is not a number or a name is taken."""
-        found: dict[str, Any] = {}
+    def columns(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the columns that each part adds to a training row, with the part's key. Unfit if a value is not a number."""
+        found: list[tuple[str, dict[str, Any]]] = []
         for (part, _), columns in zip(self._at["row"], self._each("row")):
+            found.append((f"part.{part}", {}))
             for column, value in columns.items():
                 value = value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
-                if not isinstance(value, (bool, int, float, str, list, type(None))) or (
+                if not isinstance(value, (bool, int, float, list, type(None))) or (
                     isinstance(value, list) and not all(isinstance(item, (int, float, list)) for item in value)
                 ):
                     raise Unfit(
                         f"part.{part}: its column {column} is a {type(value).__name__} (a number, or a list of numbers)"
                     )
-                if column in found or column in (*NOT_CURVES, "loss"):
-                    raise Unfit(f"part.{part}: its column {column} has the name of another column (use a new name)")
-                found[column] = value
+                found[-1][1][column] = value
         return found
 
     def agree_on_end(self) -> None:

@@ -18,7 +18,7 @@ from framework.data.loader import Splits
 from framework.data.source import Split
 from framework.distributed.world import World
 from framework.engine.seam import Engine, Step
-from framework.engine.sums import Sums, means, over_turns, weight_of
+from framework.engine.sums import Sums, means, over_turns, weight_of, with_loss_of_turn
 from framework.modules.structure import names_of_trained
 from framework.optim.turns import Turn
 from framework.optim.update import Update
@@ -32,7 +32,7 @@ from framework.training.plan import Plan
 from framework.training.recorder import Recorder
 from framework.training.recovery import Recovery
 from framework.training.speed import Speed, peak_memory_gib
-from framework.training.tracking import Tracker
+from framework.training.tracking import Tracker, combined
 
 
 @dataclass(kw_only=True, eq=False)
@@ -174,8 +174,7 @@ class Trainer:
             scale.require_finite(norm.item(), step=progress.step + 1)
         self.update.take(progress.step, grad_norm=grad_norm, is_last=is_last)
         if turn is not None and measure:
-            own = {"loss": f"{turn.name}_loss", weight_of("loss"): weight_of(f"{turn.name}_loss")}
-            sums |= {name: sums[of] for of, name in own.items() if of in sums}
+            sums = with_loss_of_turn(sums, turn.name)
         return sums, grad_norm
 
     def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
@@ -184,19 +183,15 @@ class Trainer:
         if turns := [turn for turn in self.update.due(self.progress.step - 1) if turn is not None]:
             means["loss"] = math.fsum(means[f"{turn.name}_loss"] for turn in turns)
         self.tick()
-        self.record({
-            "step": self.progress.step,
-            "split": "train",
-            **means,
-            **self.tracker.derive(means),
+        own = {
             "lr": self.update.lr(self.progress.step - 1),
             "grad_norm": self.grad_norm,  # not finite if fp16 has skipped the step
             "epoch": step.epoch,
             **self.speed.row(step=self.progress.step, samples_seen=self.progress.samples_seen),
             "memory_gib": max(self.memory_gib),
             "goodput": self.progress.goodput,
-            **self.parts.columns(),
-        })  # fmt: skip
+        }
+        self.record(combined(*self.tracker.columns("train", means, step=self.progress.step), ("", own), *self.parts.columns()))
 
     def means(self, sums: Sums, *, num_samples: int, norm: Tensor | None = None) -> dict[str, float]:
         """Return means over all ranks' samples; also store the gradient norm (the same on all ranks) and each rank's memory.
@@ -207,12 +202,12 @@ class Trainer:
         own = torch.zeros(size + 1, dtype=torch.float64)
         own[self.world.rank], own[-1] = peak_memory_gib(self.world.devices), self.speed.step_s(step=step)
         once = torch.zeros_like(watch) if norm is None or self.world.rank else norm
-        found = totals(sums | {"watch": watch, "norm": once, "own": own}, world=self.world)
-        *self.memory_gib, step_s = found.pop("own").tolist()
+        found = totals(sums | {":watch": watch, ":norm": once, ":own": own}, world=self.world)
+        *self.memory_gib, step_s = found.pop(":own").tolist()
         self.world.agreement.take_pace(call_s=step_s / size)
-        self.grad_norm = found.pop("norm").item()
+        self.grad_norm = found.pop(":norm").item()
         self.update.loss_scale.require_finite(self.grad_norm, step=step)
-        if not torch.isfinite(found.pop("watch")):
+        if not torch.isfinite(found.pop(":watch")):
             raise Diverged(f"the loss is not finite by step {step} (it was still finite at the last checkpoint or row)")
         return means(found, num_samples=num_samples)
 
@@ -239,7 +234,7 @@ class Trainer:
             if not math.isfinite(means["loss"]):
                 remark = ", or no target has a weight" if weight_of("loss") in sums else ""
                 raise Diverged(f"the {split} loss of step {self.progress.step} is not finite{remark}")
-            row = {"step": self.progress.step, "split": split, **means, **self.tracker.derive(means), **observed}
+            row = combined(*self.tracker.columns(split, means, step=self.progress.step), ("metric", observed))
             self.parts.evaluated(split, row)
         self.speed.enter("loop")
         self.record(row)

@@ -239,7 +239,7 @@ def test_without_the_time_for_a_checkpoint_it_says_so_and_relies_on_the_last(
     stopped = command(*line, "launch.grace_s=0.5", root=tmp_path / "short", before=plant)
     assert stopped.code == 75, stopped.output
     assert " s of launch.grace_s are left, and the last checkpoint took " in stopped.output
-    assert "continues from step 8" in stopped.output
+    assert "continues from the checkpoint of step 8" in stopped.output
     assert_same_bits(finished(*line, root=tmp_path / "short"), written_between_steps[strategy])
     enough = command(*line, "launch.grace_s=60", root=tmp_path / "long", before=plant)
     assert enough.code == 75

@@ -1,0 +1,47 @@
+"""What a rehearsal finds: findings, and the exceptions that become findings."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from framework.runtime.exits import Unfit, place_of
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A result of a rehearsal: it refuses the run, or only warns."""
+
+    key: str
+    what: str
+    cure: str
+    refuses: bool = True
+
+
+class Refused(Exception):
+    """The exception that ends a rehearsal with a finding."""
+
+    def __init__(self, key: str, what: str, cure: str, *, is_certain: bool = True) -> None:
+        super().__init__(what)
+        self.finding = Finding(key, what, cure, refuses=is_certain)
+
+
+@contextmanager
+def blamed(key: str, what: str, cure: str) -> Iterator[None]:
+    """Turn exceptions of the user's code inside into a finding. If the model will run on a GPU, the CPU may be the cause."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Unfit as error:  # its message already says what is wrong
+        own_key, _, own = str(error).partition(": ")
+        said = re.fullmatch(r"(.+?) \((.+)\)", own)
+        own, remedy = said.groups() if said else (own, cure)
+        raise Refused(own_key, own, remedy) from error
+    except Exception as error:
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        is_certain = key != "model" or not torch.cuda.is_available()
+        what = f"{what}: {type(error).__name__}: {text}, at {place_of(error)}"
+        raise Refused(key, what, cure, is_certain=is_certain) from error
