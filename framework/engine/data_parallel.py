@@ -1,7 +1,7 @@
 """The engine of every strategy in which a rank runs the whole model on its own samples."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+class HasNumber(Protocol):
+    """An object with a number that changes."""
+
+    number: int
+
+
 class DataParallelEngine(Engine):
     """The Engine of every strategy in which a rank runs the whole model on its own samples.
 
@@ -33,8 +39,8 @@ class DataParallelEngine(Engine):
     one process. Of the ranks that work on the same samples (tensor parallelism), one has `is_counted`. `warm_up` is called
     before the first step, `finish` after each step's last backward pass. Ranks without `meet_in_steps` get rank 0's buffers
     only in `sync_buffers`, and see no samples of other ranks. `data_group` has the ranks with the other parts of the global
-    batch (None: all ranks). `forget` is called before the weights are exchanged for their average: it must drop everything
-    computed from the weights.
+    batch (None: all ranks). All ranks must have equal numbers in `trail`. `forget` is called before the weights are exchanged
+    for their average: it must drop everything computed from the weights.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class DataParallelEngine(Engine):
         warm_up: Callable[[], None] = lambda: None,
         finish: Callable[[], None] = lambda: None,
         meet_in_steps: bool = True,
+        trail: HasNumber | None = None,
         data_group: dist.ProcessGroup | None = None,
         forget: Callable[[], None] = lambda: None,
     ) -> None:
@@ -74,6 +81,7 @@ class DataParallelEngine(Engine):
         self._data_group = data_group
         self._has_others = dp_size > 1 and meet_in_steps
         self._forget = forget
+        self._trail = trail
         self._average: Average | None = None
         self.no_gather = ""  # why a step of the task's own cannot read the other samples
 
@@ -137,6 +145,10 @@ class DataParallelEngine(Engine):
     @property
     def is_padding(self) -> bool:
         return self._forward.is_padding
+
+    @property
+    def trail(self) -> int:
+        return self._trail.number if self._trail is not None else 0
 
     def outputs(self, inputs: Tree) -> Tree:
         self._forward.seed_draws(step=None, micro_batch=0)

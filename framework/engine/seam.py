@@ -150,6 +150,11 @@ class Engine(Protocol):
         """Let a task's own step also call the model with these weights."""
         return
 
+    @property
+    def trail(self) -> int:
+        """A number below 2^52 for what this rank has run, if all ranks must run the same. The loop compares the numbers."""
+        return 0
+
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; return the norm before scaling, shape ()."""
 
@@ -207,6 +212,10 @@ class EngineAround(Engine):
 
     def use_average(self, average: Average | None) -> None:
         self._engine.use_average(average)
+
+    @property
+    def trail(self) -> int:
+        return self._engine.trail
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         return self._engine.clip_grad_norm(max_norm)

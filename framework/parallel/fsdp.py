@@ -19,6 +19,7 @@ from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.parallel.dealing import dealing
 from framework.parallel.gathered_types import Types
+from framework.parallel.trail import Trail
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_compiler import import_dynamo
 from framework.runtime.torch_internals import is_view
@@ -105,6 +106,7 @@ def sharded(
     fill(model, device=world.device, parameters_on=torch.device("cpu") if cpu_offload else None)
     without_averages(model)
     reshard_after_evaluation(model)
+    trail = Trail([*units, model], model)
     assert isinstance(model, FSDPModule)
     if prefetch is not None:
         prefetch_blocks(units, num_ahead=prefetch)
@@ -119,6 +121,8 @@ def sharded(
         set_sync=model.set_requires_gradient_sync if reduce_every is None else model.set_requires_all_reduce,
         broadcast=world.broadcast,
         make_optimizer=dealing(world),
+        finish=trail.end_step,
+        trail=trail,
         data_group=over.get_group() if is_cut else None,
         forget=partial(reshard, model),
     )

@@ -23,6 +23,14 @@ class ReplicasDiffer(RunEnded):
     """The error if ranks that should have the same weights have different weights; the last checkpoint is intact."""
 
 
+def require_equal_trails(trails: Sequence[float], *, step: int) -> None:
+    """Raise Unfit if the ranks' trails (Engine.trail) differ: what they have gathered or summed is then wrong."""
+    if other := [rank for rank, trail in enumerate(trails) if trail != trails[0]]:
+        what = f"rank {other[0]} has called other blocks than rank 0, or has gradients of other weights"
+        raise Unfit(f"model: by step {step}, {what}, but this strategy exchanges weights and gradients in one order (parallel=ddp "
+                    "parallel.find_unused_parameters=true, or a choice by the step alone); the last checkpoint is intact")  # fmt: skip
+
+
 class Guard:
     """A guard that warns of new state that no checkpoint holds, and ends a run that could not be restored.
 

@@ -26,6 +26,7 @@ from framework.runs.metrics_file import Row, numbers_of
 from framework.runtime.exits import Diverged, Unfit
 from framework.runtime.preemption import PREEMPTION
 from framework.training.evaluation import measure, totals
+from framework.training.guard import require_equal_trails
 from framework.training.metrics import finite
 from framework.training.parts import LoopParts
 from framework.training.plan import Plan
@@ -196,15 +197,17 @@ class Trainer:
     def means(self, sums: Sums, *, num_samples: int, norm: Tensor | None = None) -> dict[str, float]:
         """Return means over all ranks' samples; also store the gradient norm (the same on all ranks) and each rank's memory.
 
-        Diverged if the norm, or on any rank a loss since the last call, is not finite.
+        Diverged if the norm, or on any rank a loss since the last call, is not finite. Unfit if the ranks' trails differ.
         """
         size, step, watch = self.world.world_size, self.progress.step, self.loss_watch
-        own = torch.zeros(size + 1, dtype=torch.float64)
-        own[self.world.rank], own[-1] = peak_memory_gib(self.world.devices), self.speed.step_s(step=step)
+        own = torch.zeros(2 * size + 1, dtype=torch.float64)
+        own[self.world.rank], own[size + self.world.rank] = peak_memory_gib(self.world.devices), self.engine.trail
+        own[-1] = self.speed.step_s(step=step)
         once = torch.zeros_like(watch) if norm is None or self.world.rank else norm
         found = totals(sums | {":watch": watch, ":norm": once, ":own": own}, world=self.world)
-        *self.memory_gib, step_s = found.pop(":own").tolist()
+        self.memory_gib, trails, (step_s,) = map(Tensor.tolist, found.pop(":own").split(size))
         self.world.agreement.take_pace(call_s=step_s / size)
+        require_equal_trails(trails, step=step)
         self.grad_norm = found.pop(":norm").item()
         self.update.loss_scale.require_finite(self.grad_norm, step=step)
         if not torch.isfinite(found.pop(":watch")):

@@ -6,13 +6,42 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from framework.runtime.torch_internals import num_operations
 from framework.training.trainer import Trainer
-from tests.harness import Ended, finished
+from tests.harness import Ended, command, finished
 
 RUN = ["model=cnn", "model.channels=[16,32]", "model.norm=batch", "micro_batch_size=16", "trainer.max_epochs=3",
        "trainer.eval_every=null", "checkpoint.every=null", "launch.nproc_per_node=2"]  # fmt: skip
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor, *, chosen: int) -> Tensor:
+        return self.layers[chosen](x)
+
+
+class Choice(nn.Module):
+    """A model whose samples choose, from the third step on, one of two equal layers or the order of two equal blocks."""
+
+    def __init__(self, *, of: str) -> None:
+        super().__init__()
+        self.of, self.stem, self.head = of, nn.Linear(64, 6), nn.Linear(6, 10)
+        self.blocks = nn.ModuleList([Pair(), Pair()])
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.step += self.training
+        chosen = int(self.training and self.step > 2 and torch.rand(()) < 0.5)
+        order, layer = ([chosen, 1 - chosen], 0) if self.of == "blocks" else ([0, 1], chosen)
+        x = self.stem(images.flatten(1))
+        for number in order:
+            x = self.blocks[number](x, chosen=layer)
+        return self.head(x)
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +86,14 @@ def test_what_is_left_of_the_model_is_gathered_once_in_a_step(tmp_path: Path) ->
     finished(*line, root=tmp_path / "runs", before=count)
     counts = list(map(int, (tmp_path / "counts").read_text().split()))
     assert counts[1:3] == [3 * 3 + 2 + 1] * 2, counts  # and the weight of the loss
+
+
+@pytest.mark.parametrize("of", ["layers", "blocks"])
+def test_a_choice_that_differs_between_processes_ends_the_run_before_the_next_row(of: str, tmp_path: Path) -> None:
+    """The messages have equal sizes, so those of different layers or blocks are paired, and nothing else fails."""
+    line = ["model._target_=tests.parallel.test_fsdp.Choice", f"+model.of={of}", "model.parts.blocks=[blocks.0,blocks.1]",
+            "micro_batch_size=4", "global_batch_size=8", "trainer.max_steps=12", "trainer.max_epochs=null", "trainer.log_every=6",
+            "checkpoint.every=2", "trainer.eval_every=null", "parallel=fsdp", "launch.nproc_per_node=2"]  # fmt: skip
+    ended = command(*line, root=tmp_path / "runs")
+    assert ended.code == 78 and "rank 1 has called other blocks than rank 0, or has gradients" in ended.output, ended.output
+    assert [path.name for path in ended.directory.glob("checkpoints/step_*")] == ["step_00000002"]

@@ -127,7 +127,9 @@ def test_the_bytes_between_stages_are_those_of_the_type(
     if is_rounded:
         assert ours != theirs
     else:  # the same operations in the same types; a tied weight's gradients are added in another order
-        tolerance = 1e-3 if line is GPT_LINE else 2e-5  # not of accuracies: in 16 bits, two classes may have nearly equal logits
+        tolerance = (
+            1e-3 if line is GPT_LINE else 2e-5
+        )  # not of accuracies: in 16 bits, two classes may have nearly equal logits
         assert ours == pytest.approx(theirs, rel=tolerance)
         for name, tensor in whole.weights.items():
             torch.testing.assert_close(cut.weights[name], tensor, rtol=tolerance, atol=tolerance)
