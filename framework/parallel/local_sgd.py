@@ -8,7 +8,7 @@ import torch.distributed as dist
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from framework.distributed.buckets import broadcast_all, sum_all
+from framework.distributed.buckets import sum_all
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
@@ -16,6 +16,8 @@ from framework.engine.seam import Demands, Engine, EngineAround, Step, weigh_gra
 from framework.engine.sums import Sums
 from framework.optim.optimizers import BuildOptimizer, Trainable
 from framework.optim.update import Average, AveragedWeights
+from framework.parallel.averaged_states import average_states
+from framework.parallel.ddp import sum_gradients
 
 
 def local_sgd(
@@ -39,7 +41,7 @@ def local_sgd(
         broadcast=world.broadcast,
         meet_in_steps=False,
     )
-    return LocalSGD(plain, sync_every=sync_every, sync_first=sync_first)
+    return LocalSGD(plain, world=world, sync_every=sync_every, sync_first=sync_first)
 
 
 def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: object) -> list[str]:
@@ -66,9 +68,10 @@ class LocalSGD(EngineAround):
     Source: Lin et al. 2020, "Don't use large mini-batches, use local SGD"; averaged momentum: Yu et al. 2019.
     """
 
-    def __init__(self, engine: DataParallelEngine, *, sync_every: int, sync_first: int) -> None:
+    def __init__(self, engine: DataParallelEngine, *, world: World, sync_every: int, sync_first: int) -> None:
         super().__init__(engine)
-        self._plain = engine
+        self._plain, self._world = engine, world
+        self._trained = [p for p in self.module.parameters() if p.requires_grad]
         self._sync_every = sync_every
         self._sync_first = sync_first
         self._is_local = False  # whether the latest step was local
@@ -84,7 +87,10 @@ class LocalSGD(EngineAround):
         self._plain.averaged_over = 1 if is_local else self.dp_size
         sums = self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
         if not is_local:
-            self._average(p.grad for p in self.module.parameters() if p.grad is not None)
+            sum_gradients(self._trained)
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.dp_size)
         return sums
 
     def weigh(self, sums: Sums, *, num_samples: int) -> None:
@@ -122,15 +128,8 @@ class LocalSGD(EngineAround):
         assert self._optimizer is not None
         if self._weights_average is not None:
             self._average(self._weights_average.tensors.values())
-        self._average(p.data for p in self.module.parameters() if p.requires_grad)
-        states = [self._optimizer.state[p] for p in self.module.parameters() if p in self._optimizer.state]
-        # sorted, because a state from a checkpoint has another order than a state from steps, and the place of a tensor among
-        # the others decides in which order a ring sums it
-        found = [state[key] for state in states for key in sorted(state)]
-        # values without dimensions too: the moments of such a parameter, or a norm. Equal counts of steps stay as they are
-        tensors = [value for value in found if isinstance(value, Tensor)]
-        self._average(value for value in tensors if value.is_floating_point())
-        broadcast_all({0: [value for value in tensors if not value.is_floating_point()]})  # counts, flags, ...
+        self._average(p.data for p in self._trained)
+        average_states(self._optimizer, self._trained, agreement=self._world.agreement)
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
         averaged = list(tensors)

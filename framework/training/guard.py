@@ -27,8 +27,10 @@ def require_equal_trails(trails: Sequence[float], *, step: int) -> None:
     """Raise Unfit if the ranks' trails (Engine.trail) differ: what they have gathered or summed is then wrong."""
     if other := [rank for rank, trail in enumerate(trails) if trail != trails[0]]:
         what = f"rank {other[0]} has called other blocks than rank 0, or has gradients of other weights"
-        raise Unfit(f"model: by step {step}, {what}, but this strategy exchanges weights and gradients in one order (parallel=ddp "
-                    "parallel.find_unused_parameters=true, or a choice by the step alone); the last checkpoint is intact")  # fmt: skip
+        raise Unfit(
+            f"model: by step {step}, {what}, but this strategy exchanges them in one order (parallel=ddp "
+            "parallel.find_unused_parameters=true, or choose by the step alone); the last checkpoint is intact"
+        )
 
 
 class Guard:
@@ -182,6 +184,7 @@ def _sketches(module: nn.Module) -> dict[str, list[float]]:
     sketches: dict[torch.device, list[Tensor]] = {}  # one tensor for each device, so that it waits for each device once
     for name, tensor in model_tensors(module).items():
         mine = local(tensor)
+        mine = torch.view_as_real(mine) if mine.is_complex() else mine
         if mine.is_floating_point() and mine.numel():
             names.setdefault(mine.device, []).append(_shard(name, tensor))
             sketch = [torch.linalg.vector_norm(mine, dtype=torch.float64), mine.sum(dtype=torch.float64)]

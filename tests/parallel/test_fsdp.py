@@ -26,19 +26,20 @@ class Pair(nn.Module):
 
 
 class Choice(nn.Module):
-    """A model whose samples choose, from the third step on, one of two equal layers or the order of two equal blocks."""
+    """A model whose samples choose, from a step on, one of two equal layers or the order of two equal blocks."""
 
-    def __init__(self, *, of: str) -> None:
+    def __init__(self, *, of: str, after: int = 2) -> None:
         super().__init__()
+        self.after = after
         self.of, self.stem, self.head = of, nn.Linear(64, 6), nn.Linear(6, 10)
         self.blocks = nn.ModuleList([Pair(), Pair()])
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def forward(self, images: Tensor) -> Tensor:
         self.step += self.training
-        chosen = int(self.training and self.step > 2 and torch.rand(()) < 0.5)
+        chosen = int(self.training and self.step > self.after and torch.rand(()) < 0.5)
         order, layer = ([chosen, 1 - chosen], 0) if self.of == "blocks" else ([0, 1], chosen)
-        x = self.stem(images.flatten(1))
+        x = self.stem(images.flatten(1)[:, :64])
         for number in order:
             x = self.blocks[number](x, chosen=layer)
         return self.head(x)

@@ -1,21 +1,24 @@
 """Local SGD is not one process, but it is what it says: the same as replicas trained one after the other by hand."""
 
 import copy
+import itertools
 import math
+import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from framework.build import components
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.parallel import local_sgd
-from framework.parallel.local_sgd import LocalSGD
-from tests.harness import Says, assert_same_bits, checked, command, finished, slow_but
+from framework.distributed.agreement import Agreement
+from framework.parallel import averaged_states
+from framework.parallel.averaged_states import average_states
+from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, slow_but
 from tests.test_resume import after_step, preempt
 
 RANKS, SYNC_EVERY, SYNC_FIRST, STEPS = 3, 4, 2, 15
@@ -25,6 +28,9 @@ RUN = ["dataset=synthetic", "dataset.num_train=66", "dataset.num_val=8", "datase
        "optimizer.momentum=0.9", "scheduler=constant", "trainer.clip_grad_norm=1.0"]  # fmt: skip
 LOCAL = ["parallel=local-sgd", f"launch.nproc_per_node={RANKS}", f"parallel.sync_every={SYNC_EVERY}",
          f"parallel.sync_first={SYNC_FIRST}"]  # fmt: skip
+
+CHOICE = [*(word for word in RUN if not word.startswith("model")), "model._target_=tests.parallel.test_fsdp.Choice",
+          "+model.of=layers", "+model.after=0"]  # fmt: skip
 
 
 def simulated() -> dict[str, torch.Tensor]:
@@ -112,27 +118,57 @@ def test_moments_of_a_parameter_without_dimensions_are_averaged_too(strategy: st
     assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
 
 
+@pytest.mark.parametrize("strategy", slow_but(["local-sgd"], ["local-sgd", "diloco", "gossip"]))
+def test_a_state_that_only_some_processes_have_is_averaged_over_these(strategy: str, tmp_path: Path) -> None:
+    """Each process has trained one of two equal layers: neither may get the moments of the other."""
+    line = [*(word for word in CHOICE if not word.startswith("optimizer")), f"parallel={strategy}", "launch.nproc_per_node=2", "parallel.sync_every=1",
+            "trainer.eval_every=null", "checkpoint.every=1", "trainer.max_steps=6"]  # fmt: skip
+    whole = finished(*line, root=tmp_path / "whole")
+    held = {}
+    for file in whole.directory.glob("checkpoints/step_00000006/*.safetensors"):
+        held |= load_file(file)
+    moments = [value for name, value in held.items() if re.search(r"layers\.[01]\.weight.*exp_avg$", name)]
+    assert len(moments) == 4 and not any(torch.equal(one, other) for one, other in itertools.combinations(moments, 2))
+    stopped = command(*line, root=tmp_path / "runs", before=after_step(1, preempt))
+    assert stopped.code == 75, stopped.output
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
+
+
+def test_the_first_steps_sum_gradients_that_only_some_processes_have(tmp_path: Path) -> None:
+    line = [*CHOICE, "trainer.max_steps=6", "trainer.eval_every=null", "checkpoint.every=null", "micro_batch_size=7", "launch.nproc_per_node=2"]  # fmt: skip
+    ddp = finished(*line, "parallel=ddp", "parallel.find_unused_parameters=true", root=tmp_path / "ddp")
+    assert_close(finished(*line, "parallel=local-sgd", "parallel.sync_first=6", root=tmp_path / "runs"), ddp)
+
+
+def test_complex_moments_are_averaged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    averaged: list[Tensor] = []
+    monkeypatch.setattr(averaged_states, "sum_all", averaged.extend)
+    optimizer = torch.optim.SGD([torch.ones(2, dtype=torch.complex64, requires_grad=True)], lr=0.1, momentum=0.9)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.abs().sum().backward()
+    optimizer.step()
+    average_states(optimizer, [parameter], agreement=Agreement(None))
+    assert [tensor.dtype for tensor in averaged] == [torch.complex64]
+
+
 def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a tensor lies in a message decides in which order a ring of three or more sums it."""
     averaged: list[Tensor] = []
-    monkeypatch.setattr(local_sgd, "sum_all", averaged.extend)
     of_rank_0: list[Tensor] = []
-    monkeypatch.setattr(local_sgd, "broadcast_all", lambda of_ranks: of_rank_0.extend(of_ranks[0]))
+    monkeypatch.setattr(averaged_states, "sum_all", averaged.extend)
+    monkeypatch.setattr(averaged_states, "broadcast_all", lambda of_ranks: of_rank_0.extend(of_ranks[0]))
     module = torch.nn.Linear(2, 2)
-    engine = LocalSGD(
-        SimpleNamespace(module=module, task=None, mesh=None, observers=[], dp_rank=0, dp_size=3), sync_every=1, sync_first=0
-    )  # type: ignore[arg-type]
-    optimizer = engine.make_optimizer(lambda _: torch.optim.AdamW(module.parameters()), [])
+    optimizer = torch.optim.AdamW(module.parameters())
     module(torch.ones(2)).sum().backward()
     optimizer.step()
-    counts = [state.setdefault("count", torch.tensor(3)) for state in optimizer.state.values()]  # a whole number has no mean
+    for state in optimizer.state.values():
+        state["count"] = torch.tensor(3)  # a whole number has no mean
     orders = []
     for turn in (1, -1):
         for parameter, state in optimizer.state.items():
             optimizer.state[parameter] = dict([*state.items()][::turn])
         averaged.clear()
-        assert engine.meet(1, is_last=False)
+        average_states(optimizer, [*module.parameters()], agreement=Agreement(None))
         orders.append([tensor.data_ptr() for tensor in averaged])
-    assert (
-        orders[0] == orders[1] and len(orders[0]) == 8 and len(of_rank_0) == 2 * len(counts)
-    )  # the counts of steps too, which stay equal
+    # the counts of steps too, which stay equal
+    assert orders[0] == orders[1] and len(orders[0]) == 6 and len(of_rank_0) == 2 * len(optimizer.state)
