@@ -16,19 +16,44 @@ from torch import nn
 import framework.modes.train
 from framework.build import components
 from framework.checkpoint.manifest import read_state
+from framework.config.schema import EarlyStopping
 from framework.data.loader import Loader
 from framework.engine.sums import as_sums, means
 from framework.modules import flops
 from framework.runs.metrics_file import MACHINE
+from framework.runtime.exits import Unfit
 from framework.tasks.classification import Classification
 from framework.tasks.language_modeling import LanguageModeling
+from framework.training.metrics import Metrics
 from framework.training.speed import PARTS, Speed
+from framework.training.tracking import Patience, Tracker
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, checked, command, finished
 from tests.test_loop import GPT, TINY, rows_of
 from tests.test_resume import after_step, crash
 
 ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+
+# --- the last and the best
+
+
+def test_a_metric_that_is_not_finite_is_never_the_best_and_no_improvement() -> None:
+    settings = EarlyStopping(patience=2, monitor="val/late", mode="max", min_delta=0.0)
+    patience = Patience(settings)
+    tracker = Tracker(
+        monitor="val/late", mode="max", patience=patience, derive=dict, metrics=Metrics({}, pairs=tuple, device=CPU, seed=0)
+    )
+    for step, (value, best, is_over) in enumerate([(None, None, False), (1.0, 1.0, False), (None, 1.0, False), (2.0, 2.0, False),
+                                                   (None, 2.0, False), (None, 2.0, True)]):  # fmt: skip
+        row = {"step": step, "split": "val", "loss": 1.0, "late": value}
+        tracker.note(row)
+        patience.note(row)
+        assert (tracker.best, patience.is_exhausted, tracker.monitored(step=step)) == (best, is_over, value)
+        assert tracker.splits["val"]["last"] == row
+    with pytest.raises(Unfit, match=r"val/late is not measured here \(there are loss\)"):
+        tracker.note({"step": 9, "split": "val", "loss": 1.0})
 
 
 # --- metrics of a task

@@ -149,7 +149,9 @@ def test_best_and_patience_follow_the_metric_in_its_direction(one: Ended, tmp_pa
 
 def test_it_is_measured_in_an_evaluation_too(one: Ended, tmp_path: Path) -> None:
     row = evaluated(one.directory, "parallel=ddp", TWO, root=tmp_path / "none")
-    assert row["auroc"] == pytest.approx(columns(one)[-1]["auroc"], rel=1e-12)
+    for name in ("auroc", "precision"):  # also the name of a fact about the evaluation
+        assert row[name] == pytest.approx(columns(one)[-1][name], rel=1e-12)
+    assert row["eval_precision"] == "fp64" and row["parallel"] == "ddp"
 
 
 class ByMeans(Metric):
