@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from framework.randomness import key
-from framework.runtime.torch_internals import TorchDispatchMode
+from framework.runtime.torch_internals import TorchDispatchMode, without_modes
 from framework.runtime.torch_memory import HeldMemory, as_one_operation, memory_of
 
 aten = torch.ops.aten
@@ -189,6 +189,8 @@ class LaterDraws(TorchDispatchMode):
             return may_wait
 
     def _put_off(self, tensor: Tensor, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with without_modes():  # an error of its arguments is raised now, where the constructor may expect it
+            function(torch.empty_like(tensor, device="meta"), *args[1:], **kwargs)
         place = memory_of(tensor)
         later = self._later.setdefault(place, _Later(self._new[place]))
         if function in _OVERWRITES and fills_its_memory(tensor):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from framework.distributed.agreement import Agreement
 from framework.distributed.buckets import broadcast_all, sum_all
 
-Key = tuple[int, str]  # a parameter's number, and the name of a value in its state
+_Place = tuple[int, str]  # a parameter's number, and the name of a value in its state
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def average_states(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Par
     # others decides in which order a ring sums it
     mine = {(number, name): state[name] for number, state in enumerate(states) for name in sorted(state)}
     known = agreement.distinct([(key, _description(value, parameters[key[0]])) for key, value in mine.items()])
-    first: dict[Key, tuple[int, Any]] = {}  # the first rank that has a value, and the value's description
+    first: dict[_Place, tuple[int, Any]] = {}  # the first rank that has a value, and the value's description
     for rank, items in known.items():
         for key, description in items:
             first.setdefault(key, (rank, description))

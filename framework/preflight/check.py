@@ -15,6 +15,7 @@ from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config.compose import Composed
 from framework.config.draft import Draft
 from framework.config.frozen_file import frozen_run_id
+from framework.config.identity import EXECUTION, is_below
 from framework.config.model_keys import parts_problems
 from framework.config.modes import MODES
 from framework.config.schema import COMPONENTS, OF_DATA, OWN, SEVERAL, CheckpointSection, Node, RunSection, TrainerSection
@@ -43,7 +44,8 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft = validate(composed)
     keys = [key.split(".") for key in composed.given]
     imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, *SEVERAL) for parts in keys)
-    imports &= not draft.call(_is_finished, otherwise=False) and not draft.call(lambda mode: MODES[mode].about == "machines")
+    is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, _OUTSIDE_IDENTITY) for key in composed.given)
+    imports &= not is_known and not draft.call(lambda mode: MODES[mode].about == "machines")
     if imports:
         reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
         found = _check_data(draft, known=composed.known, needs_splits=not reads_folder)
@@ -85,6 +87,9 @@ def _directed_trainer(trainer: TrainerSection, task: Node, metric: Mapping[str, 
     update, problems = directed(trainer.early_stopping, "trainer.early_stopping", task=task, metric=metric)
     stopping = trainer.early_stopping.model_copy(update=update)
     return trainer.model_copy(update={"early_stopping": stopping}), problems
+
+
+_OUTSIDE_IDENTITY = [key for key in EXECUTION if key.partition(".")[0] in COMPONENTS]  # such as model.parts.blocks
 
 
 def _is_finished(mode: str, run: RunSection) -> bool:

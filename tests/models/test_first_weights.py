@@ -126,6 +126,25 @@ def test_a_weight_depends_on_its_name_and_the_seed_and_on_nothing_else() -> None
     assert not torch.equal(other["0.weight"], long["0.weight"])
 
 
+def test_an_initialisation_that_fails_fails_where_it_is_called() -> None:
+    """Constructors try one initialisation, and take another for vectors."""
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        for parameter in model.parameters():
+            try:
+                nn.init.orthogonal_(parameter)
+            except ValueError:
+                nn.init.zeros_(parameter)
+        with pytest.raises(RuntimeError, match="std >= 0"):
+            model.weight.data.normal_(std=-1.0)
+        return model
+
+    model = build_drawn(build, seed=0)
+    assert torch.equal(model.bias, torch.zeros(2))
+    torch.testing.assert_close(model.weight @ model.weight.t(), torch.eye(2))
+
+
 def test_what_is_overwritten_is_not_drawn() -> None:
     torch.manual_seed(0)
     noted = LaterDraws(0)

@@ -1,5 +1,7 @@
 """A model's parts: units found anywhere in its tree, and what the configuration answers for it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,8 @@ from torch import Tensor, nn
 from framework.cli.run import checked_line
 from framework.modules.parts import blocks_of, chain_of, description, give_parts, own_answer, repeated
 from framework.modules.trace import give_example, traced
-from tests.harness import Says
+from tests.harness import Says, command, finished
+from tests.test_loop import TINY
 from tests.zoo import IMAGES, TOKENS
 
 UNITS = {
@@ -136,6 +139,12 @@ def test_a_name_of_no_module_is_an_error(parts: dict[str, object], says: str) ->
     ("model.parts=x", "model.parts: 'x' is not valid ..."),
     ("model.parts.tensor_plan={a:upwise}", "model.parts.tensor_plan: ... is not valid ..."),
 ])  # fmt: skip
-def test_parts_of_a_wrong_kind_are_refused_with_their_key(word: str, says: str) -> None:
-    (problem,) = checked_line([word]).problems
+def test_parts_of_a_wrong_kind_are_refused_with_their_key(word: str, says: str, tmp_path: Path) -> None:
+    (problem,) = checked_line([word, f"run.root={tmp_path}"]).problems
     assert str(problem) == Says(says)
+
+
+def test_parts_are_checked_too_if_the_run_is_finished_since_its_id_does_not_depend_on_them(tmp_path: Path) -> None:
+    finished(*TINY, "trainer.max_epochs=1", root=tmp_path)
+    ended = command(*TINY, "trainer.max_epochs=1", "model.parts.blocks=0.5", root=tmp_path)
+    assert ended.code == 78 and "model.parts.blocks: 0.5 is not valid" in ended.output, ended.output
