@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from framework.runs.report import parsed
+from framework.runs.settings import parsed
 from framework.runs.table import TableRow, best_of
 from framework.runtime.files import replacing
 
