@@ -214,6 +214,11 @@ def test_each_picture_is_one_command_which_starts_no_run(what: str, tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} == {f"{what}.png", "runs.output"}  # that is the harness's
 
 
+def test_one_step_is_one_step() -> None:
+    plan = planned_steps(build(*TINY, "trainer.max_epochs=null", "trainer.max_steps=1"))
+    assert plan.lines()[0].startswith("1 step, ")
+
+
 @pytest.mark.parametrize(("line", "words"), [
     ([], "steadfast draw schedule|mesh|pipeline|memory"),
     (["curves"], "steadfast draw"),

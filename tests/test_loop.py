@@ -360,7 +360,42 @@ def test_curves_png_is_a_picture_with_a_panel_for_each_metric(base: Ended) -> No
     assert len(content) < 100_000
 
 
-def test_the_star_is_where_the_configuration_says_the_best_is(base: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+def draw_and_keep(metrics: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **names: str) -> Any:
+    from matplotlib.figure import Figure
+
+    from framework.runs.curves import draw_curves
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: (drawn.append(self), save(self, *args, **kwargs)))
+    draw_curves(metrics, target, **{"title": "t", "monitor": "val/loss", "mode": "min"} | names, restarts=[])
+    return drawn[0]
+
+
+def test_a_picture_takes_any_text_and_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["$_per_$", "\\$x$", "精度", "loss"]
+    rows = [{"step": step, "split": "val", **dict.fromkeys(names, 1e-9 * step)} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figure = draw_and_keep(tmp_path / "metrics.jsonl", tmp_path / "curves.png", monkeypatch, title="cost_$5_and_$6")
+    shown = [text._preprocess_math(text.get_text()) for text in [*figure.texts, *(axes.title for axes in figure.axes)]]
+    assert {text for text, is_formula in shown if not is_formula} == {"cost_$5_and_$6", *names}
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", broken)
+    run = finished(*BASE, root=tmp_path / "runs", with_curves=True)
+    assert "curves.png could not be drawn: RuntimeError: no font" in run.output
+    assert re.search(r"finished: model\.safetensors and metrics\.jsonl are in", run.output)
+    assert not [*run.directory.glob("*curves.png*")]
+
+
+def test_the_star_is_where_the_configuration_says_the_best_is(
+    base: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from matplotlib.figure import Figure
 
     from framework.runs.curves import draw_curves
@@ -369,12 +404,14 @@ def test_the_star_is_where_the_configuration_says_the_best_is(base: Ended, monke
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
     losses = [row["loss"] for row in rows_of(base, "val")]
     for mode, best in (("min", min(losses)), ("max", max(losses))):
-        draw_curves(base.directory / "metrics.jsonl", Path("x.png"), title="t", restarts=[], monitor="val/loss", mode=mode)
+        draw_curves(base.directory / "metrics.jsonl", tmp_path / "x.png", title="t", restarts=[], monitor="val/loss", mode=mode)
         labels = [line.get_label() for line in drawn[-1].axes[0].lines]
         assert any(label.startswith(f"best {best:.4g} at") for label in labels), labels
 
 
-def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panels_are_the_losses_and_metrics_with_every_split(
+    base: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from matplotlib.figure import Figure
 
     from framework.runs.curves import draw_curves
@@ -383,7 +420,7 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(base: Ended, mon
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
     draw_curves(
         base.directory / "metrics.jsonl",
-        Path("/nonexistent/curves.png"),
+        tmp_path / "curves.png",
         title="title",
         restarts=[4, 9],
         monitor="val/loss",

@@ -407,6 +407,28 @@ def test_the_first_step_at_which_rows_differ(
     assert words in difference(driver, tmp_path)
 
 
+def test_names_of_javascript_s_own_are_names_like_any_other(driver: Any, tmp_path: Path) -> None:
+    names = ["constructor", "toString", "__proto__"]
+    for run, others in (("a", dict.fromkeys(names, 1)), ("b", {"seed": 2})):
+        write_run(tmp_path / run, losses=[1.0], config={"extra": others})
+        provenance(tmp_path / run, torch="2.8", function=run)
+    record = json.loads((tmp_path / "a" / "provenance.json").read_text())
+    record["code"]["a"] |= {name: {"f": "1"} for name in names}
+    record["starts"][0]["packages"] |= dict.fromkeys(names, "1.0")
+    (tmp_path / "a" / "provenance.json").write_text(json.dumps(record))
+    lines = [{"sample": 0, "constructor": 7}, {"sample": 1}]
+    (tmp_path / "a" / "predictions").mkdir()
+    (tmp_path / "a" / "predictions" / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = difference(driver, tmp_path)
+    assert "native code" not in text and "[object" not in text
+    for name in names:
+        assert f"extra.{name} 1 (none)" in text and text.count(f"{name} 1.0 (none)") == 1
+    page = Page(driver, tmp_path / "report.html", {"chosen": ["a"]})
+    (panel,) = page.find("#chosen")
+    assert "native code" not in panel.text and "sample constructor 0 7 1" in " ".join(panel.text.split())
+    assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
+
+
 def test_a_chosen_run_has_its_configuration_and_predictions_beside(driver: Any, tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_run(tmp_path / name, losses=[1.0], config={"seed": ord(name), "model": {"dim": 8}})
@@ -430,6 +452,46 @@ def test_a_chosen_run_has_its_configuration_and_predictions_beside(driver: Any, 
     ]
     panel.find_element("css selector", "summary").click()
     page.wait(lambda: "model.dim 8" in " ".join(panel.text.split()))
+
+
+def test_models_with_the_same_class_name_are_two_groups(driver: Any, tmp_path: Path) -> None:
+    for number, net in enumerate(("neta", "netb")):
+        for seed in (0, 1):
+            config = {"seed": seed, "model": {"_target_": f"{net}.Net"}, "optimizer": {"_target_": "torch.optim.SGD"}}
+            write_run(tmp_path / f"{net}{seed}", losses=[1.0 + 10 * number], config=config)
+    report(tmp_path)
+    page = Page(driver, tmp_path / "report.html", {"group": "seed"})
+    assert {line["title"]: line["ys"] for line in page.lines("val/loss")} == {"model=neta.Net": [1], "model=netb.Net": [11]}
+    assert sorted(page.column("model")) == ["neta.Net"] * 2 + ["netb.Net"] * 2
+
+
+def test_a_long_value_is_shown_from_where_it_differs(driver: Any, tmp_path: Path) -> None:
+    for last in (8, 512):
+        write_run(tmp_path / f"last{last}", losses=[1.0 + last], config={"model": {"widths": [8] * 30 + [last]}})
+    report(tmp_path)
+    page = Page(driver, tmp_path / "report.html")
+    assert page.column("model.widths") == ["… 8, 8, 8, 8, 8]", "… 8, 8, 8, 8, 512]"]
+    whole = [cell.get_attribute("title") for cell in page.find("#table td:last-child")]
+    assert whole[1] == f"[{'8, ' * 30}512]"
+    assert "Equal: configuration" not in difference(driver, tmp_path)
+
+
+def test_a_last_value_that_is_not_finite_is_nan(driver: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "a", losses=[3.0, 2.0], config={"seed": 0})
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps({"step": step, "split": "val", "loss": None, "mae": None}) + "\n" for step in (30, 40))
+    report(tmp_path)
+    page = Page(driver, tmp_path / "report.html", {"chosen": ["a"]})
+    assert (page.column("best val/loss"), page.column("last val/loss")) == (["★ 2.0000"], ["nan"])
+    assert "val/loss 2.0000 20 nan val/mae nan" in " ".join(page.find("#chosen")[0].text.split())
+    assert page.lines("val/loss")[0]["xs"] == [10, 20]
+    assert command("mode=status", root=tmp_path).output.splitlines()[2].split()[:3] == ["a", "preempted", "40"]
+
+
+def test_a_run_that_is_the_root_has_its_own_name(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", losses=[1.0], config={})
+    assert [run.label for run in RunReader(tmp_path / "run").read()[0]] == ["run"]
+    assert command("mode=status", root=tmp_path / "run").output.splitlines()[2].startswith("run ")
 
 
 # --- while runs go on

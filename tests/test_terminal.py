@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from framework.config.help import help_text
 from framework.launch import cores
@@ -19,6 +20,7 @@ from framework.loggers.sink import RunInfo
 from framework.runs import facts
 from framework.runs.metrics_file import in_digits
 from framework.runtime import log
+from framework.runtime.wrapping import wrapped
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, command, finished
 from tests.terminal import TRAIN, Shown, on_terminal, resize, show
@@ -169,6 +171,34 @@ def test_a_star_marks_the_best_of_the_monitor_so_far() -> None:
     assert header.split() == ["step", "split", "loss", "accuracy", "top5"], "the monitored metric comes first after the loss"
     assert [text.split()[3] for text in lines] == ["0.4000", "0.7000*", "0.6000", "0.8000*"]
     assert "*" not in "".join(table.lines({"step": 9, "split": "test", "loss": 0.1, "top5": 0.9, "accuracy": 0.99}, width=80))
+
+
+def test_a_value_that_is_not_finite_is_nan_everywhere() -> None:
+    row = {"step": 4, "split": "train", "loss": None, "accuracy": None}
+    assert EvaluationTable(run_info()).lines(row | {"split": "val"}, width=80)[1].split() == ["4", "val", "nan", "nan"]
+    assert console._numbers(row) == "loss nan  accuracy nan"
+    line = LiveLine(run_info())
+    line.update(row)
+    forms = line._forms()
+    assert (forms["loss"][0], forms["metric"][1]) == ("loss nan", "accuracy nan")
+
+
+@pytest.mark.parametrize("width", [50, 61, 80])
+def test_letters_that_need_two_columns_are_counted_as_two(width: int) -> None:
+    name, row = "精度のとても長い名前", {"step": 4, "split": "val", "loss": 1.0, "mae": 2.0}
+    lines = EvaluationTable(run_info()).lines({**row, name: 3.0, "late": 4.0}, width=width)
+    assert max(map(cell_len, lines)) <= width and (name in lines[0]) == (width > 60)
+    for column, number in {"loss": "1.0000", "mae": "2.0000", name: "3.0000", "late": "4.0000"}.items():
+        if column in lines[0]:
+            assert cell_len(lines[0][: lines[0].index(column)] + column) == lines[1].index(number) + len(number)
+    text = f"loss 1.0000  {name} 0.0425  {name} 0.0425  mae 0.0425"
+    folded = wrapped(text, width, first="  train     ", other=" " * 12)
+    assert max(map(cell_len, folded)) <= width
+    assert [word for one in folded for word in one.split()] == ["train", *text.split()]
+    line = LiveLine(run_info())
+    line.update({"step": 1, "split": "train", "loss": 1.0, name: 2.0, "samples_per_s": 10.0})
+    bar, words = fitted(line._forms(), width=width)
+    assert bar + (bar > 0) + cell_len(words) <= width
 
 
 def test_columns_are_aligned_and_the_header_comes_again_only_with_others() -> None:

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from framework.cli.run import checked_line
-from framework.cli.run_lines import aligned, command_of, items_of, label_of, metrics_of, section, state_line, written
+from framework.cli.run_lines import aligned, command_of, items_of, label_of, metrics_of, section, state_line, told_apart
 from framework.cli.why import patch_of, why
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
-from framework.config.identity import EXECUTION, flat, is_below
+from framework.config.identity import EXECUTION, is_below
 from framework.config.validation import validate
 from framework.launch.claim import print_problems
 from framework.runs import compare
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import last_rows
 from framework.runs.report import find_runs, number, printable
+from framework.runs.settings import settings_of
 from framework.runtime.exits import Exit
 from framework.runtime.problem import Problem
 from framework.runtime.secrets import redact
@@ -106,13 +107,13 @@ def _progress(directory: RunDirectory) -> list[tuple[str, str]]:
 def _settings(path: Path, *, is_execution: bool) -> list[tuple[str, str]]:
     """Return the keys of a run's configuration with values that are not the defaults."""
     try:
-        own, checked = flat(recall(path)), checked_line([]).config
-        defaults = flat(compose_line([]).config if checked is None else checked.plain())
+        own, checked = settings_of(recall(path)), checked_line([]).config
+        defaults = settings_of(compose_line([]).config if checked is None else checked.plain())
     except ValueError as error:
         return [("?", str(error))]
     hidden = ("run.id", "run.dir", "run.root", "run.draws")
-    keys = [key for key, value in own.items() if value != defaults.get(key) and key not in hidden]
-    return [(key, written(own[key])) for key in keys if is_below(key, EXECUTION) == is_execution]
+    keys = [key for key, value in own.items() if value != defaults.get(key, "null") and key not in hidden]
+    return [(key, own[key]) for key in keys if is_below(key, EXECUTION) == is_execution]
 
 
 def _execution(summary: dict[str, Any], start: dict[str, Any]) -> list[tuple[str, str]]:
@@ -173,7 +174,7 @@ def _number(value: Any) -> str:
 
 
 def _two(title: str, pairs: compare.TwoValues) -> list[str]:
-    items = [(key, f"{first or '-'}  |  {second or '-'}") for key, (first, second) in pairs.items()]
+    items = [(key, "  |  ".join(text or "-" for text in told_apart(pair))) for key, pair in pairs.items()]
     return section(title, items) or ["", title, "  the same"]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from framework.cli.run import checked_line
 from framework.config.targets import locate
 from framework.launch.claim import print_problems
+from framework.runs.figures import png_of
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER, start_console
@@ -42,7 +43,7 @@ def draw_plan(arguments: list[str]) -> int:
         return print_problems(drawn)
     try:
         with replacing(target) as beside:
-            drawn[1].savefig(beside, dpi=110, format="png", pil_kwargs={"optimize": True})
+            beside.write_bytes(png_of(drawn[1], dpi=110))
     except OSError as error:
         LOGGER.error("%s could not be written: %s", target, error.strerror)
         return Exit.DISK

@@ -36,7 +36,9 @@ class PlannedSteps:
     def lines(self) -> list[str]:
         """Return the main numbers."""
         epoch = f", {self.epochs[0]:,} in the first epoch" if self.epochs else ", less than an epoch"
-        found = [f"{self.total_steps:,} steps{epoch}; {len(self.evaluations):,} evaluation{'s' * (len(self.evaluations) != 1)}"]
+        steps = f"{self.total_steps:,} step{'s' * (self.total_steps != 1)}"
+        evaluations = f"{len(self.evaluations):,} evaluation{'s' * (len(self.evaluations) != 1)}"
+        found = [f"{steps}{epoch}; {evaluations}"]
         for name, rates in self.rates.items():
             top = max(rates)
             found.append(f"{name}: {rates[0]:.4g} in step 1, at most {top:.4g} in step {self.steps[rates.index(top)]:,}, "

@@ -2,16 +2,16 @@
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import in_digits, is_curve
 from framework.runs.report import number
-from framework.runtime.problem import shown
 
 _MOST_LINES = 40  # per list
+_WIDEST, _BEFORE = 60, 20  # characters of a cut text, and how many of them may be before the first difference
 
 
 def state_line(directory: RunDirectory) -> str:
@@ -51,8 +51,11 @@ def items_of(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def written(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
+def told_apart(texts: Sequence[str]) -> list[str]:
+    """Return two different texts, cut to the part in which they begin to differ if one is long."""
+    begin = max(0, len(os.path.commonprefix([*texts])) - _BEFORE) if max(map(len, texts)) > _WIDEST else 0
+    end = begin + _WIDEST
+    return ["... " * (begin > 0) + text[begin:end] + " ..." * (len(text) > end) for text in texts]
 
 
 def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:

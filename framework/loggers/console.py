@@ -114,6 +114,6 @@ def _numbers(row: dict[str, Any]) -> str:
             shown.append(f"{value:,.0f} samples/s")
         elif name == "lr":
             shown.append(f"lr {value:.2e}")
-        elif is_curve(name) and value is not None:  # null: the value was not finite
+        elif is_curve(name):
             shown.append(f"{name} {in_digits(value)}")
     return "  ".join(shown)

@@ -4,6 +4,7 @@ from typing import Any
 
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import in_digits, is_curve
+from framework.runtime.wrapping import columns_of
 
 _NARROWEST = 10  # the minimum width of a number, in columns
 
@@ -23,7 +24,7 @@ class EvaluationTable:
     def lines(self, row: dict[str, Any], *, width: int) -> list[str]:
         """Return a row, below a header if its columns differ from those of the previous row."""
         split, _, monitored = self._run.monitor.partition("/")
-        names = [name for name, value in row.items() if is_curve(name) and value is not None]
+        names = [name for name in row if is_curve(name)]
         names.sort(key=lambda name: (name != "loss", name != monitored))  # a stable sort
         columns, room = list[str](), width - self._of_step - len("  split") - 1
         for name in names:
@@ -31,7 +32,10 @@ class EvaluationTable:
             columns += [name] if room >= 0 else []
         starred = monitored if row["split"] == split and self._is_best(row.get(monitored)) else ""
         numbers = {name: in_digits(row[name]) + ("*" if name == starred else " ") for name in columns}
-        head = [f"{'step':>{self._of_step}}  split", *(f"{name:>{_width(name) - 1}} " for name in columns)]
+        head = [
+            f"{'step':>{self._of_step}}  split",
+            *(f"{' ' * (_width(name) - 1 - columns_of(name))}{name} " for name in columns),
+        ]
         cells = [f"{row['step']:>{self._of_step}}  {row['split']:5}", *(f"{numbers[name]:>{_width(name)}}" for name in columns)]
         has_header, self._columns = columns == self._columns, columns
         return [*([] if has_header else ["  ".join(head).rstrip()]), "  ".join(cells).rstrip()]
@@ -45,4 +49,4 @@ class EvaluationTable:
 
 
 def _width(name: str) -> int:
-    return max(len(name), _NARROWEST) + 1  # + 1 for the star
+    return max(columns_of(name), _NARROWEST) + 1  # + 1 for the star

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import in_digits, is_curve
+from framework.runtime.wrapping import columns_of
 
 _WIDEST_BAR = 40  # in columns
 _BARS = (20, 10, 6, 0)  # the minimum columns of the bar, from much space to little space
@@ -46,13 +47,13 @@ class LiveLine:
         elapsed_s, pace_s = now - self._begun, (self._at - self._begun) / max(1, self._step - self._run.step)
         elapsed, eta = clock(elapsed_s), clock(max(0.0, left * pace_s - (now - self._at)))
         times = (f"{elapsed} elapsed  eta {eta}", f"{elapsed}  eta {eta}", f"{elapsed}<{eta}", f"eta {eta}", "")
-        names = [name for name, value in row.items() if is_curve(name) and name != "loss" and value is not None]
+        names = [name for name in row if is_curve(name) and name != "loss"]
         main = main_metric(names, monitor=self._run.monitor)
         speed, lr = row.get("samples_per_s"), row.get("lr")
         return {
             "step": (f"step {self._step}/{self._run.total_steps}", f"{self._step}/{self._run.total_steps}"),
-            "loss": (*_named("loss", row.get("loss")), ""),
-            "metric": (*_named(main, row.get(main)), ""),
+            "loss": (*_named("loss", row), ""),
+            "metric": (*_named(main, row), ""),
             "others": ("  ".join(f"{name} {in_digits(row[name])}" for name in names if name != main), ""),
             "lr": (f"lr {lr:.2e}" if lr is not None else "", ""),
             "speed": (f"{speed:,.0f} samples/s", f"{short(speed)}/s", "") if speed is not None else ("", "", ""),
@@ -71,10 +72,11 @@ def fitted(forms: Mapping[str, Sequence[str]], *, width: int) -> tuple[int, str]
         gap = "  "[taken["gap"] :]
         words = gap.join(filter(None, (forms[field][taken[field]] for field in _FIELDS)))
         least = _BARS[taken["bar"]]
-        if len(words) + least + bool(least) <= width or not name:
+        size = columns_of(words)
+        if size + least + bool(least) <= width or not name:
             break
         taken[name] += 1
-    return min(_WIDEST_BAR, width - len(words) - 1) if least else 0, words
+    return min(_WIDEST_BAR, width - size - 1) if least else 0, words
 
 
 def main_metric(names: Sequence[str], *, monitor: str) -> str:
@@ -83,8 +85,10 @@ def main_metric(names: Sequence[str], *, monitor: str) -> str:
     return monitored if monitored in names else next(iter(names), "")
 
 
-def brief(value: float) -> str:
+def brief(value: float | None) -> str:
     """Return a number as text of about five characters."""
+    if value is None:
+        return "nan"
     if 1 <= abs(value) < 1e4:
         return f"{value:.2f}"
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1 else f"{value:.1e}"
@@ -104,5 +108,5 @@ def short(number: float) -> str:
     return f"{number:.3g}G"
 
 
-def _named(name: str, value: float | None) -> tuple[str, str]:
-    return ("", "") if value is None else (f"{name} {in_digits(value)}", f"{name} {brief(value)}")
+def _named(name: str, row: Mapping[str, Any]) -> tuple[str, str]:
+    return (f"{name} {in_digits(row[name])}", f"{name} {brief(row[name])}") if name in row else ("", "")

@@ -44,7 +44,8 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
         LOGGER.debug("%s", f"process {os.getpid()} on {socket.gethostname()}, {world.device}")  # for train.log
     if world.rank == 0:
         share = "" if num_trained == num_parameters else f"{num_trained:,} of "
-        log_wrapped(f"training {share}{num_parameters:,} parameters for {info.total_steps} steps on {world.world_size} x "
+        steps = f"{info.total_steps} step{'s' * (info.total_steps != 1)}"
+        log_wrapped(f"training {share}{num_parameters:,} parameters for {steps} on {world.world_size} x "
                     f"{world.device.type}, in {directory.path}", hang=2)  # fmt: skip
         say(_facts(trainer, build, places))
         _warn_of_low_rate(trainer)

@@ -60,8 +60,8 @@ def train(build: Builder) -> Exit:
                         trainer.progress.step, trainer.saver.last.step)  # fmt: skip
         _close_record(trainer, "finished" if is_finished else "preempted")
         if is_finished and world.rank == 0:  # last, so that no part of a terminal's live line is below it
-            files = f"{directory.weights.name}, {directory.metrics.name} and {directory.curves.name}"
-            log_wrapped(f"finished: {files} are in {directory.path}", hang=2)
+            written = [path.name for path in (directory.weights, directory.metrics, directory.curves) if path.exists()]
+            log_wrapped(f"finished: {', '.join(written[:-1])} and {written[-1]} are in {directory.path}", hang=2)
             say(result(directory, root=build.config.run.root))
         return Exit.FINISHED if is_finished else Exit.PREEMPTED
     except RunEnded as end:

@@ -96,7 +96,8 @@ def _own_forward_problems(model: nn.Module, *, num_stages: int, most_models: str
         chain = OwnForward(model)
     except Uncut as error:
         return [f"{type(model).__name__} does not have chain(), which lists the modules of its forward in their order, "
-                f"and its forward cannot be cut at its blocks: {error}; {most_models}"]  # fmt: skip
+                f"and its forward cannot be cut at its blocks: {error}; add chain() to the model, or take another strategy: "
+                f"{most_models}"]  # fmt: skip
     if num_stages > len(chain.blocks):
         return [f"pipeline: {num_stages} stages, but {type(model).__name__} has {len(chain.blocks)} block"
                 f"{'s' * (len(chain.blocks) != 1)}; take fewer, or another strategy: {most_models}"]  # fmt: skip

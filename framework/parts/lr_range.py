@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from framework.runs.figures import write_figure
 from framework.runtime.log import LOGGER
 from framework.training.loop import Loop
 
@@ -50,6 +51,11 @@ class LRRange:
     def ended(self, loop: Loop) -> None:
         if not loop.is_main or len(self.rates) < 2:
             return
+        write_figure(loop.directory / "lr_range.png", self._figure, dpi=120)
+        found = "falls at no learning rate" if self.best is None else f"falls fastest at optimizer.lr={self.best:.2g}"
+        LOGGER.info("the loss %s: lr_range.png is in %s", found, loop.directory)
+
+    def _figure(self) -> Any:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6, 4), layout="constrained")
@@ -60,9 +66,7 @@ class LRRange:
             axes.axvline(self.best, color="#d62728", linestyle=":", label=f"falls fastest: {self.best:.2g}")
             axes.legend(frameon=False)
         axes.grid(alpha=0.3)
-        figure.savefig(loop.directory / "lr_range.png", dpi=120)
-        found = "falls at no learning rate" if self.best is None else f"falls fastest at optimizer.lr={self.best:.2g}"
-        LOGGER.info("the loss %s: lr_range.png is in %s", found, loop.directory)
+        return figure
 
     def state_dict(self) -> dict[str, Any]:
         return {"rates": self.rates, "losses": self.losses, "average": self._average}

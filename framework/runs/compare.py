@@ -8,11 +8,11 @@ from typing import Any
 
 from framework.config.code import changed
 from framework.config.frozen_file import recall
-from framework.config.identity import EXECUTION, flat, is_below
+from framework.config.identity import EXECUTION, is_below
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE, Row, iterate_rows
 from framework.runs.provenance import Provenance
-from framework.runtime.problem import shown
+from framework.runs.settings import settings_of, text_of
 
 TwoValues = dict[str, tuple[str, str]]  # values of the first and the second run; empty if a run has no value
 
@@ -34,7 +34,7 @@ def config_differences(first: Path, second: Path) -> tuple[TwoValues, TwoValues]
 
     Raise ValueError if one of the directories has no frozen configuration.
     """
-    ours, theirs = ({key: _written(value) for key, value in flat(recall(path)).items()} for path in (first, second))
+    ours, theirs = (settings_of(recall(path)) for path in (first, second))
     pairs = _differing(ours, theirs)
     computed = {key: pair for key, pair in pairs.items() if not is_below(key, EXECUTION)}
     places = ("run.id", "run.dir", "run.root")
@@ -127,16 +127,12 @@ def _environment(start: dict[str, Any]) -> dict[str, str]:
         found["commit"] = str(git.get("commit")) + (" with changes" if git.get("diff") else "")
     found |= {name: str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}
     latest = workers[-1] if isinstance(workers, list) and workers and isinstance(workers[-1], dict) else {}
-    return found | {name: _written(latest[name]) for name in ("hosts", "devices") if name in latest}
+    return found | {name: text_of(latest[name]) for name in ("hosts", "devices") if name in latest}
 
 
 def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> TwoValues:
     names = dict.fromkeys([*ours, *theirs])
     return {name: (ours.get(name, ""), theirs.get(name, "")) for name in names if ours.get(name) != theirs.get(name)}
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
 
 
 def _rows_of(path: Path) -> dict[tuple[int, str], Row]:

@@ -1,10 +1,12 @@
 """`curves.png`: a run's loss and metrics over its steps, from metrics.jsonl. Below them: curves of the training itself."""
 
 import math
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from framework.runs.figures import write_figure
 from framework.runs.metrics_file import Row, is_curve, is_maximised, sampled_rows
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
@@ -21,12 +23,17 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
     The best validation value is marked. `restarts` are marked too: the steps from which the run was continued. `monitor` and
     `mode` are `checkpoint.monitor` and `checkpoint.mode`. Without rows, no file is written.
     """
+    draw = partial(_figure, metrics, title=title, restarts=restarts, monitor=monitor, mode=mode)
+    write_figure(target, draw, dpi=110)
+
+
+def _figure(metrics: Path, *, title: str, restarts: list[int], monitor: str, mode: str) -> Any:
     from matplotlib.figure import Figure  # takes half a second: only at the end of a run
 
     rows = sampled_rows(metrics, most=_MOST_POINTS)
     names = [name for name in dict.fromkeys(key for row in rows for key in row) if is_curve(name)]
     if not names:
-        return
+        return None
     large = [name for name in names if name in ("loss", monitor.partition("/")[2]) or not _is_flat(rows, name)] or names
     small = [name for name in names if name not in large]
     small += [name for name in _ASIDE if any(row.get(name) is not None for row in rows)]
@@ -47,7 +54,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
             _draw_metric(axes, rows, name, restarts, is_max=is_maximised(f"val/{name}", monitor=monitor, mode=mode))
         else:
             _draw_aside(axes, rows, name, restarts)
-    figure.savefig(target, dpi=110, pil_kwargs={"optimize": True})
+    return figure
 
 
 def _is_flat(rows: list[Row], name: str) -> bool:

@@ -1,18 +1,15 @@
 """The keys in which runs with the same name differ, because of a sweep or of different commands."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from framework.config.folders import parse_yaml
 from framework.config.identity import EXECUTION, is_below
-from framework.runtime.problem import shown
+from framework.runs.settings import TextByKey, differing, settings_of, with_options
 
-_MOST_KEYS = 2000  # per configuration
 _NOT_SHOWN = (*EXECUTION, "hash")
 
 
@@ -21,32 +18,27 @@ def differences(paths: Iterable[Path]) -> dict[Path, str]:
 
     If the options of a group differ, only the options are named, not their keys.
     """
-    beside = defaultdict[Path, dict[Path, dict[str, str]]](dict)
+    beside = defaultdict[Path, dict[Path, TextByKey]](dict)
     for path in paths:
         beside[path.parent][path] = _values(path / "config.yaml")
     found = dict[Path, str]()
     for runs in beside.values():
-        keys = dict.fromkeys(key for values in runs.values() for key in values)
-        differ = [key for key in keys if len({values[key] for values in runs.values() if key in values}) > 1]
+        configs = with_options([*runs.values()])
+        differ = differing(configs)
         named = [key for key in differ if not is_below(key.rpartition(".")[0], differ)]
-        found |= {path: " ".join(f"{key}={values[key]}" for key in named if key in values) for path, values in runs.items()}
+        for path, values in zip(runs, configs):
+            found[path] = " ".join(f"{key}={values[key]}" for key in named if key in values)
     return found
 
 
-def _values(path: Path) -> dict[str, str]:
+def _values(path: Path) -> TextByKey:
     try:
-        return dict(islice(_leaves(parse_yaml(path.read_bytes())), _MOST_KEYS))
+        values = settings_of(parse_yaml(path.read_bytes()))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):  # the file is missing or damaged
         return {}
+    return {key: _as_word(text) for key, text in values.items() if not is_below(key, _NOT_SHOWN)}
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values one by one, so that a file with exponentially many aliases does no harm."""
-    for name, value in node.items() if isinstance(node, dict) else ():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{key}.")
-        elif name == "_target_":  # the chosen option
-            yield prefix.rstrip("."), str(value).rpartition(".")[2]
-        elif not is_below(key, _NOT_SHOWN):
-            yield key, shown(int(value) if isinstance(value, float) and value.is_integer() else value)
+def _as_word(text: str) -> str:
+    """Return a value with quotation marks if, without them, its spaces would look like the end of the value."""
+    return repr(text) if len(text.split()) > 1 and text[0] not in "['\"" else text

@@ -46,7 +46,7 @@ def result(directory: RunDirectory, *, root: str) -> Iterator[tuple[str, str]]:
         yield "best", f"{monitor} {in_digits(best[name])} at step {best.get('step')}"
     for split in [split for split in ("train", "val", "test") if split in metrics]:
         row = metrics[split].get("last", {})
-        shown = [f"{name} {in_digits(value)}" for name, value in row.items() if is_curve(name) and _is_number(value)]
+        shown = [f"{name} {in_digits(value)}" for name, value in row.items() if is_curve(name)]
         yield split, "  ".join(shown)
     if took := "; ".join(_costs(summary)):
         yield "took", took

@@ -33,6 +33,8 @@ class Series:
 
     def add(self, step: float, value: float, *, is_kept: bool) -> None:
         self.last = value
+        if not math.isfinite(value):
+            return
         if not (value <= self.best if self.maximised else value >= self.best):  # true for the first value: best is nan then
             self.best, self.best_step = value, step
         if is_kept and self.is_drawn:
@@ -86,7 +88,7 @@ def _history(lines: Iterable[bytes], *, num_lines: int, num_train: int, monitor:
                 history.clock[1].append(seconds)
     if history.num_rows % history.stride:
         history.marks.append((step, crc))
-    history.series = {key: one for key, one in found.series.items() if math.isfinite(one.last)}
+    history.series = found.series
     return history
 
 
@@ -103,8 +105,7 @@ class _Found:
         if kind not in self._shown:
             self._shown[kind] = [(name, self._series(row["split"], name)) for name in row if _is_shown(name)]
         for name, series in self._shown[kind]:
-            if math.isfinite(value := number(row[name])):
-                series.add(step, value, is_kept=is_kept)
+            series.add(step, number(row[name]), is_kept=is_kept)
 
     def _series(self, split: str, name: str) -> Series:
         maximised = is_maximised(f"{split}/{name}", monitor=self._monitor, mode=self._mode)

@@ -33,8 +33,13 @@ def is_curve(name: str) -> bool:
     return name not in NOT_CURVES and ":" not in name
 
 
-def in_digits(value: float) -> str:
-    """Return a number as text with four decimals, or as a power of ten if four decimals would show nothing."""
+def in_digits(value: float | None) -> str:
+    """Return a number as text with four decimals, or as a power of ten if four decimals would show nothing.
+
+    A row has None for a value that is not finite.
+    """
+    if value is None:
+        return "nan"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
 
 

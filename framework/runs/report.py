@@ -6,7 +6,6 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,10 +19,9 @@ from framework.config.frozen_file import digest_of
 from framework.runs.directory import RECORD_FILES, RunDirectory
 from framework.runs.history import Curve, History, number, read_history
 from framework.runs.provenance import Provenance
-from framework.runtime.problem import shown
+from framework.runs.settings import TextByKey, settings_of
 
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
-_MOST_KEYS = 2000  # per configuration
 _MOST_BYTES = 16 << 20  # for provenance.json
 _LONGEST_LINE = 1 << 16
 _LARGEST_PICTURE = 1 << 18
@@ -39,10 +37,10 @@ class ReportedRun:
     label: str  # the run's path below the root
     state: str
     note: str  # why it failed, or which files could not be read
-    config: dict[str, str]  # dotted keys; values in YAML's form
+    config: TextByKey
     monitor: str
     mode: str  # min or max, for the monitor
-    last: dict[str, float]
+    last: dict[str, float]  # nan: the value in the last row is not finite
     best: dict[str, float]
     best_steps: dict[str, float]
     curves: dict[str, Curve]
@@ -64,6 +62,11 @@ def find_runs(root: Path) -> list[Path]:
     return sorted(found)
 
 
+def name_below(path: Path, root: Path) -> str:
+    """Return a run's path below `root`, or the directory's name if the root is the run."""
+    return path.resolve().name if path == root else str(path.relative_to(root))
+
+
 class RunReader:
     """A reader of all runs below a root. It can be called again: then it reads only runs with changed files."""
 
@@ -75,7 +78,7 @@ class RunReader:
         """Return the runs below the root, and one line about each run that had to be left out."""
         left_out, before, self._read = [], self._read, {}
         for path in find_runs(self._root):
-            label, directory = printable(str(path.relative_to(self._root))), RunDirectory(path)
+            label, directory = printable(name_below(path, self._root)), RunDirectory(path)
             try:
                 if odd := directory.odd_files():
                     raise OSError(f"{odd[0]} is not a plain file")
@@ -102,12 +105,6 @@ def _version_of(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def differing(runs: list[ReportedRun]) -> list[str]:
-    """Return the keys with different values in the configurations of the runs that have these keys."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    return [key for key in keys if len({run.config[key] for run in runs if key in run.config}) > 1]
-
-
 def printable(text: str) -> str:
     """Return `text` in a form that UTF-8 can encode, without characters that do not print."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
@@ -131,8 +128,8 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
         monitor=monitor,
         mode=mode,
         last={name: one.last for name, one in series.items()},
-        best={name: one.best for name, one in series.items()},
-        best_steps={name: one.best_step for name, one in series.items()},
+        best={name: one.best for name, one in series.items() if math.isfinite(one.best)},
+        best_steps={name: one.best_step for name, one in series.items() if math.isfinite(one.best)},
         curves={name: (one.steps, one.values) for name, one in series.items() if one.steps},
         numbers={name: number(summary.get(name)) for name in ("step", "samples_seen", "wall_s", "goodput", "restarts")},
         history=history,
@@ -202,39 +199,13 @@ def _shown_of(line: bytes) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if isinstance(value, str) or math.isfinite(value)}
 
 
-def _read_config(path: Path) -> tuple[dict[str, str], bool]:
+def _read_config(path: Path) -> tuple[TextByKey, bool]:
     try:
         config = parse_yaml(path.read_bytes())
-        return dict(islice(_flat(config), _MOST_KEYS)), not isinstance(config, dict)
+        settings = {printable(key): printable(text) for key, text in settings_of(config).items()}
+        return settings, not isinstance(config, dict)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}, True
-
-
-def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values one by one, so that a file with exponentially many aliases does no harm."""
-    for key, value in node.items() if isinstance(node, dict) else ():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif key == "_target_":  # the chosen option
-            yield printable(prefix.rstrip(".")), printable(str(value).rpartition(".")[2])
-        else:
-            yield printable(f"{prefix}{key}"), _written(value)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_written(item) if not isinstance(item, (list, dict)) else "..." for item in value[:20]) + "]"
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        value = int(value)  # lr=1 and lr=1.0 are the same run
-    return shown(value) if value is None or isinstance(value, bool) else printable(str(value))
-
-
-def parsed(value: Any) -> float | None:
-    """Return the number in a text (a number stays the same), or None if it is not a number."""
-    try:
-        return float(value)
-    except ValueError:
-        return None
 
 
 def count_states(states: list[str]) -> str:

@@ -16,7 +16,8 @@ import numpy as np
 from framework.config.identity import EXECUTION, is_below
 from framework.runs.history import Curve, History
 from framework.runs.metrics_file import is_maximised
-from framework.runs.report import ReportedRun, differing
+from framework.runs.report import ReportedRun
+from framework.runs.settings import TextByKey, differing, with_options
 from framework.runtime.files import write_atomically
 
 _FILES = Path(__file__).with_name("page")
@@ -71,12 +72,14 @@ class _Distinct:
 
 def _content(runs: list[ReportedRun]) -> dict[str, Any]:
     grids, origins = _Distinct(), _Distinct()
-    differ = differing(runs)
-    common = {key: value for key, value in runs[0].config.items() if all(run.config.get(key) == value for run in runs)}
-    own_keys = dict.fromkeys(key for run in runs for key in run.config if key not in common)
+    configs = with_options([run.config for run in runs])
+    differ = differing(configs)
+    common = {key: value for key, value in configs[0].items() if all(config.get(key) == value for config in configs)}
+    owns = [{key: value for key, value in config.items() if key not in common} for config in configs]
+    own_keys = dict.fromkeys(key for own in owns for key in own)
     tests = {name for run in runs for name in run.last if name.startswith("test/")}
     return {
-        "runs": [_content_of(run, common, grids, origins) for run in runs],
+        "runs": [_content_of(run, own, grids, origins) for run, own in zip(runs, owns)],
         "grids": grids.values,
         "origins": origins.values,
         "common": common,
@@ -89,7 +92,7 @@ def _content(runs: list[ReportedRun]) -> dict[str, Any]:
     }
 
 
-def _content_of(run: ReportedRun, common: dict[str, str], grids: _Distinct, origins: _Distinct) -> dict[str, Any]:
+def _content_of(run: ReportedRun, own: TextByKey, grids: _Distinct, origins: _Distinct) -> dict[str, Any]:
     step, samples_seen = run.numbers["step"], run.numbers["samples_seen"]
     batch = samples_seen / step if step else math.nan
     return {
@@ -98,14 +101,14 @@ def _content_of(run: ReportedRun, common: dict[str, str], grids: _Distinct, orig
         "note": run.note,
         "monitor": run.monitor,
         "maximised": is_maximised(run.monitor, monitor=run.monitor, mode=run.mode),
-        "last": run.last,
+        "last": {name: value if math.isfinite(value) else None for name, value in run.last.items()},
         "best": {name: [value, run.best_steps[name]] for name, value in run.best.items()},
         "numbers": {name: value for name, value in run.numbers.items() if math.isfinite(value)},
         "batch": batch if math.isfinite(batch) else None,  # the mean; for a run without a step, the configuration has the size
         "curves": {name: _packed(curve, grids) for name, curve in run.curves.items()},
         "clock": _packed(run.history.clock, grids) if run.history.clock[0] else None,
         "marks": _marks(run.history, grids),
-        "own": {key: value for key, value in run.config.items() if key not in common},
+        "own": own,
         "origin": origins.add(run.origin, key=json.dumps(run.origin, sort_keys=True)) if run.origin else None,
         "predictions": run.predictions,
         "pictures": {name: base64.b64encode(content).decode() for name, content in run.pictures.items()},

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import textwrap
 from collections.abc import Container, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING
 from framework.runs.differences import differences
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, last_rows
-from framework.runs.report import count_states, number, printable
+from framework.runs.report import count_states, name_below, number, printable
 from framework.runs.status import Standing, standings
 from framework.runtime.lock import Lock
+from framework.runtime.wrapping import wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -85,8 +85,7 @@ def _lines(rows: Sequence[Cells], *, width: float, line: str) -> list[tuple[str,
 
 
 def _wrapped(texts: Sequence[str], width: float) -> list[str]:
-    return [line for text in texts for line in textwrap.wrap(text, int(width), initial_indent=_INDENT,
-            subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)]  # fmt: skip
+    return [line for text in texts for line in wrapped(text, int(width), first=_INDENT, other=_INDENT)]
 
 
 def _coloured(text: "Text", state: str) -> "Text":
@@ -96,7 +95,7 @@ def _coloured(text: "Text", state: str) -> "Text":
 
 
 def _below(path: Path, root: Path) -> str:
-    return str(path.relative_to(root) if path.is_relative_to(root) else Path(*path.parts[-2:]))
+    return name_below(path, root) if path.is_relative_to(root) else str(Path(*path.parts[-2:]))
 
 
 def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
@@ -120,6 +119,6 @@ def _last_metric(rows: list[Row], monitor: str) -> str:
     for name in (monitor, "train/loss"):
         split, _, metric = name.partition("/")
         for row in reversed(rows):
-            if row["split"] == split and isinstance(row.get(metric), (int, float)):
-                return f"{name} {row[metric]:.4g}"
+            if row["split"] == split and metric in row:
+                return f"{name} {number(row[metric]):.4g}"
     return ""

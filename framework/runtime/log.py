@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from framework.runtime.environment import variables
 from framework.runtime.exits import Exit
 from framework.runtime.secrets import Redacting, WrappedStream
+from framework.runtime.wrapping import columns_of, wrapped
 
 LOGGER = logging.getLogger("steadfast")
 
@@ -81,10 +81,9 @@ class _Console(logging.Formatter):
         text = super().formatMessage(record) if record.levelno >= logging.WARNING else record.message
         hang = getattr(record, "hang", None)
         with suppress(OSError, ValueError):  # the stream is not a terminal, or is closed
-            if hang is not None and len(text) > (width := os.get_terminal_size(sys.stderr.fileno()).columns) > 0:
+            if hang is not None and columns_of(text) > (width := os.get_terminal_size(sys.stderr.fileno()).columns) > 0:
                 indent = text[: len(text) - len(text.lstrip())]
-                return textwrap.fill(text.lstrip(), max(40, width), initial_indent=indent, subsequent_indent=" " * hang,
-                                     break_long_words=False, break_on_hyphens=False)  # fmt: skip
+                return "\n".join(wrapped(text.lstrip(), max(40, width), first=indent, other=" " * hang))
         return text
 
 

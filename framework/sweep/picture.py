@@ -3,13 +3,14 @@
 import math
 import textwrap
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from framework.runs.report import parsed
+from framework.runs.figures import literal, write_figure
+from framework.runs.settings import parsed
 from framework.runs.table import TableRow, best_of
-from framework.runtime.files import replacing
 
 _FEW = 12  # the most values with drawn medians
 
@@ -61,11 +62,15 @@ def _spans(numbers: list[Any], factor: float) -> bool:
 
 def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None:
     """Draw the panels. Mark the best jobs, and draw failed jobs as crosses at the top. Without results, write no file."""
+    write_figure(target, partial(_figure, rows, monitor=monitor, mode=mode), dpi=120)
+
+
+def _figure(rows: list[TableRow], *, monitor: str, mode: str) -> Any:
     from matplotlib.figure import Figure  # takes half a second: only at the end of a sweep
 
     drawn = panels(rows)
     if not drawn or not any(row.state == "failed" or row.objective is not None for row in rows):
-        return
+        return None
     across = min(3, len(drawn))
     down = math.ceil(len(drawn) / across)
     figure = Figure(figsize=(1 + 4.5 * across, 0.6 + 3.4 * down), layout="constrained")
@@ -79,8 +84,7 @@ def draw(rows: list[TableRow], target: Path, *, monitor: str, mode: str) -> None
         axes.set(xlabel=panel.key, ylabel=monitor)
     looks = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(looks.values(), looks.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    with replacing(target) as beside:
-        figure.savefig(beside, dpi=120, format="png")
+    return figure
 
 
 _LOOKS = {  # of a state: marker, color, color inside
@@ -100,6 +104,8 @@ def _draw_panel(axes: Any, panel: Panel, marked: list[TableRow]) -> None:
     if objectives and _spans(objectives, 100):
         axes.set_yscale("log")
     if panel.scale == "category":
+        medians = [(literal(value), objective) for value, objective in panel.medians]
+        panel = replace(panel, values=[*map(literal, panel.values)], medians=medians)
         axes.xaxis.update_units(panel.values)  # in the order of the jobs, not in the order of drawing
         axes.set_xlim(-0.5, len({*panel.values}) - 0.5)
         axes.tick_params(axis="x", rotation=30 if len({*panel.values}) > 4 else 0)

@@ -402,11 +402,17 @@ def test_a_panel_shows_its_parameter_on_the_axis_that_fits(tmp_path: Path) -> No
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_swept_texts_are_no_formulas(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [row("finished", number, cost=cost) for number, cost in ((1.0, "$a_per_$"), (2.0, "$b_{$"))]
+    draw(rows, tmp_path / "sweep.png", monitor="val/$_x_$", mode="min")
+    assert (tmp_path / "sweep.png").is_file() and not caplog.records
+
+
 def test_a_line_joins_numbers_and_no_categories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: (drawn.append(self), path.touch()))
+    monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: drawn.append(self))
     values = [("cnn", "true", "[1, 2]", "8"), ("mlp", "false", "[2, 1]", "16")]
     rows = [row("finished", 1.0, model=model, flag=flag, list=several, dim=dim) for model, flag, several, dim in values]
     draw(rows, tmp_path / "sweep.png", monitor="val/loss", mode="min")

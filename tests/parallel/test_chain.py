@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from framework.engine.seam import Demands
+from framework.modules.trace import give_example
+from framework.parallel.pipeline import problems
 from framework.parallel.pipelining.chain import costs_of, cut, stray_parameters, weighty
+
+NOTHING = Demands(None, None, False, None, None, False, None, False)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,3 +44,30 @@ def test_costs_are_counted_operations() -> None:
 def test_a_weight_outside_of_the_chain_is_found() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert stray_parameters(model, [model[0]]) == ["1.weight", "1.bias"]
+
+
+class Deep(nn.Module):
+    """Has blocks and no chain()."""
+
+    def __init__(self, *, reads_values: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3))
+        self.reads_values = reads_values
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return -x if self.reads_values and x.sum().item() > 0 else x
+
+
+def test_a_model_that_cannot_be_cut_is_told_why_and_what_to_do() -> None:
+    def said(*, reads_values: bool, example: torch.Tensor | None) -> list[str]:
+        model = Deep(reads_values=reads_values)
+        give_example(model, example)
+        return problems(model, demands=NOTHING, pipeline=2, schedule="1f1b")
+
+    example = torch.empty(2, 4, device="meta")
+    assert said(reads_values=False, example=example) == []
+    for (line,), words in ((said(reads_values=False, example=None), "the dataset's info does not give the shape of an input"),
+                           (said(reads_values=True, example=example), "it reads the values of its tensors")):  # fmt: skip
+        assert words in line and "add chain() to the model, or take another strategy" in line

@@ -79,8 +79,13 @@ class OwnForward:
         self.model = model
         self.blocks = _row_of_blocks(model)
         trace = traced(model)
-        if trace is None or not trace.is_whole:
-            raise Uncut(f"{type(model).__name__}'s forward cannot be followed without numbers")
+        if trace is None:
+            raise Uncut("the dataset's info does not give the shape of an input (in_channels and image_size, or vocab_size "
+                        "and seq_len)")  # fmt: skip
+        if not trace.is_whole:
+            raise Uncut(
+                "it reads the values of its tensors, not only their shapes, or it does not accept a batch of this shape"
+            )
         self._calls = _calls(self.blocks, trace)
         self._links = _links_of_tensors(model, self.blocks, trace)
         self._copy = on_meta(model)[0]

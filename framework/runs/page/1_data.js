@@ -16,9 +16,12 @@ function numbers(text, Type) {
   return new Type(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer)
 }
 
+// A value that a file names: Object's own properties (`constructor`) are not among them.
+const at = (table, name, otherwise) => (Object.hasOwn(table, name) ? table[name] : otherwise)
+
 // Steps and values of a run's curve, decoded when they are first drawn.
 function curve(run, name) {
-  const found = run.curves[name]
+  const found = at(run.curves, name)
   if (!found) return null
   if (typeof found[1] === "string") run.curves[name] = [data.grids[found[0]], numbers(found[1], Float32Array)]
   return run.curves[name]
@@ -45,8 +48,9 @@ function placed(run, step) {
   return run.clock ? interpolated(run.clock[0], run.clock[1], step) : NaN
 }
 
-const setting = (run, key) => (Object.hasOwn(run.own, key) ? run.own[key] : Object.hasOwn(data.common, key) ? data.common[key] : "")
-const best = (run) => run.best[run.monitor]?.[0] ?? NaN
+const setting = (run, key) => at(run.own, key, at(data.common, key, ""))
+const bestAt = (run, name) => at(run.best, name, []) // value and step
+const best = (run) => bestAt(run, run.monitor)[0] ?? NaN
 
 // The best of some runs, among those with the monitor that most runs have.
 function bestOf(some) {
@@ -57,6 +61,7 @@ function bestOf(some) {
 // --- how values are written
 
 function metric(value) {
+  if (value === null) return "nan" // JSON has no word for it
   if (!Number.isFinite(value)) return ""
   const size = Math.abs(value)
   return size >= 1e5 || (value !== 0 && size < 1e-3) ? value.toExponential(2) : value.toFixed(4)
@@ -68,8 +73,26 @@ function duration(seconds) {
   return parts.map((part, index) => (index ? String(part).padStart(2, "0") : part)).join(":")
 }
 
-// A setting, of a number with many digits the first six: the whole is under the mouse.
-const brief = (value) => (value.length > 9 && value.includes(".") && Number.isFinite(Number(value)) ? String(Number(Number(value).toPrecision(6))) : value)
+const MOST_LETTERS = 40, BEFORE = 12 // of a text that is not cut; and before the first letter that is not the same
+const counted = new Map() // key -> its sameLetters
+
+// A setting; of a number with many digits the first six, of a long text what differs between the runs: the whole is under the mouse.
+function brief(run, key) {
+  const value = setting(run, key)
+  if (value.length > 9 && value.includes(".") && Number.isFinite(Number(value))) return String(Number(Number(value).toPrecision(6)))
+  return value.length > MOST_LETTERS && sameLetters(key) > BEFORE ? `… ${value.slice(sameLetters(key) - BEFORE)}` : value
+}
+
+// With how many letters all values of a key begin; 0 if there is only one value.
+function sameLetters(key) {
+  if (!counted.has(key)) {
+    const [first, ...others] = new Set(runs.map((run) => setting(run, key)).filter(Boolean))
+    let letters = 0
+    while (others.length && letters < first.length && others.every((other) => other[letters] === first[letters])) letters += 1
+    counted.set(key, letters)
+  }
+  return counted.get(key)
+}
 const count = (value) => (Number.isFinite(value) ? Math.round(value).toLocaleString("en") : "")
 const share = (value) => (Number.isFinite(value) ? `${Math.round(100 * value)} %` : "")
 

@@ -6,7 +6,7 @@ function text(key) {
   const values = runs.map((run) => setting(run, key))
   const isNumber = values.every((value) => value === "" || value === "null" || Number.isFinite(Number(value)))
   const read = (run) => (["", "null"].includes(setting(run, key)) ? NaN : Number(setting(run, key)))
-  return {value: isNumber ? read : (run) => setting(run, key), text: (run) => brief(setting(run, key)), whole: (run) => setting(run, key), isNumber}
+  return {value: isNumber ? read : (run) => setting(run, key), text: (run) => brief(run, key), whole: (run) => setting(run, key), isNumber}
 }
 
 const numeric = (value, written) => ({value, text: (run) => written(value(run)), isNumber: true})
@@ -18,9 +18,9 @@ function allColumns() {
   const monitors = [...new Set([data.monitor, ...runs.map((run) => run.monitor)])]
   const bests = [...new Set([...monitors, ...data.panels.filter((name) => name.startsWith("val/"))])]
   const final = data.tests.includes(`test/${metricName}`) ? `test/${metricName}` : data.monitor
-  const bestColumn = (name) => of("best", name, monitors.includes(name), {...numeric((run) => run.best[name]?.[0] ?? NaN, metric),
-    step: (run) => run.best[name]?.[1]}, `best ${name}`)
-  const lastColumn = (name) => of("final", name, name === final, numeric((run) => run.last[name] ?? NaN, metric),
+  const bestColumn = (name) => of("best", name, monitors.includes(name), {...numeric((run) => bestAt(run, name)[0] ?? NaN, metric),
+    step: (run) => bestAt(run, name)[1]}, `best ${name}`)
+  const lastColumn = (name) => of("final", name, name === final, {...numeric((run) => at(run.last, name) ?? NaN, metric), text: (run) => metric(at(run.last, name))},
     name.startsWith("test/") ? name : `last ${name}`)
   found.push(...bests.filter((name) => monitors.includes(name)).map(bestColumn), lastColumn(final))
   found.push(of("run", "time", true, numeric((run) => run.numbers.wall_s ?? NaN, duration)))

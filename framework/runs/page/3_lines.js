@@ -22,7 +22,7 @@ function groupsOf(some) {
   for (const run of some) {
     const values = keys.map((key) => setting(run, key)), name = JSON.stringify(values)
     if (!groups.has(name)) groups.set(name, {key: name, runs: [], title: keys.filter((key) => data.swept.includes(key) || ui.group !== "seed")
-      .map((key) => `${key.split(".").pop()}=${brief(setting(run, key))}`).join(" ") || "all runs"})
+      .map((key) => `${key.split(".").pop()}=${brief(run, key)}`).join(" ") || "all runs"})
     groups.get(name).runs.push(run)
   }
   return [...groups.values()]
@@ -80,7 +80,7 @@ function entriesOf(some) {
   for (const group of bright) {
     group.color = colors.get(group.key)
     const values = group.runs.filter((run) => run.monitor === data.monitor).map(best).filter(Number.isFinite)
-    const settings = telling.map((key) => `${key.split(".").pop()}=${brief(setting(group.runs[0], key))}`).join(" ")
+    const settings = telling.map((key) => `${key.split(".").pop()}=${brief(group.runs[0], key)}`).join(" ")
     group.detail = group.run ? settings : `${group.runs.length} run${group.runs.length === 1 ? "" : "s"}${spread(values)}`
   }
   return {groups, bright, faint: groups.filter((group) => !group.color).slice(0, MOST_FAINT)}

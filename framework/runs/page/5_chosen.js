@@ -39,11 +39,11 @@ function detailsOf(run) {
   all.append(element("summary", "keys with the same value in all runs"), tableOf([], Object.entries(data.common)))
   const samples = Object.entries(run.predictions).flatMap(([split, rows]) => {
     const names = [...new Set(rows.flatMap(Object.keys))]
-    const made = part(`predictions of ${split}: the first ${rows.length}`, names, rows.map((row) => names.map((name) => (typeof row[name] === "number" ? compact(row[name]) : row[name]))))
+    const made = part(`predictions of ${split}: the first ${rows.length}`, names, rows.map((row) => names.map((name) => (typeof at(row, name) === "number" ? compact(row[name]) : at(row, name)))))
     if (Object.hasOwn(run.pictures, split)) made.splice(1, 0, element("img", "", {className: "samples", src: `data:image/png;base64,${run.pictures[split]}`, alt: `these samples of ${split}, in their order`}))
     return made
   })
-  const metrics = Object.keys(run.last).filter((name) => !name.endsWith("/samples_per_s")).map((name) => [name, metric(run.best[name]?.[0]), run.best[name]?.[1], metric(run.last[name])])
+  const metrics = Object.keys(run.last).filter((name) => !name.endsWith("/samples_per_s")).map((name) => [name, metric(bestAt(run, name)[0]), bestAt(run, name)[1], metric(run.last[name])])
   const about = [["state", run.state], ["error", run.note], ...Object.entries(facts), ["packages", Object.entries(packages).map((pair) => pair.join(" ")).join(", ")]]
   return [element("h2", run.label), copy, tableOf([], about.filter(([, value]) => value)), ...part("metrics", ["", "best", "at step", "last"], metrics), ...samples,
     ...part("configuration", [], own), all]
@@ -53,7 +53,7 @@ function detailsOf(run) {
 
 function differing(one, other) {
   const keys = [...new Set([...Object.keys(one), ...Object.keys(other)])]
-  return keys.filter((key) => one[key] !== other[key]).map((key) => [key, one[key] ?? "(none)", other[key] ?? "(none)"])
+  return keys.map((key) => [key, at(one, key, "(none)"), at(other, key, "(none)")]).filter(([, first, second]) => first !== second)
 }
 
 function differenceOf(one, other) {
@@ -68,7 +68,7 @@ function differenceOf(one, other) {
     ...part("packages", head, differing(packagesOne, packagesOther)),
     ...part("start", head, differing(factsOne, factsOther)),
     ...part("best and last", head, [...new Set([one.monitor, other.monitor, ...data.tests])].map((name) => [name, ...[one, other].map((run) =>
-      `${metric(run.best[name]?.[0])} @${run.best[name]?.[1] ?? ""}; last ${metric(run.last[name])}`)])),
+      `${metric(bestAt(run, name)[0])} @${bestAt(run, name)[1] ?? ""}; last ${metric(at(run.last, name))}`)])),
   ]
   const recorded = one.origin !== null && other.origin !== null
   const same = [...(keys.length ? [] : ["configuration"]), ...(code.length || !recorded ? [] : ["code"])]

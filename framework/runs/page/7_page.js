@@ -54,7 +54,7 @@ function drawSummary(some) {
   if (marked) {
     const button = element("button", short(marked), {type: "button", className: "plain"})
     button.onclick = () => choose([marked], false)
-    made.push("· best ", element("span", `${data.monitor} ${metric(best(marked))}`, {className: "best"}), ` at step ${marked.best[marked.monitor][1]}: `, button)
+    made.push("· best ", element("span", `${data.monitor} ${metric(best(marked))}`, {className: "best"}), ` at step ${bestAt(marked, marked.monitor)[1]}: `, button)
   }
   if (some.length < runs.length) made.push(` · ${some.length} shown`)
   made.push(` · written ${when(data.written)} `)
