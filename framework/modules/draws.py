@@ -30,6 +30,7 @@ _UNREAD = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.defau
            aten.new_ones.default, aten.new_full.default}  # fmt: skip
 # operations that overwrite all earlier numbers
 _OVERWRITES = {aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default, aten.exponential_.default}
+_NEVER_FAIL = {aten.fill_.Scalar, aten.zero_.default}
 # operations that treat each number separately, so that a tensor can be drawn one block at a time
 _ALONE = {"normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_", "random_", "fill_",
           "zero_", "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "exp_", "log_", "sqrt_", "erfinv_", "tanh_",
@@ -185,11 +186,12 @@ class LaterDraws(TorchDispatchMode):
             has_own = any(isinstance(value, torch.Generator) for value in args)
             may_wait = memory_of(tensor) in self._new and self._draws_itself(kwargs) and not has_own
             if may_wait:
-                self._put_off(tensor, function, (tensor, *args), kwargs)
+                with without_modes():
+                    self._put_off(tensor, function, (tensor, *args), kwargs)
             return may_wait
 
     def _put_off(self, tensor: Tensor, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with without_modes():  # an error of its arguments is raised now, where the constructor may expect it
+        if function not in _NEVER_FAIL:  # an error is raised now, where the constructor may expect it
             function(torch.empty_like(tensor, device="meta"), *args[1:], **kwargs)
         place = memory_of(tensor)
         later = self._later.setdefault(place, _Later(self._new[place]))
