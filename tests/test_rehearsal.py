@@ -105,6 +105,7 @@ FOUND = {
     "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),
     "channels first": (model("ChannelsLast"), "model: ... AssertionError"),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
+    "statistics behind the blocks": ([*model("Statistics"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... after two steps: the buffer mean differs by ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is ... instead of"),
 }  # fmt: skip
 

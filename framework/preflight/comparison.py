@@ -131,6 +131,10 @@ def _difference(expected: Seen, ranks: list[Seen]) -> str:
     updated = {name: sketch for rank in ranks[::-1] for name, sketch in rank.updated.items()}
     worst = worst or _far(expected.updated, updated, what=f"after {expected.num_updates} more updates by the same gradients:")
     worst = worst or _other_sums(expected, ranks, 2, where="an evaluation")
+    buffers = {name: sketch for rank in ranks[::-1] for name, sketch in rank.buffers.items()}
+    for name, sketch in expected.buffers.items():  # one by one: some are counts, some are near zero
+        found = {name: buffers[name]} if name in buffers else {}
+        worst = worst or _far({name: sketch}, found, what="after two steps: the buffer")
     if not worst:
         return ""
     for name, sketch in expected.outputs.items():

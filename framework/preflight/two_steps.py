@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.build.training import Builder
-from framework.checkpoint.canonical import state_tensors
+from framework.checkpoint.canonical import model_tensors, state_tensors
 from framework.checkpoint.kept import kept_here, require_same_parts
 from framework.data.source import Source
 from framework.engine.seam import Engine, Step
@@ -37,6 +37,7 @@ class Seen:
     gradients: list[dict[str, Sketch]] = field(default_factory=list)  # of each step
     weights: dict[str, Sketch] = field(default_factory=dict)  # after two steps
     updated: dict[str, Sketch] = field(default_factory=dict)  # after more updates
+    buffers: dict[str, Sketch] = field(default_factory=dict)  # that checkpoints hold, after two steps
     sums: list[dict[str, float]] = field(default_factory=list)  # of each step, and of an evaluation
     kept: dict[str, Any] = field(default_factory=dict)  # the values in the optimizer's groups, by parameter and key
     first: int = 0  # the number of the first step
@@ -139,6 +140,8 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
     loader = build.loader(source, "val", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
     loader.num_workers = 0
     engine.sync_buffers()
+    names = {f"model/{name}": name for name, _ in engine.module.named_buffers()}
+    seen.buffers = {names[key]: sketch(tensor) for key, tensor in model_tensors(engine.module).items() if key in names}
     seen.sums.append({name: float(value) for name, value in player.evaluate(next(loader.evaluate()), shares=[1.0]).items()})
 
 
