@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from framework.distributed import buckets
 from framework.distributed.world import World
@@ -163,3 +163,39 @@ def test_messages_begin_within_the_last_backward_pass(schedule: str, tmp_path: P
     # in a step that makes a schedule for its second pass, torch clears gradients, and all are summed at the end
     assert sum(count >= 2 for count in early) >= 8, early
     assert_close(run, finished(*LINE, root=tmp_path / "one"))
+
+
+class Running(nn.Module):
+    """A block that reads a buffer that it changes in training."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(dim, dim)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.layer(x).tanh() * self.scale.clone()
+        if self.training:
+            self.scale.lerp_(x.detach().square().mean(), 0.1)
+        return x
+
+
+class Runner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(192, 8), nn.Linear(8, 10)
+        self.blocks = nn.ModuleList(Running(8) for _ in range(4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images.flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_buffers_are_sent_after_the_sums_also_if_only_one_pipeline_has_a_short_micro_batch(tmp_path: Path) -> None:
+    line = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=70", "dataset.num_val=8", "dataset.num_test=8",
+            "model._target_=tests.parallel.test_overlap.Runner", "precision=fp64", "global_batch_size=22", "micro_batch_size=4",
+            "trainer.max_epochs=null", "trainer.max_steps=5", "trainer.eval_every=null", "checkpoint.every=null"]  # fmt: skip
+    mesh = ["parallel=ddp+pp", "parallel.pipeline=2", "launch.nproc_per_node=4", "launch.timeout_s=40"]
+    assert_close(finished(*line, *mesh, root=tmp_path / "runs"), finished(*line, root=tmp_path / "one"))

@@ -141,12 +141,13 @@ class PipelineEngine(Engine):
         for micro_batches in earlier:
             self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
         self._pass(last, scale=scale, sums=sums, measure=measure, is_last=True)
+        if self._sums is not None:  # before the buffers: some pipelines have begun these sums in the pass, and others have not
+            self._sums.finish()
         self.end_step()
         for parameter, group in self._shared:
             if parameter.requires_grad:
                 dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
         if self._sums is not None:
-            self._sums.finish()
             sum_all((gradient_or_zeros(p) for p in self._summed_last), group=self._data)
         return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
 
