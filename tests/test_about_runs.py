@@ -153,6 +153,9 @@ def test_a_job_of_a_sweep_is_done_again_alone(tmp_path: Path) -> None:
     for command_line, own in {
         "/usr/bin/python train.py -m seed=5,6": r"python train\.py .*seed=6",
         "/usr/bin/python3 /usr/bin/steadfast --config-dir cfg -m seed=5,6": r"  steadfast --config-dir cfg .*seed=6",
+        "/usr/bin/steadfast -cn other -cd 'my conf' -m seed=5,6": r"steadfast --config-name other --config-dir 'my conf' .*seed=6",
+        "/usr/bin/python '/my clone/train.py' --multirun seed=5,6": r"  python '/my clone/train\.py' (?!--multirun).*seed=6",
+        "/usr/bin/python -m framework -m --config-name=other seed=5,6": r"python -m framework --config-name other (?!-m).*seed=6",
     }.items():
         record["starts"][0]["command"] = command_line  # not what runs this test
         (run / "provenance.json").write_text(json.dumps(record))
@@ -171,7 +174,9 @@ def test_processes_that_another_launcher_started_are_named(root: Path, tmp_path:
     assert "python train.py parallel=ddp  # on 2 processes" in asked(tmp_path, "why", str(run)).output
 
 
-@pytest.mark.parametrize("option, prefix", [([], "STEADFAST_CONF='/my options' "), (["--config-dir", "other"], "")])
+@pytest.mark.parametrize(
+    "option, prefix", [([], "STEADFAST_CONF='/my options' "), (["--config-dir", "other"], ""), (["-cd=other"], "")]
+)
 def test_a_folder_that_a_variable_selected_is_part_of_the_command(
     option: list[str], prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from framework.cli.run_lines import aligned, command_of, items_of, label_of, metrics_of, state_line
+from framework.cli.run_lines import aligned, as_typed, command_of, command_words, items_of, label_of, metrics_of, state_line
+from framework.config.arguments import FOLDER_FLAGS, split_flags
 from framework.runs import compare
 from framework.runs.directory import RunDirectory
 from framework.runs.lineage import Ancestor, lineage
@@ -130,11 +131,13 @@ def _remark(start: dict[str, Any]) -> str:
 
 
 def _own_command(start: dict[str, Any]) -> str:
-    """Return the command of one run. For a sweep, return the command of the job, with the sweep's own folder of options."""
-    command, line = command_of(start), start.get("line")
-    words = command.split()
-    if not isinstance(line, str) or not {"-m", "--multirun"} & set(words):
-        return command
-    named = next((i for i, word in enumerate(words) if word == "steadfast" or word.endswith("train.py")), 0)
-    options = [word for i, word in enumerate(words) if word.startswith("--config-dir") or words[i - 1] == "--config-dir"]
-    return " ".join([*words[: named + 1], *options, line])
+    """Return the command of one run. For a sweep, return the command of the job, with the sweep's flags that name options."""
+    words, line = command_words(start), start.get("line")
+    is_program = (word == "steadfast" or word.endswith(".py") or words[i - 1 : i + 1] == ["-m", "framework"]
+                  for i, word in enumerate(words))  # fmt: skip
+    first = next((i for i, found in enumerate(is_program, start=1) if found), 1)  # of the arguments
+    flags, _, _ = split_flags(words[first:])
+    if not isinstance(line, str) or "--multirun" not in flags:
+        return command_of(start)
+    options = [word for flag, value in flags.items() if flag in FOLDER_FLAGS for word in (flag, value)]
+    return f"{as_typed([*words[:first], *options], start)} {line}"

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from framework.config.arguments import split_flags
 from framework.config.code import Code, Functions, changed, code_of, versions
 from framework.config.folders import ROOT
 from framework.runtime.environment import variables
@@ -164,7 +165,8 @@ def _modules(value: dict[str, Any]) -> dict[str, Functions]:
 def _environment() -> dict[str, str]:
     """Return the variables that are part of the command: STEADFAST_CONF, unless an option selected the user's folder."""
     folder = variables().get("STEADFAST_CONF")
-    is_option = any(word.startswith(("--config-dir", "--config-path")) for word in sys.orig_argv)
+    flags, _, _ = split_flags(sys.orig_argv)
+    is_option = not flags.keys().isdisjoint(("--config-dir", "--config-path"))
     return {} if is_option or folder is None else {"STEADFAST_CONF": folder}
 
 
