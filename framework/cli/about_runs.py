@@ -44,12 +44,13 @@ def about_runs(command: str, arguments: list[str]) -> int:
 
 
 def _write_patch(run: Path, target: Path) -> int:
-    patch = patch_of(run)
-    if not patch or target.exists():
-        unchanged = f"{run} was started from a commit without changes, or has no record of its start"
-        what = f"{target} exists already" if patch else unchanged
-        return print_problems([Problem("patch", what)])
-    target.write_text(patch)
+    try:
+        patch = patch_of(run)
+    except ValueError as error:
+        return print_problems([Problem("patch", str(error))])
+    if target.exists():
+        return print_problems([Problem("patch", f"{target} exists already", "a new file")])
+    target.write_bytes(patch)
     print(f"{target} has the differences from the commit")
     return Exit.FINISHED
 

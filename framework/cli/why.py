@@ -18,11 +18,15 @@ from framework.runs.report import number
 from framework.runtime.files import checksum
 
 
-def patch_of(run: Path) -> str:
-    """Return the differences from the commit at a run's first start. Return an empty text without differences or records."""
+def patch_of(run: Path) -> bytes:
+    """Return the differences from the commit at a run's first start. Raise ValueError if there is no whole record of them."""
     starts = Provenance(run).read()["starts"]
     git = starts[0].get("git") if starts else None
-    return str(git.get("diff", "")) if isinstance(git, dict) else ""
+    if not isinstance(git, dict) or not (git.get("diff") or git.get("incomplete")):
+        raise ValueError(f"{run} was started from a commit without changes, or has no record of its start")
+    if git.get("incomplete"):
+        raise ValueError(f"the differences from the commit are not all recorded: {git['incomplete']}")
+    return str(git["diff"]).encode(errors="surrogateescape")
 
 
 def why(path: Path) -> list[str]:
@@ -79,7 +83,8 @@ def _commit(start: dict[str, Any]) -> str:
     if not isinstance(git, dict):
         return "not in a git repository"
     lines = [line for line in str(git.get("diff", "")).splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
-    changes = f" and {len(lines)} changed lines (provenance.json has them)" if lines else ""
+    changes = f" and {len(lines)} changed lines" if lines else " and changed files" if git.get("diff") else ""
+    changes += " (provenance.json has them)" if changes and not git.get("incomplete") else ""
     untracked = f", {len(items_of(git.get('untracked')))} files that git does not know" if git.get("untracked") else ""
     return f"commit {git.get('commit')}{changes}{untracked}"
 
@@ -92,7 +97,9 @@ def _again(found: list[Ancestor]) -> Iterable[str]:
             if isinstance(git, dict) and git.get("commit") != checked_out:
                 checked_out = git.get("commit")
                 yield f"  git checkout {checked_out}"
-            if isinstance(git, dict) and git.get("diff"):
+            if isinstance(git, dict) and git.get("incomplete"):
+                yield f"  (the differences from this commit are not all recorded: {git['incomplete']})"
+            elif isinstance(git, dict) and git.get("diff"):
                 yield f"  steadfast why {shlex.quote(str(ancestor.run))} patch=changes.patch"
                 # from the top: in a subfolder, git passes over other files
                 yield '  git -C "$(git rev-parse --show-toplevel)" apply "$PWD/changes.patch"'
