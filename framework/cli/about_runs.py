@@ -21,6 +21,7 @@ from framework.runs.metrics_file import last_rows
 from framework.runs.report import find_runs, number, printable
 from framework.runtime.exits import Exit
 from framework.runtime.problem import Problem
+from framework.runtime.program import typed_override
 from framework.runtime.secrets import redact
 
 _RUN = "a run's directory, or the beginning of its id"
@@ -84,7 +85,7 @@ def _show(path: Path) -> list[str]:
     lines += section("files", _files(directory))
     where = shlex.quote(str(path))
     return [*lines, *section("next", [f"steadfast {text}" for text in
-            (f"mode=eval run.dir={where}", f"why {where}", f"diff {where} RUN")], is_pairs=False)]  # fmt: skip
+            (f"mode=eval {typed_override('run.dir', str(path))}", f"why {where}", f"diff {where} RUN")], is_pairs=False)]  # fmt: skip
 
 
 def _progress(directory: RunDirectory) -> list[tuple[str, str]]:
