@@ -84,8 +84,8 @@ def _show(path: Path) -> list[str]:
     lines += section("metrics", metrics_of(summary))
     lines += section("files", _files(directory))
     where = shlex.quote(str(path))
-    return [*lines, *section("next", [f"steadfast {text}" for text in
-            (f"mode=eval {typed_override('run.dir', str(path))}", f"why {where}", f"diff {where} RUN")], is_pairs=False)]  # fmt: skip
+    then = (f"mode=eval {typed_override('run.dir', str(path))}", f"why {where}", f"diff {where} RUN")
+    return [*lines, *section("next", [f"steadfast {text}" for text in then], is_pairs=False)]
 
 
 def _progress(directory: RunDirectory) -> list[tuple[str, str]]:
