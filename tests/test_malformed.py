@@ -378,6 +378,7 @@ FLAGS = {
     "--experimental-rerun x": [
         "--experimental-rerun: is a flag of Hydra that does not work here (the same command continues a run)"
     ],
+    "--fast-dev-run": ["--fast-dev-run: unknown flag (trainer.max_steps=3 makes a short run)"],
     "--info no": ["--info: 'no' is not valid (one of all, config, defaults, defaults-tree, plugins, searchpath)"],
     "-sc": [f"--shell-completion: '' is not valid ({SHELLS})"],
     "-sc install=ksh": [f"--shell-completion: 'install=ksh' is not valid ({SHELLS})"],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 from framework.config.schema import STATIC_KEYS, RunConfig
-from framework.config.spelling import did_you_mean, nearest
+from framework.config.spelling import did_you_mean, done_here, nearest
 from framework.runtime.problem import Problem
 from framework.runtime.program import shell_word
 
@@ -81,7 +81,9 @@ def _unknown_flag(flag: str, value: str) -> Problem:
         return Problem(flag, "is a flag of Hydra that does not work here", _REFUSED[flag])
     if typo := difflib.get_close_matches(flag, _FLAGS, n=1, cutoff=0.8):
         return Problem(flag, "unknown flag", f"did you mean {typo[0]}?")
-    word = flag.lstrip("-")
+    word = flag.lstrip("-").replace("-", "_")
+    if instead := done_here(word):
+        return Problem(flag, "unknown flag", instead)
     key = nearest(word, STATIC_KEYS + _PEAK) if len(word) > 1 else None
     if key is not None:
         return Problem(flag, "unknown flag", f"did you mean {key}={value or 'VALUE'}?")
