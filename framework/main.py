@@ -1,5 +1,6 @@
 """The command line `steadfast ...`, which is the same as `python train.py ...`."""
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -93,7 +94,7 @@ def init(arguments: list[str]) -> int:
     except OSError as error:
         print(f"init: {target} cannot be written: {error.strerror}", file=sys.stderr)
         return Exit.DISK
-    print(f"{target} is a project: cd {target} && steadfast experiment=first")
+    print(f"{target} is a project: cd {shlex.quote(str(target))} && steadfast experiment=first")
     return Exit.FINISHED
 
 

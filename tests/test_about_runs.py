@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from framework import Run, load
 from framework.cli.run_lines import command_of
+from framework.cli.why import patch_of, why
 from framework.runs.compare import config_differences, rows_difference, weights_difference
 from framework.runs.lineage import lineage
-from framework.runs.provenance import Provenance
+from framework.runs.provenance import Provenance, git_state
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, command, finished, typed
 from tests.test_loop import TINY
@@ -153,6 +154,9 @@ def test_a_job_of_a_sweep_is_done_again_alone(tmp_path: Path) -> None:
     for command_line, own in {
         "/usr/bin/python train.py -m seed=5,6": r"python train\.py .*seed=6",
         "/usr/bin/python3 /usr/bin/steadfast --config-dir cfg -m seed=5,6": r"  steadfast --config-dir cfg .*seed=6",
+        "/usr/bin/steadfast -cn other -cd 'my conf' -m seed=5,6": r"steadfast --config-name other --config-dir 'my conf' .*seed=6",
+        "/usr/bin/python '/my clone/train.py' --multirun seed=5,6": r"  python '/my clone/train\.py' (?!--multirun).*seed=6",
+        "/usr/bin/python -m framework -m --config-name=other seed=5,6": r"python -m framework --config-name other (?!-m).*seed=6",
     }.items():
         record["starts"][0]["command"] = command_line  # not what runs this test
         (run / "provenance.json").write_text(json.dumps(record))
@@ -171,7 +175,9 @@ def test_processes_that_another_launcher_started_are_named(root: Path, tmp_path:
     assert "python train.py parallel=ddp  # on 2 processes" in asked(tmp_path, "why", str(run)).output
 
 
-@pytest.mark.parametrize("option, prefix", [([], "STEADFAST_CONF='/my options' "), (["--config-dir", "other"], "")])
+@pytest.mark.parametrize(
+    "option, prefix", [([], "STEADFAST_CONF='/my options' "), (["--config-dir", "other"], ""), (["-cd=other"], "")]
+)
 def test_a_folder_that_a_variable_selected_is_part_of_the_command(
     option: list[str], prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +198,53 @@ def test_what_differed_from_the_commit_is_written_as_a_patch(root: Path, tmp_pat
     assert f"git checkout {'c' * 40}" in ended.output and 'apply "$PWD/changes.patch"' in ended.output
     assert "and 1 changed lines" in ended.output
     assert asked(root, "why", str(run), f"patch={tmp_path / 'changes.patch'}").code == 78  # it is there already
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Return a repository with one commit of a text in latin-1 and of a binary file, and with a user's odd configuration."""
+    folder = tmp_path / "repository"
+    (folder / "below").mkdir(parents=True)
+    (folder / "latin.py").write_bytes("# coding: latin-1\nname = 'é'\n".encode("latin-1"))
+    (folder / "table.bin").write_bytes(bytes(range(256)))
+    for words in (["init", "-q"], ["config", "color.ui", "always"], ["config", "diff.noprefix", "true"],
+                  ["config", "diff.relative", "true"], ["add", "."],
+                  ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "x"]):  # fmt: skip
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+def recorded(state: dict[str, Any] | None, run: Path) -> Path:
+    run.mkdir()
+    (run / "provenance.json").write_text(json.dumps({"starts": [{"git": state}], "code": {}}))
+    return run
+
+
+def test_a_patch_restores_every_byte(repository: Path, tmp_path: Path) -> None:
+    changes = {"latin.py": "# coding: latin-1\nname = 'éè'\r\n".encode("latin-1"), "table.bin": bytes(range(255, -1, -1))}
+    for name, content in changes.items():
+        (repository / name).write_bytes(content)
+    patch = patch_of(recorded(git_state(repository / "below"), tmp_path / "run"))
+    subprocess.run(["git", "checkout", "-q", "."], cwd=repository, check=True)
+    subprocess.run(["git", "apply"], input=patch, cwd=repository, check=True)
+    assert {name: (repository / name).read_bytes() for name in changes} == changes
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [("x = 1\n" * 50_000, "characters, and the record holds at most"), ("token = 'hunter2-hunter2'\n", "a secret")],
+)
+def test_differences_that_a_record_cannot_hold_are_no_patch(
+    repository: Path, text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "hunter2-hunter2")
+    (repository / "latin.py").write_text(text)
+    run = recorded(git_state(repository), tmp_path / "run")
+    assert "hunter2" not in (run / "provenance.json").read_text()
+    with pytest.raises(ValueError, match=reason):
+        patch_of(run)
+    again = "\n".join(why(run)).partition("To do it again:")[2]
+    assert reason in again and "git apply" not in again and "patch=" not in again
 
 
 def test_two_runs_that_name_each_other_end(root: Path, tmp_path: Path) -> None:

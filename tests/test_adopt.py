@@ -18,8 +18,10 @@ from torch import nn
 class OddNet(nn.Module):
     """Layers one after the other, in a list."""
 
-    def __init__(self, in_channels, image_size, num_classes, hidden=12, act=nn.ReLU, drop: float = 0.5, widths=[3, 4]):
+    def __init__(self, in_channels, image_size, num_classes, hidden=12, act=nn.ReLU, drop: float = 0.5, widths=[3, 4],
+                 fill="${a}", unknown=["???"]):
         super().__init__()
+        assert (fill, unknown) == ("${a}", ["???"])
         self.first = nn.Linear(in_channels * image_size**2, hidden)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(hidden, hidden), act(), nn.Dropout(drop)) for _ in range(4))
         self.head = nn.Linear(hidden, num_classes)
@@ -65,7 +67,7 @@ def test_the_file_has_every_plain_argument_and_the_strategies_are_told_apart(
     text = (project / "conf" / "model" / "odd_net.yaml").read_text()
     assert yaml.safe_load(text) == {
         "_target_": "nets.odd.OddNet", "in_channels": None, "image_size": None, "num_classes": None, "hidden": 12, "drop": 0.5,
-        "widths": [3, 4],
+        "widths": [3, 4], "fill": r"\${a}",
     }  # fmt: skip
     assert text.startswith("# Layers one after the other, in a list.\n")
     assert re.search(r"ddp +yes\n", ended.output) and re.search(r"pipeline +yes\n", ended.output)

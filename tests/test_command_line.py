@@ -5,16 +5,21 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from framework import __version__
 from framework.config.help import help_text, version_text
+from framework.config.overrides import parse
+from framework.main import init
 from framework.runtime.exits import Exit
+from framework.runtime.program import typed_override
 from tests.harness import slow_but
 from tests.test_malformed import REPOSITORY
 
@@ -34,6 +39,46 @@ def test_version_says_what_it_runs_with(tmp_path: Path) -> None:
     done = shell("train --version", directory=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, version_text(__version__) + "\n", "")
     assert re.fullmatch(r"Steadfast \d+\.\d+\.\d+, with torch \S+, hydra-core \S+, Python \S+", version_text(__version__))
+
+
+ODD_TEXTS = [
+    "a,b",
+    "a b",
+    "it's",
+    'a"b',
+    "a\\'b",
+    "a\\",
+    "$HOME",
+    "x${a}'",
+    "精度",
+    "true",
+    "1e5",
+    "2024",
+    "",
+    "!x",
+    "a`b",
+    " a",
+    "~x",
+    "a=b",
+    "[a]",
+    "a;b",
+]
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXTS, "runs/x", "../a/b-c_d.e"])
+def test_a_printed_override_is_read_as_its_text(text: str) -> None:
+    (word,) = shlex.split(typed_override("name", text))
+    override = parse(word)
+    assert override is not None and not override.is_sweep_override()
+    assert OmegaConf.create({"name": override.value()}).name == text
+    assert text in ODD_TEXTS or word == f"name={text}"  # a plain text has no quotes
+
+
+def test_the_command_that_init_prints_enters_the_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "Mein Projekt é"
+    assert init([str(folder)]) == 0
+    command = capsys.readouterr().out.partition(": ")[2].partition(" && ")[0]
+    assert shell(f"{command} && pwd", directory=tmp_path).stdout == f"{folder}\n"
 
 
 # What a shell may do to the standard streams: the line, its exit code, its last line on stderr.

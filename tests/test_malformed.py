@@ -156,6 +156,7 @@ MALFORMED: dict[str, list[str]] = {
     'name="abc': ['name: "abc cannot be read (a quote " is not closed)'],
     "name=a=b": ["name: a=b cannot be read (quoted for the shell and for Hydra: \"name='a=b'\")"],
     "name=été": ["name: été cannot be read (quoted for the shell and for Hydra: \"name='été'\")"],
+    'name=["a(b)",精]': ["""name: ["a(b)",精] cannot be read (quoted for the shell and for Hydra: 'name=["a(b)","精"]')"""],
     "🦊=1": ["🦊: unknown key (a key is words with dots between them)"],
     "séed=1": ["séed: unknown key (did you mean seed?)"],
     "trainer..x=1": ["trainer..x: unknown key (a key is words with dots between them)"],
@@ -377,6 +378,7 @@ FLAGS = {
     "--experimental-rerun x": [
         "--experimental-rerun: is a flag of Hydra that does not work here (the same command continues a run)"
     ],
+    "--fast-dev-run": ["--fast-dev-run: unknown flag (trainer.max_steps=3 makes a short run)"],
     "--info no": ["--info: 'no' is not valid (one of all, config, defaults, defaults-tree, plugins, searchpath)"],
     "-sc": [f"--shell-completion: '' is not valid ({SHELLS})"],
     "-sc install=ksh": [f"--shell-completion: 'install=ksh' is not valid ({SHELLS})"],

@@ -130,6 +130,18 @@ def test_a_sweep_shows_the_runs_that_other_code_began_and_starts_none(folder: Pa
     assert states == ["finished", "finished"]
 
 
+def test_a_job_s_code_does_not_have_the_modules_of_other_jobs(folder: Path) -> None:
+    (folder / "other.py").write_text(NET)
+    (folder / "conf" / "model" / "other.yaml").write_text("_target_: other.Net\n")
+    assert run(folder, "-m", "model=net,other", "trainer.max_steps=1").code == 0
+    starts = [json.loads(path.read_text()) for path in folder.glob("runs/*/*/provenance.json")]
+    modules = sorted(sorted(content["code"][content["starts"][-1]["code"]]) for content in starts)
+    assert modules == [["helpers", "net"], ["helpers", "other"]]
+    edit(folder, "torch.tanh", "torch.relu", file="other.py")
+    alone = run(folder, "model=net", "trainer.max_steps=1")
+    assert alone.code == 0 and "finished already" in alone.output
+
+
 def stop_after_3() -> None:
     from tests.test_resume import after_step, preempt
 

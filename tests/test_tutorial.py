@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from framework.cli.run import checked_line
 from tests.harness import typed
 from tests.pages import PAGES, ROOT, Command, blocks, commands, with_ids
 from tests.test_extend import steadfast
@@ -50,6 +51,31 @@ def test_the_tutorial_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_was_written_for_another_trainer_trains(tmp_path: Path) -> None:
     follow(MIGRATION, tmp_path)
     assert len([*tmp_path.glob("runs/*/*/model.safetensors")]) == len(commands(MIGRATION)) == 4
+
+
+KEY = r"[a-z_]+(?:\.[a-z_]+)*"
+
+
+def settings() -> list[tuple[str, str, set[str]]]:
+    """Return each setting of another trainer in the tables, with a value, and our keys in the right column."""
+    found = []
+    for left, right in re.findall(r"^\| (.*) \| (.*) \|$", PAGES[MIGRATION], re.MULTILINE):
+        ours = {key for code in re.findall(r"`([^`]*)`", right) for key in re.findall(rf"{KEY}(?==)|^{KEY}$", code)}
+        for code in re.findall(r"`([^`]*)`", left):
+            found += [(name, value or "x", ours) for name, value in re.findall(rf"(?<![\w./])({KEY})=\"?([\w-]*)", code)]
+    return found
+
+
+@pytest.mark.parametrize("name, value, ours", settings())
+def test_the_message_for_another_trainer_s_setting_names_our_key(name: str, value: str, ours: set[str]) -> None:
+    problems = checked_line([f"{name}={value}"]).problems
+    said = {key for problem in problems for key in re.findall(KEY, problem.expected)}
+    assert name in ours or said & ours, problems
+
+
+def test_the_tables_have_the_settings_that_people_type() -> None:
+    names = {name for name, _, _ in settings()}
+    assert names >= {"gradient_clip_val", "algorithms", "paths.data_dir", "save_folder", "parallelism_config", "trainer"}
 
 
 def follow(page: str, folder: Path) -> None:

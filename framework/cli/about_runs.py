@@ -22,6 +22,7 @@ from framework.runs.report import find_runs, number, printable
 from framework.runs.settings import settings_of
 from framework.runtime.exits import Exit
 from framework.runtime.problem import Problem
+from framework.runtime.program import typed_override
 from framework.runtime.secrets import redact
 
 _RUN = "a run's directory, or the beginning of its id"
@@ -45,12 +46,13 @@ def about_runs(command: str, arguments: list[str]) -> int:
 
 
 def _write_patch(run: Path, target: Path) -> int:
-    patch = patch_of(run)
-    if not patch or target.exists():
-        unchanged = f"{run} was started from a commit without changes, or has no record of its start"
-        what = f"{target} exists already" if patch else unchanged
-        return print_problems([Problem("patch", what)])
-    target.write_text(patch)
+    try:
+        patch = patch_of(run)
+    except ValueError as error:
+        return print_problems([Problem("patch", str(error))])
+    if target.exists():
+        return print_problems([Problem("patch", f"{target} exists already", "a new file")])
+    target.write_bytes(patch)
     print(f"{target} has the differences from the commit")
     return Exit.FINISHED
 
@@ -83,8 +85,8 @@ def _show(path: Path) -> list[str]:
     lines += section("metrics", metrics_of(summary))
     lines += section("files", _files(directory))
     where = shlex.quote(str(path))
-    return [*lines, *section("next", [f"steadfast {text}" for text in
-            (f"mode=eval run.dir={where}", f"why {where}", f"diff {where} RUN")], is_pairs=False)]  # fmt: skip
+    then = (f"mode=eval {typed_override('run.dir', str(path))}", f"why {where}", f"diff {where} RUN")
+    return [*lines, *section("next", [f"steadfast {text}" for text in then], is_pairs=False)]
 
 
 def _progress(directory: RunDirectory) -> list[tuple[str, str]]:

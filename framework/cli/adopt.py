@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,7 @@ def adopt(arguments: list[str]) -> int:
     if problems := _problems([*line, "parallel=single", "launch.nproc_per_node=1"]):
         print("before any strategy:", flush=True)
         return print_problems(problems)
-    print(f"`steadfast {' '.join(line)}` trains it. Each strategy, on a batch of the data and on two processes:", flush=True)
+    print(f"`steadfast {shlex.join(line)}` trains it. Each strategy, on a batch of the data and on two processes:", flush=True)
     for strategy in [name for name in options("parallel") if name not in _NOT_TRIED]:
         fitting = _fitting(strategy)
         problems = _problems([*fitting, *line, f"parallel={strategy}", f"launch.nproc_per_node={_num_processes(strategy)}"])
@@ -106,7 +107,16 @@ def _line(name: str, argument: inspect.Parameter, facts: set[str]) -> Iterator[s
     elif argument.default is argument.empty:
         yield f"{key}: ??? # it has no default{kind}"
     elif _is_plain(argument.default):
-        yield f"{key}: {_in_yaml(argument.default)}"
+        yield f"{key}: {_in_yaml(_escaped(argument.default))}"
+
+
+def _escaped(value: Any) -> Any:
+    """Return plain data whose texts are no interpolations: a text with `${` stays this text."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _in_yaml(value: Any) -> str:
@@ -116,7 +126,7 @@ def _in_yaml(value: Any) -> str:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, dict)):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return value is None or type(value) in (bool, int, float, str)
+    return value is None or (type(value) in (bool, int, float, str) and value != "???")  # in YAML, ??? is a missing value
 
 
 def _fitting(strategy: str) -> list[str]:

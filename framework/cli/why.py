@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from framework.cli.run_lines import aligned, command_of, items_of, label_of, metrics_of, state_line
+from framework.cli.run_lines import aligned, as_typed, command_of, command_words, items_of, label_of, metrics_of, state_line
+from framework.config.arguments import FOLDER_FLAGS, split_flags
 from framework.runs import compare
 from framework.runs.directory import RunDirectory
 from framework.runs.lineage import Ancestor, lineage
@@ -17,11 +18,15 @@ from framework.runs.report import number
 from framework.runtime.files import checksum
 
 
-def patch_of(run: Path) -> str:
-    """Return the differences from the commit at a run's first start. Return an empty text without differences or records."""
+def patch_of(run: Path) -> bytes:
+    """Return the differences from the commit at a run's first start. Raise ValueError if there is no whole record of them."""
     starts = Provenance(run).read()["starts"]
     git = starts[0].get("git") if starts else None
-    return str(git.get("diff", "")) if isinstance(git, dict) else ""
+    if not isinstance(git, dict) or not (git.get("diff") or git.get("incomplete")):
+        raise ValueError(f"{run} was started from a commit without changes, or has no record of its start")
+    if git.get("incomplete"):
+        raise ValueError(f"the differences from the commit are not all recorded: {git['incomplete']}")
+    return str(git["diff"]).encode(errors="surrogateescape")
 
 
 def why(path: Path) -> list[str]:
@@ -78,7 +83,8 @@ def _commit(start: dict[str, Any]) -> str:
     if not isinstance(git, dict):
         return "not in a git repository"
     lines = [line for line in str(git.get("diff", "")).splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
-    changes = f" and {len(lines)} changed lines (provenance.json has them)" if lines else ""
+    changes = f" and {len(lines)} changed lines" if lines else " and changed files" if git.get("diff") else ""
+    changes += " (provenance.json has them)" if changes and not git.get("incomplete") else ""
     untracked = f", {len(items_of(git.get('untracked')))} files that git does not know" if git.get("untracked") else ""
     return f"commit {git.get('commit')}{changes}{untracked}"
 
@@ -91,7 +97,9 @@ def _again(found: list[Ancestor]) -> Iterable[str]:
             if isinstance(git, dict) and git.get("commit") != checked_out:
                 checked_out = git.get("commit")
                 yield f"  git checkout {checked_out}"
-            if isinstance(git, dict) and git.get("diff"):
+            if isinstance(git, dict) and git.get("incomplete"):
+                yield f"  (the differences from this commit are not all recorded: {git['incomplete']})"
+            elif isinstance(git, dict) and git.get("diff"):
                 yield f"  steadfast why {shlex.quote(str(ancestor.run))} patch=changes.patch"
                 # from the top: in a subfolder, git passes over other files
                 yield '  git -C "$(git rev-parse --show-toplevel)" apply "$PWD/changes.patch"'
@@ -130,11 +138,13 @@ def _remark(start: dict[str, Any]) -> str:
 
 
 def _own_command(start: dict[str, Any]) -> str:
-    """Return the command of one run. For a sweep, return the command of the job, with the sweep's own folder of options."""
-    command, line = command_of(start), start.get("line")
-    words = command.split()
-    if not isinstance(line, str) or not {"-m", "--multirun"} & set(words):
-        return command
-    named = next((i for i, word in enumerate(words) if word == "steadfast" or word.endswith("train.py")), 0)
-    options = [word for i, word in enumerate(words) if word.startswith("--config-dir") or words[i - 1] == "--config-dir"]
-    return " ".join([*words[: named + 1], *options, line])
+    """Return the command of one run. For a sweep, return the command of the job, with the sweep's flags that name options."""
+    words, line = command_words(start), start.get("line")
+    is_program = (word == "steadfast" or word.endswith(".py") or words[i - 1 : i + 1] == ["-m", "framework"]
+                  for i, word in enumerate(words))  # fmt: skip
+    first = next((i for i, found in enumerate(is_program, start=1) if found), 1)  # of the arguments
+    flags, _, _ = split_flags(words[first:])
+    if not isinstance(line, str) or "--multirun" not in flags:
+        return command_of(start)
+    options = [word for flag, value in flags.items() if flag in FOLDER_FLAGS for word in (flag, value)]
+    return f"{as_typed([*words[:first], *options], start)} {line}"

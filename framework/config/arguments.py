@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 from framework.config.schema import STATIC_KEYS, RunConfig
-from framework.config.spelling import did_you_mean, nearest
+from framework.config.spelling import did_you_mean, done_here, nearest
 from framework.runtime.problem import Problem
+from framework.runtime.program import shell_word
 
 _KEY = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 FOLDER_FLAGS = ("--config-dir", "--config-path", "--config-name")  # they can be combined with any other flag
@@ -80,7 +81,9 @@ def _unknown_flag(flag: str, value: str) -> Problem:
         return Problem(flag, "is a flag of Hydra that does not work here", _REFUSED[flag])
     if typo := difflib.get_close_matches(flag, _FLAGS, n=1, cutoff=0.8):
         return Problem(flag, "unknown flag", f"did you mean {typo[0]}?")
-    word = flag.lstrip("-")
+    word = flag.lstrip("-").replace("-", "_")
+    if instead := done_here(word):
+        return Problem(flag, "unknown flag", instead)
     key = nearest(word, STATIC_KEYS + _PEAK) if len(word) > 1 else None
     if key is not None:
         return Problem(flag, "unknown flag", f"did you mean {key}={value or 'VALUE'}?")
@@ -130,5 +133,21 @@ def _remedy(key: str, value: str, parses: Callable[[str], bool]) -> str:
             return f"a quote {quote} is not closed"
     if value.startswith("~"):
         return "the shell does not replace ~ here; did you mean $HOME" + value[1:] + "?"
-    quoted = f"{key}='{value}'"
-    return f'quoted for the shell and for Hydra: "{quoted}"' if parses(quoted) else "quote it"
+    quoted = f"{key}={_with_quotes(value, parses)}"
+    return f"quoted for the shell and for Hydra: {shell_word(quoted)}" if parses(quoted) else "quote it"
+
+
+_TEXTS = re.compile(r"""(?P<quoted>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|[^][{},"']+""")  # the texts in a list
+
+
+def _with_quotes(value: str, parses: Callable[[str], bool]) -> str:
+    """Return a value with quotes. In a list or a mapping, quote the texts that Hydra cannot read."""
+    if value[:1] not in ("[", "{"):
+        return f"'{value}'"
+    quote = '"' if '"' in value else "'"
+
+    def quoted(found: re.Match[str]) -> str:
+        text = found[0].strip()
+        return found[0] if found["quoted"] or not text or parses(f"key={text}") else f"{quote}{text}{quote}"
+
+    return _TEXTS.sub(quoted, value)

@@ -160,7 +160,8 @@ def apply(config: DictConfig, override: Override) -> list[Problem]:
             return [Problem(key, "unknown key", f"{above} holds a value, not keys")]
     is_section = OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))
     if is_section and not isinstance(value, dict):
-        return [Problem(key, f"{shown(value)} is not valid", f"a section, whose keys are set as in {key}.KEY=VALUE")]
+        expected, close = f"a section, whose keys are set as in {key}.KEY=VALUE", option_meant(str(value), key, ())
+        return [Problem(key, f"{shown(value)} is not valid", expected + (f"; {close}" if close else ""))]
     try:
         _replace_component(config, key, value)
         OmegaConf.update(config, key, value, merge=True, force_add=True)

@@ -17,6 +17,7 @@ from framework.config.section import LARGEST
 from framework.config.spelling import did_you_mean, done_here, nearest
 from framework.config.targets import HYDRAS, arguments_of, nodes_in
 from framework.runtime.problem import Problem, shown
+from framework.runtime.program import typed_override
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -255,7 +256,7 @@ def meant(value: Any, annotation: Any, *, key: str) -> str | None:
     if bool in types and (value in _YES or value in _NO):
         return "true" if value in _YES else "false"
     if str in types and isinstance(value, (bool, int, float)):
-        return f"\"{key}='{shown(value)}'\""  # quoted for the shell and for Hydra
+        return typed_override(key, shown(value))
     number = _number(value)
     if number is not None and (int in types and number == int(number) or float in types):
         return shown(int(number) if int in types else number)

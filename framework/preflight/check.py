@@ -12,6 +12,7 @@ from typing import Any
 from framework.build import components
 from framework.build.stored_data import with_urls
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
+from framework.config.code import code_of
 from framework.config.compose import Composed
 from framework.config.draft import Draft
 from framework.config.frozen_file import frozen_run_id
@@ -73,6 +74,8 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft.problems = list(first.values())
     if not draft.problems:
         draft.change("model", components.with_init_digest)
+    if imports and (config := draft.config) is not None:
+        code_of(config.targets())  # in a sweep or a notebook, the modules must not count as the modules of another run
     return draft
 
 

@@ -124,7 +124,7 @@ def _environment(start: dict[str, Any]) -> dict[str, str]:
     git, packages, workers = start.get("git"), start.get("packages"), start.get("workers")
     found: dict[str, str] = {name: str(start[name]) for name in ("framework", "python") if name in start}
     if isinstance(git, dict):
-        found["commit"] = str(git.get("commit")) + (" with changes" if git.get("diff") else "")
+        found["commit"] = str(git.get("commit")) + (" with changes" if git.get("diff") or git.get("incomplete") else "")
     found |= {name: str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}
     latest = workers[-1] if isinstance(workers, list) and workers and isinstance(workers[-1], dict) else {}
     return found | {name: text_of(latest[name]) for name in ("hosts", "devices") if name in latest}

@@ -1,7 +1,6 @@
 """The messages of a run at its start and its end, one fact per line: what the run is, and what its result is."""
 
 import math
-import shlex
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeGuard
@@ -10,7 +9,7 @@ from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import in_digits, is_curve
 from framework.runtime.environment import variables
 from framework.runtime.log import LOGGER, log_wrapped
-from framework.runtime.program import program
+from framework.runtime.program import program, typed_override
 
 Facts = Iterable[tuple[str, str]]  # labels and texts; a fact without a label belongs to the label above
 _BRIEF = "STEADFAST_BRIEF"
@@ -50,10 +49,10 @@ def result(directory: RunDirectory, *, root: str) -> Iterator[tuple[str, str]]:
         yield split, "  ".join(shown)
     if took := "; ".join(_costs(summary)):
         yield "took", took
-    run = f"run.dir={shlex.quote(str(directory.path))}"
+    run = typed_override("run.dir", str(directory.path))
     yield "next", f"{program()} mode=eval {run}"
     yield "", f"{program()} mode=export {run}"
-    yield "", f"{program()} mode=report run.root={shlex.quote(root)}"
+    yield "", f"{program()} mode=report {typed_override('run.root', root)}"
 
 
 def _costs(summary: dict[str, Any]) -> Iterator[str]:

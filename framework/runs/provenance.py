@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from framework.config.arguments import split_flags
 from framework.config.code import Code, Functions, changed, code_of, versions
 from framework.config.folders import ROOT
 from framework.runtime.environment import variables
@@ -164,7 +165,8 @@ def _modules(value: dict[str, Any]) -> dict[str, Functions]:
 def _environment() -> dict[str, str]:
     """Return the variables that are part of the command: STEADFAST_CONF, unless an option selected the user's folder."""
     folder = variables().get("STEADFAST_CONF")
-    is_option = any(word.startswith(("--config-dir", "--config-path")) for word in sys.orig_argv)
+    flags, _, _ = split_flags(sys.orig_argv)
+    is_option = not flags.keys().isdisjoint(("--config-dir", "--config-path"))
     return {} if is_option or folder is None else {"STEADFAST_CONF": folder}
 
 
@@ -173,11 +175,28 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None
     commit, status, diff = (_git(folder, *words) for words in (
-        ["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=normal"], ["diff", "HEAD"]))  # fmt: skip
+        ["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=normal"], _DIFF))  # fmt: skip
     if commit is None:
         return None
     untracked = [line[3:] for line in (status or "").splitlines() if line.startswith("??")]
-    return {"commit": commit.strip(), "diff": redact((diff or "")[:_LARGEST_DIFF]), "untracked": untracked[:100]}
+    return {"commit": commit.strip(), **_differences(diff), "untracked": untracked[:100]}
+
+
+# `git apply` needs every byte, and the prefixes a/ and b/, whatever the user's configuration of git says
+_DIFF = ["-c", "diff.relative=false", "diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short",
+         "--src-prefix=a/", "--dst-prefix=b/", "HEAD"]  # fmt: skip
+
+
+def _differences(diff: str | None) -> dict[str, str]:
+    """Return `diff` for the record. If `git apply` could not use it, return with `incomplete` why not."""
+    if diff is None:
+        return {"diff": "", "incomplete": f"git did not print them within {_GIT_TIMEOUT_S:g} s"}
+    recorded, reason = redact(diff), ""
+    if recorded != diff:
+        reason = "they contain a secret, which is not recorded"
+    if len(recorded) > _LARGEST_DIFF:
+        reason = f"they have {len(recorded):,} characters, and the record holds at most {_LARGEST_DIFF:,}"
+    return {"diff": recorded[:_LARGEST_DIFF], **({"incomplete": reason} if reason else {})}
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -186,4 +205,4 @@ def _git(folder: Path, *words: str) -> str | None:
         done = subprocess.run(line, capture_output=True, timeout=_GIT_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.decode(errors="replace")
+    return done.stdout.decode(errors="surrogateescape")  # a source in another encoding keeps its bytes

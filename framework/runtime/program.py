@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import shlex
 import sys
 import threading
@@ -72,3 +73,20 @@ def program() -> str:
     if path.name == "train.py":
         return f"python {shlex.quote(sys.argv[0])}"
     return "python -m framework" if path.name == "__main__.py" else "steadfast"
+
+
+_PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)(?:[a-z_/]|\.\.?/)[\w./:+@%-]*", re.ASCII | re.IGNORECASE)
+
+
+def typed_override(key: str, value: str) -> str:
+    """Return `key=value`, for a text, as a user types it: quoted for Hydra and for the shell where they need quotes."""
+    if _PLAIN.fullmatch(value):
+        return f"{key}={value}"
+    value = value.replace("${", "\\${")
+    value = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)  # Hydra's rule
+    return shell_word(f"{key}='{value}'")
+
+
+def shell_word(text: str) -> str:
+    """Return `text` as one word for a shell. Prefer double quotes for a text with single quotes."""
+    return f'"{text}"' if "'" in text and not set(text) & set('"$`\\!') else shlex.quote(text)

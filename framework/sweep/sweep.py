@@ -25,6 +25,7 @@ from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
+from framework.runtime.program import program, typed_override
 from framework.runtime.secrets import redact
 from framework.sweep.grid import Grid
 from framework.sweep.jobs import Job, Pool, SlurmPool, problems_of, submit_all
@@ -138,7 +139,7 @@ def run_jobs(sweep: Sweep) -> int:
             for job in [job for job in jobs if job.is_done]:
                 job.skip()
             submit_all([job for job in jobs if not job.is_done], directory=directory, group=group)
-            LOGGER.info("their states: python train.py mode=status run.root=%s", directory)
+            LOGGER.info("their states: %s mode=status %s", program(), typed_override("run.root", str(directory)))
             return _end(source, config.checkpoint, directory)
         size = max(1, min(multirun.num_at_a_time, source.num_left))
         pool: Pool | SlurmPool = Pool(size=size, group=group, logs=directory / "logs")
