@@ -240,6 +240,9 @@ def main() -> int:
     given = parser.parse_args()
     import torch
 
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("gpu.sh: torch sees no CUDA device here (--device cpu runs what a CPU can show)", file=sys.stderr)
+        return 69
     where = torch.cuda.get_device_name() if given.device == "cuda" else "this CPU"
     print(f"torch {torch.__version__} on {where}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -62,9 +62,14 @@ def problems(model: nn.Module, *, prefetch: int | None = None, **options: object
     """Return why this model cannot be sharded."""
     if prefetch is not None and prefetch < 1:
         return [f"parallel.prefetch: {prefetch} is not a number of blocks; take 1 or more, or null for the default of torch"]
-    scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
-    return [f"the model's {scalar} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
-            "ddp or zero"] if scalar else []  # fmt: skip
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            return [f"the model's {name} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
+                    "ddp or zero"]  # fmt: skip
+        if not parameter.is_contiguous():
+            return [f"the model's {name} is not contiguous in memory, which FSDP cannot shard; make it from a tensor after "
+                    ".contiguous(), or take ddp or zero"]  # fmt: skip
+    return []
 
 
 def exact_options(**options: object) -> dict[str, object]:

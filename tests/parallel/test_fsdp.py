@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from framework.parallel import fsdp
 from framework.runtime.torch_internals import num_operations
 from framework.training.trainer import Trainer
-from tests.harness import Ended, command, finished
+from tests.harness import Ended, Says, command, finished
 
 RUN = ["model=cnn", "model.channels=[16,32]", "model.norm=batch", "micro_batch_size=16", "trainer.max_epochs=3",
        "trainer.eval_every=null", "checkpoint.every=null", "launch.nproc_per_node=2"]  # fmt: skip
@@ -98,3 +99,9 @@ def test_a_choice_that_differs_between_processes_ends_the_run_before_the_next_ro
     ended = command(*line, root=tmp_path / "runs")
     assert ended.code == 78 and "rank 1 has called other blocks than rank 0, or has gradients" in ended.output, ended.output
     assert [path.name for path in ended.directory.glob("checkpoints/step_*")] == ["step_00000002"]
+
+
+def test_a_weight_that_is_not_contiguous_is_named() -> None:
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.randn(3, 2).t())
+    assert fsdp.problems(model) == [Says("the model's weight is not contiguous in memory, which FSDP cannot shard; ...")]
