@@ -64,11 +64,11 @@ def problems(model: nn.Module, *, prefetch: int | None = None, **options: object
         return [f"parallel.prefetch: {prefetch} is not a number of blocks; take 1 or more, or null for the default of torch"]
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
-            return [f"the model's {name} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), or take "
-                    "ddp or zero"]  # fmt: skip
+            return [f"the model's {name} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), "
+                    "or take ddp or zero"]  # fmt: skip
         if not parameter.is_contiguous():
-            return [f"the model's {name} is not contiguous in memory, which FSDP cannot shard; make it from a tensor after "
-                    ".contiguous(), or take ddp or zero"]  # fmt: skip
+            return [f"the model's {name} is not contiguous in memory, which FSDP cannot shard; call contiguous() before it "
+                    "becomes a parameter, or take ddp or zero"]  # fmt: skip
     return []
 
 
