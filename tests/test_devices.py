@@ -305,6 +305,8 @@ def test_who_was_killed_is_named_and_not_whom_nccl_has_aborted(is_on_cuda: bool,
         [Failure(1, "lost", "x", lost_peer=True)], {0: ended(signal.SIGABRT), 2: ended(signal.SIGKILL)}, ranks=range(3)
     )
     assert (found.rank, found.error) == ((2, "killed by SIGKILL") if is_on_cuda else (0, "killed by SIGABRT"))
+    assert ("another size" in found.where) != is_on_cuda
     alone = cause([], {0: ended(signal.SIGABRT)}, ranks=[0])
     assert ("process 77" in alone.where) == is_on_cuda  # an abort of NCCL's need not come again
+    assert "another size" not in alone.where
     assert math.isfinite(found.time)

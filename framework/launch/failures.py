@@ -70,7 +70,10 @@ def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: I
             # a kill from outside may not repeat, and NCCL aborts if another rank has ended; any other library that aborts will
             # do it again in the same way
             may_not_repeat = name == "SIGKILL" or (name == "SIGABRT" and torch.cuda.is_available())
-            where = f"process {ended[rank].pid}" if may_not_repeat else "not in Python: in the code of a library"
+            where = f"process {ended[rank].pid}" if may_not_repeat else "a place outside of Python, in a library"
+            if name == "SIGABRT" and len(quiet) + len(recorded) > 1 and not may_not_repeat:
+                size = "gloo ends a process if a message has another size than it expects"
+                where += f" ({size}: do all processes run the same blocks of the model?)"
             return Failure(rank, f"killed by {name}", where)
     if silent:  # the agent has seen the end of one process only, and this process had lost a peer
         return Failure(silent[0], "killed, without a message", "an unknown place")
