@@ -13,7 +13,9 @@ _Place = tuple[int, str]  # a parameter's number, and the name of a value in its
 
 
 @torch.no_grad()
-def average_states(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], *, agreement: Agreement) -> None:
+def average_states(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], *, agreement: Agreement, num_ranks: int
+) -> None:
     """Give every rank the same state for each parameter. Collective.
 
     A number with decimals is the mean over the ranks that have it. Other values, such as counts and flags, are those of the
@@ -29,7 +31,9 @@ def average_states(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Par
         for key, description in items:
             first.setdefault(key, (rank, description))
     keys = sorted(first)
-    counts = dict(zip(keys, agreement.sum(torch.tensor([float(key in mine) for key in keys], dtype=torch.float64)).tolist()))
+    having = torch.tensor([float(key in mine) for key in keys], dtype=torch.float64)
+    num_having = having * num_ranks if len(known) == 1 else agreement.sum(having)
+    counts = dict(zip(keys, num_having.tolist()))
     for key in keys:
         description = first[key][1]
         if isinstance(description, dict):  # of a tensor

@@ -129,7 +129,7 @@ class LocalSGD(EngineAround):
         if self._weights_average is not None:
             self._average(self._weights_average.tensors.values())
         self._average(p.data for p in self._trained)
-        average_states(self._optimizer, self._trained, agreement=self._world.agreement)
+        average_states(self._optimizer, self._trained, agreement=self._world.agreement, num_ranks=self.dp_size)
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
         averaged = list(tensors)

@@ -147,7 +147,7 @@ def test_complex_moments_are_averaged_too(monkeypatch: pytest.MonkeyPatch) -> No
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.abs().sum().backward()
     optimizer.step()
-    average_states(optimizer, [parameter], agreement=Agreement(None))
+    average_states(optimizer, [parameter], agreement=Agreement(None), num_ranks=1)
     assert [tensor.dtype for tensor in averaged] == [torch.complex64]
 
 
@@ -168,7 +168,7 @@ def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_
         for parameter, state in optimizer.state.items():
             optimizer.state[parameter] = dict([*state.items()][::turn])
         averaged.clear()
-        average_states(optimizer, [*module.parameters()], agreement=Agreement(None))
+        average_states(optimizer, [*module.parameters()], agreement=Agreement(None), num_ranks=1)
         orders.append([tensor.data_ptr() for tensor in averaged])
     # the counts of steps too, which stay equal
     assert orders[0] == orders[1] and len(orders[0]) == 6 and len(of_rank_0) == 2 * len(optimizer.state)
