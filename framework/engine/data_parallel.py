@@ -1,7 +1,7 @@
 """The engine of every strategy in which a rank runs the whole model on its own samples."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class HasNumber(Protocol):
-    """An object with a number that changes."""
-
-    number: int
-
-
 class DataParallelEngine(Engine):
     """The Engine of every strategy in which a rank runs the whole model on its own samples.
 
@@ -39,7 +33,7 @@ class DataParallelEngine(Engine):
     one process. Of the ranks that work on the same samples (tensor parallelism), one has `is_counted`. `warm_up` is called
     before the first step, `finish` after each step's last backward pass. Ranks without `meet_in_steps` get rank 0's buffers
     only in `sync_buffers`, and see no samples of other ranks. `data_group` has the ranks with the other parts of the global
-    batch (None: all ranks). All ranks must have equal numbers in `trail`. `forget` is called before the weights are exchanged
+    batch (None: all ranks). `trail` returns `Engine.trail`. `forget` is called before the weights are exchanged
     for their average: it must drop everything computed from the weights.
     """
 
@@ -60,7 +54,7 @@ class DataParallelEngine(Engine):
         warm_up: Callable[[], None] = lambda: None,
         finish: Callable[[], None] = lambda: None,
         meet_in_steps: bool = True,
-        trail: HasNumber | None = None,
+        trail: Callable[[], int] = lambda: 0,
         data_group: dist.ProcessGroup | None = None,
         forget: Callable[[], None] = lambda: None,
     ) -> None:
@@ -148,7 +142,7 @@ class DataParallelEngine(Engine):
 
     @property
     def trail(self) -> int:
-        return self._trail.number if self._trail is not None else 0
+        return self._trail()
 
     def outputs(self, inputs: Tree) -> Tree:
         self._forward.seed_draws(step=None, micro_batch=0)

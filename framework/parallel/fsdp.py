@@ -127,7 +127,7 @@ def sharded(
         broadcast=world.broadcast,
         make_optimizer=dealing(world),
         finish=trail.end_step,
-        trail=trail,
+        trail=lambda: trail.number,
         data_group=over.get_group() if is_cut else None,
         forget=partial(reshard, model),
     )
