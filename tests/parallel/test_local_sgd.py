@@ -140,15 +140,21 @@ def test_the_first_steps_sum_gradients_that_only_some_processes_have(tmp_path: P
     assert_close(finished(*line, "parallel=local-sgd", "parallel.sync_first=6", root=tmp_path / "runs"), ddp)
 
 
-def test_complex_moments_are_averaged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complex_moments_and_lists_of_tensors_are_averaged_too(monkeypatch: pytest.MonkeyPatch) -> None:
     averaged: list[Tensor] = []
     monkeypatch.setattr(averaged_states, "sum_all", averaged.extend)
     optimizer = torch.optim.SGD([torch.ones(2, dtype=torch.complex64, requires_grad=True)], lr=0.1, momentum=0.9)
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.abs().sum().backward()
     optimizer.step()
-    average_states(optimizer, [parameter], agreement=Agreement(None), num_ranks=1)
-    assert [tensor.dtype for tensor in averaged] == [torch.complex64]
+    optimizer.state[parameter]["factors"] = [
+        torch.ones(2),
+        {"right": torch.ones(3), "count": 4},
+    ]  # as second-order methods have
+    average_states(optimizer, [parameter], agreement=Agreement(None), num_ranks=2)
+    assert [tensor.dtype for tensor in averaged] == [torch.float32, torch.float32, torch.complex64]
+    left, more = optimizer.state[parameter]["factors"]
+    assert left.tolist() == [0.5, 0.5] and more["right"].tolist() == [0.5] * 3 and more["count"] == 4
 
 
 def test_states_are_averaged_in_one_order_whatever_order_a_checkpoint_has_given_them(monkeypatch: pytest.MonkeyPatch) -> None:
