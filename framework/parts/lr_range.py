@@ -51,9 +51,10 @@ class LRRange:
     def ended(self, loop: Loop) -> None:
         if not loop.is_main or len(self.rates) < 2:
             return
-        write_figure(loop.directory / "lr_range.png", self._figure, dpi=120)
+        picture = loop.directory / "lr_range.png"
+        write_figure(picture, self._figure, dpi=120)
         found = "falls at no learning rate" if self.best is None else f"falls fastest at optimizer.lr={self.best:.2g}"
-        LOGGER.info("the loss %s: lr_range.png is in %s", found, loop.directory)
+        LOGGER.info("the loss %s%s", found, f": {picture.name} is in {loop.directory}" if picture.exists() else "")
 
     def _figure(self) -> Any:
         from matplotlib.figure import Figure
