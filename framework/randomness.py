@@ -2,7 +2,8 @@
 
 import hashlib
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +52,17 @@ def set_generator_states(states: list[Any], *, devices: "Iterable[torch.device]"
     torch.default_generator.set_state(states[2])
     for state, device in zip(states[3:], (device for device in devices if device.type == "cuda")):
         torch.cuda.default_generators[device.index].set_state(state)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators within the context, and restore their states at its end."""
+    before = generator_states()
+    seed_generators(seed)
+    try:
+        yield
+    finally:
+        set_generator_states(before)
 
 
 _GAMMA = 0x9E3779B97F4A7C15

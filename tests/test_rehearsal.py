@@ -50,6 +50,19 @@ def points(name: str) -> list[str]:
 
 
 TWO = "launch.nproc_per_node=2"
+
+
+def users(train: str, *words: str) -> list[str]:
+    """The line of a run on a user's data: `tests.faulty_data.TRAIN`, with its arguments as YAML, if it has any."""
+    name, _, arguments = train.partition(" ")
+    node = f"{{_target_: tests.faulty_data.{name}{', ' * bool(arguments)}{arguments}}}"
+    return ["dataset=map_style", f"dataset.train={node}", "dataset.val={_target_: tests.faulty_data.Points, n: 12}",
+            "dataset.test={_target_: tests.faulty_data.Points, n: 12}", "dataset.facts={num_classes: 4}",
+            "model._target_=tests.faulty_data.Net", "global_batch_size=10", "trainer.max_epochs=null", "trainer.max_steps=20",
+            *words]  # fmt: skip
+
+
+DROP = "dataset.collate={_target_: tests.faulty_data.drop, _partial_: true}"
 COUPLED = "parallel: 2 processes compute different results ... after ... more updates by the same gradients: ..."
 FOUND = {
     "a counter": (model("Counter"), "model: ... num_calls ... register_buffer()"),
@@ -106,6 +119,19 @@ FOUND = {
     "channels first": (model("ChannelsLast"), "model: ... AssertionError"),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
     "statistics behind the blocks": ([*model("Statistics"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... after two steps: the buffer mean differs by ..."),
+    "a split that draws without a seed": (users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit, own: true}"), "dataset: its val split has other samples each time it is loaded ... draw from torch"),
+    "a training split that draws without a seed": (users("DrawnSplit own: true"), "dataset: its train split has other samples each time it is loaded ..."),
+    "samples of a process": (users("OfProcess", "dataset.num_workers=2"), "dataset: its samples differ in loader processes ... dataset.num_workers=0"),
+    "rows left out": (users("Damaged", DROP), "dataset: a micro-batch of 10 samples has 7 rows, but its loss is divided by the number of samples ..."),
+    "rows left out, on two": (users("Damaged", DROP, "parallel=ddp", TWO), "dataset: a micro-batch of 5 samples has ... rows, but its loss ..."),
+    "rows twice": (users("Points", "+dataset.batch_transform={_target_: tests.faulty_data.Twice}"), "dataset: a micro-batch of 10 samples has 20 rows ..."),
+    "epochs of another length": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=shorter"), "sampler: epoch 3 has 20 samples, and epoch 0 has 40 (all epochs ..."),
+    "numbers of no sample": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=beyond"), "sampler: epoch 0 has the sample 4 ... 0 to 39 ..."),
+    "a last batch of one sample": (users("Points n: 1001", "+model.is_normed=true"), "model: it does not take a micro-batch of 1 sample, the run's smallest: ValueError: Expected more than 1 value ... (drop_last=true ..."),
+    "a last batch of one sample, on two": (users("Points n: 43", "+model.is_normed=true", "parallel=ddp", TWO), "model: it does not take a micro-batch of 1 sample ... (drop_last=true ..."),
+    "a micro-batch of one sample": (users("Points", "+model.is_normed=true", "micro_batch_size=3"), "model: it does not take a micro-batch of 1 sample ... (a micro_batch_size that divides global_batch_size"),
+    "a parameter in another precision, fsdp": (users("Points", "+model.scale=float64", "parallel=fsdp", TWO), "parallel: a step in fp32 on 2 processes fails: AssertionError: FSDP expects uniform original parameter dtype ..."),
+    "its own sum over processes": ([*model("SumsItself"), "parallel=ddp", TWO, "micro_batch_size=4"], "model: 2 processes compute different results ... its own code asks torch.distributed: all_reduce at ... faulty.py: ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is ... instead of"),
 }  # fmt: skip
 
@@ -163,6 +189,29 @@ RIGHT = {
     "a layer that is read, cut": [*model("Reader"), "parallel=tensor", TWO],
     "a model of a library": zoo_line("hf llama"),
     "images, channels last": [*model("ChannelsLast"), "trainer.channels_last=true"],
+    "sets of points in one tensor, on two": [
+        *users(
+            "Sets",
+            "dataset.val={_target_: tests.faulty_data.Sets}",
+            "dataset.collate={_target_: tests.faulty_data.joined, _partial_: true}",
+            "task=regression",
+            "model._target_=tests.faulty_data.Pool",
+            "parallel=ddp",
+            TWO,
+            "micro_batch_size=3",
+        )
+    ],
+    "a mean that is zero but for rounding, on two": [
+        *model("ZeroMean"),
+        "optimizer=sgd",
+        "optimizer.lr=1.0",
+        "parallel=ddp",
+        TWO,
+        "micro_batch_size=4",
+    ],
+    "statistics, without the short last batch": users("Points n: 41", "+model.is_normed=true", "drop_last=true"),
+    "a split that draws": users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit}"),
+    "a sampler of lists": users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=list"),
 }
 
 

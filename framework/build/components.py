@@ -59,14 +59,10 @@ def loop_parts(nodes: Mapping[str, Node]) -> dict[str, Any]:
 
 def task(node: Node, *, seed: int) -> "Task":
     """Build the task; its random draws come from the run's seed. ValueError for bad arguments."""
-    from framework.randomness import generator_states, key, seed_generators, set_generator_states
+    from framework.randomness import key, seeded
 
-    before = generator_states()
-    seed_generators(key(seed, "task"))
-    try:
+    with seeded(key(seed, "task")):
         return component(node)()
-    finally:
-        set_generator_states(before)
 
 
 def metrics(nodes: Mapping[str, Node]) -> "dict[str, Metric]":

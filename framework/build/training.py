@@ -46,6 +46,7 @@ from framework.optim.update import (
     averages_itself,
 )
 from framework.parallel.sync_batchnorm import synchronise
+from framework.randomness import key, seeded
 from framework.runs.directory import RunDirectory
 from framework.runtime import torch_internals
 from framework.runtime.lock import Claim
@@ -78,7 +79,12 @@ class Builder:
 
     @cached_property
     def dataset(self) -> Dataset:
-        return components.dataset(self.config.dataset)
+        with seeded(key(self.config.seed, "split")):
+            return components.dataset(self.config.dataset)
+
+    def source(self, split: Split) -> Source:
+        """Load a split: on each node once, if its arrays can be shared. Collective."""
+        return load_shared(self.dataset, split, seed=self.config.seed, world=self.world)
 
     @cached_property
     def task(self) -> Task:
@@ -147,7 +153,7 @@ class Builder:
 
     def _load(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         stored: Split = split if self.config.trainer.overfit_batches is None else "train"
-        return self.loader(load_shared(self.dataset, stored, world=self.world), split, dp_rank=dp_rank, dp_size=dp_size)
+        return self.loader(self.source(stored), split, dp_rank=dp_rank, dp_size=dp_size)
 
     def loader(self, source: Source, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         """Return a rank's part of a split that is already loaded."""
@@ -182,6 +188,7 @@ class Builder:
             device=self.world.device,
             dtype=self.precision.parameters,
             batch_transform=components.batch_transform(config.dataset) if is_training else None,
+            split=split,
             channels_last=bool(config.trainer.channels_last),
         )
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from framework.build import components
 from framework.build.training import Builder
-from framework.data.loader import load_shared
 from framework.engine.data_parallel import DataParallelEngine
 from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import hidden_matrices, trainable
@@ -70,7 +69,7 @@ def planned_steps(build: Builder) -> PlannedSteps:
     Raise ValueError or OSError for data that cannot be loaded.
     """
     config = build.config
-    order = build.loader(load_shared(build.dataset, "train", world=build.world), "train", dp_rank=0, dp_size=1).order
+    order = build.loader(build.source("train"), "train", dp_rank=0, dp_size=1).order
     settings = config.trainer
     total = Plan.of(settings, order, checkpoint_every=config.checkpoint.every, grace_s=None).total_steps
     steps = sorted({*range(1, total + 1, -(-total // _MOST_POINTS)), total})

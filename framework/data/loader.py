@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from multiprocessing.synchronize import Semaphore
@@ -21,10 +21,12 @@ from framework.data.source import Dataset, Source, Split, is_in_memory, is_vecto
 from framework.data.to_device import ToDevice
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
-from framework.randomness import key, keys, seed_generators
+from framework.randomness import key, keys, seed_generators, seeded
+from framework.runtime.exits import RunEnded
 from framework.runtime.files import open_files
-from framework.runtime.preemption import SIGNALS, die_with_parent
-from framework.runtime.torch_internals import kill_loader, report_what_cannot_be_sent, shut_down_loader
+from framework.runtime.forks import begin_child
+from framework.runtime.preemption import SIGNALS
+from framework.runtime.torch_internals import fate_of_loader, kill_loader, report_what_cannot_be_sent, shut_down_loader
 
 _FORK_S = 5.0  # a new process that has done nothing for so long hangs
 
@@ -43,6 +45,7 @@ class Loader:
     device: torch.device
     dtype: torch.dtype
     batch_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of a micro-batch's inputs and targets, in training
+    split: str = ""  # for messages
     channels_last: bool = False  # the memory format of images; their shape stays (B, C, H, W)
 
     def __post_init__(self) -> None:
@@ -109,11 +112,30 @@ class Loader:
             seed_generators(key(self.order.seed, "sample", epoch if is_training else "evaluation", int(draw)))
             fetched.append(one_by_one(int(sample)))
         seed_generators(key(self.order.seed, at[0], start, part.number))
-        gathered: Any = self.source.gather(samples) if one_by_one is None else self.source.collate(fetched)  # type: ignore[attr-defined]
+        gathered: Any = self.source.gather(samples) if one_by_one is None else self._collated(fetched, samples)
         augment_keys = keys(self.order.seed, "augment", epoch, draws) if is_training and self.is_augmented else None
         inputs, targets = map(as_tensors, gathered)
-        stored = MicroBatch(part.number, inputs, targets, len(samples), part.start, keys=augment_keys)
+        numbers = getattr(self.source, "stored", lambda samples: samples)(samples)
+        stored = MicroBatch(part.number, inputs, targets, len(samples), part.start, keys=augment_keys,
+                            samples=numbers.tolist(), split=self.split)  # fmt: skip
         return stored if self._later else self._transformed(stored, is_training=is_training)
+
+    def _collated(self, fetched: list[Any], samples: np.ndarray) -> Any:
+        source: Any = self.source
+        try:
+            return source.collate(fetched)
+        except Exception as error:
+            forms = list(map(_form, fetched))
+            odd = next((number for number, form in enumerate(forms) if forms.count(form) * 2 < len(forms)), None)
+            who = "these samples do not make a batch"
+            if odd is not None:
+                who = f"{self.name_of(samples[odd])} has {forms[odd]}, and most others have {max(forms, key=forms.count)}"
+            raise ValueError(f"{who}: {type(error).__name__}: {error}") from error
+
+    def name_of(self, sample: int) -> str:
+        """Return how messages call a sample of the split."""
+        named: str = getattr(self.source, "name_of", lambda index: f"sample {index}")(int(sample))
+        return named
 
     def _transformed(self, stored: MicroBatch, *, is_training: bool) -> MicroBatch:
         inputs, targets = self.dataset.transform(stored.inputs, stored.targets, keys=stored.keys)
@@ -129,11 +151,24 @@ class Loader:
         return tensor.to(self.dtype, memory_format=order)
 
     def _run(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
-        steps = self._start_processes(positions, fetch) if self.num_workers else map(fetch, positions())
+        steps = self._read(self._start_processes(positions, fetch)) if self.num_workers else map(fetch, positions())
         if self.device.type == "cuda":
             finish = partial(self._transformed, is_training=False) if self._later else lambda micro_batch: micro_batch
             return map(ToDevice(self.device, finish=finish), steps)
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
+
+    @staticmethod
+    def _read(steps: Iterator[Step]) -> Iterator[Step]:
+        while True:
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise fate_of_loader(steps, error) from error
+            if isinstance(step, RunEnded):  # an exception raised there would come as a traceback in a text
+                raise step
+            yield step
 
     def _start_processes(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
         wait_s = _FORK_S
@@ -150,9 +185,9 @@ class Loader:
 
     def _fork(self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore) -> Iterator[Step]:
         def begin(_: int) -> None:
-            begun.release()
-            die_with_parent()  # torch's watchdog checks every five seconds, and a queue may break earlier
+            begin_child()  # torch's watchdog checks every five seconds, and a queue may break earlier
             report_what_cannot_be_sent()
+            begun.release()
 
         loader = DataLoader(
             _AtPosition(fetch),
@@ -184,12 +219,24 @@ def as_tensors(stored: Any) -> Any:
     return type(stored)(map(as_tensors, stored)) if type(stored) in (tuple, list) else stored
 
 
+def _form(sample: Any) -> str:
+    """Return the shapes in a sample, in a short text."""
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{name}: {_form(value)}" for name, value in sample.items()) + "}"
+    if isinstance(sample, (tuple, list)):
+        return "(" + ", ".join(map(_form, sample)) + ")"
+    return str(list(sample.shape)) if hasattr(sample, "shape") else type(sample).__name__
+
+
 @dataclass(frozen=True)
 class _AtPosition(torch.utils.data.Dataset[Step]):
     fetch: Callable[[int], Step]
 
     def __getitem__(self, position: int) -> Step:
-        return self.fetch(position)
+        try:
+            return self.fetch(position)
+        except RunEnded as end:
+            return end  # type: ignore[return-value]  # the reading process raises it
 
 
 @dataclass(eq=False)
@@ -214,17 +261,26 @@ class Splits:
 # --- one copy of a small dataset for all processes of a node
 
 
-def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
+def load(dataset: Dataset, split: Split, *, seed: int) -> Source:
+    """Load a split. Its draws depend only on the run's seed, so its samples do not depend on which split is used first.
+
+    All splits get the same draws: disjoint parts of one permutation stay disjoint.
+    """
+    with seeded(key(seed, "split")):
+        return dataset.load(split)
+
+
+def load_shared(dataset: Dataset, split: Split, *, seed: int, world: World) -> Source:
     """Load a split; on each node one process decodes it, and the other processes map its memory. Collective.
 
     A source that is not a dataclass has no fields to map; then each process loads it.
     """
     if world.world_size == 1:
-        return dataset.load(split)
+        return load(dataset, split, seed=seed)
     source = None
     for is_my_turn in (world.rank == 0, world.rank != 0):  # rank 0 before the other nodes, because it may download the files
         if is_my_turn and world.local_rank == 0:
-            source = dataset.load(split)
+            source = load(dataset, split, seed=seed)
         world.agreement.barrier()
     if world.agreement.largest(world.local_world_size) == 1:  # nodes may have different numbers of processes
         assert source is not None
@@ -237,7 +293,7 @@ def load_shared(dataset: Dataset, split: Split, *, world: World) -> Source:
         offer = type(source), rest, os.getpid(), descriptors
     offered = world.agreement.dealt((world.first_on_node, offer), lambda values: [values[first][1] for first, _ in values])
     if offered is None:
-        return dataset.load(split) if source is None else source
+        return load(dataset, split, seed=seed) if source is None else source
     kind, rest, pid, files = offered
     mapped = {
         name: np.load(f"/proc/{pid}/fd/{file}", mmap_mode="r", allow_pickle=False).view(np.ndarray)  # a file in memory

@@ -109,14 +109,26 @@ class OneByOne:
         for number in (*range(index, len(self)), *range(index)):
             stored = number if self._numbers is None else int(self._numbers[number])
             try:
-                return self.samples[stored]
+                sample = self.samples[stored]
+                if sample is None and (self._skips or self._collate is None):
+                    raise TypeError("it is None")
+                return sample
             except Exception as error:
-                name = getattr(self.samples, "name_of", lambda _: "")(stored)
-                what = f"sample {stored} of {self._split}{f' ({name})' if name else ''}: {type(error).__name__}: {error}"
+                what = f"{self.name_of(number)}: {type(error).__name__}: {error}"
                 if not self._skips:
                     raise ValueError(f"{what} (dataset.on_error=skip takes the next one in its place)") from error
                 LOGGER.warning("%s: skipped", what)
         raise ValueError(f"dataset.{self._split}: every sample is damaged")
+
+    def name_of(self, index: int) -> str:
+        """Return how messages call a sample: its number in the dataset, and the dataset's own name for it."""
+        stored = int(self.stored(np.array(index)))
+        name = getattr(self.samples, "name_of", lambda _: "")(stored)
+        return f"sample {stored} of {self._split}" + (f" ({name})" if name else "")
+
+    def stored(self, indices: np.ndarray) -> np.ndarray:
+        """Return the numbers that samples of this split have in the dataset."""
+        return indices if self._numbers is None else self._numbers[indices]
 
     def collate(self, samples: list[Any]) -> tuple[Any, Any]:
         """Return the inputs and targets of these samples."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from framework.data.permutation import Permutation
 from framework.randomness import key
+from framework.runtime.exits import Unfit
 
 _MOST_KEPT = 1 << 20  # samples: a permutation of this size is drawn in 60 ms, and takes 8 MiB
 
@@ -45,7 +46,7 @@ class Order:
 
     def __post_init__(self) -> None:
         self.format = 2 if self._is_large else 1
-        drawn = self.num_samples if self.draw is None else len(self.draw(0))
+        self._drawn = drawn = self.num_samples if self.draw is None else len(self.draw(0))
         self.epoch_size = drawn - (drawn % self.global_batch_size if self.drop_last else 0)
         if self.epoch_size == 0:
             raise ValueError(f"drop_last=true leaves no batch of {drawn} samples in batches of "
@@ -94,9 +95,33 @@ class Order:
         """Return the epoch and the samples' numbers, shape (n,), of the global batch after `samples_seen` samples."""
         epoch, offset = divmod(samples_seen, self.epoch_size)
         if epoch != self._epoch:
-            self._numbers = self._permuted(epoch) if self.draw is None else self.draw(epoch)
+            self._numbers = self._permuted(epoch) if self.draw is None else self._drawn_by(self.draw, epoch)
             self._epoch = epoch
-        return epoch, self._numbers[offset : offset + self.size(samples_seen)]
+        numbers = self._numbers[offset : offset + self.size(samples_seen)]
+        return epoch, numbers if self.draw is None else self._checked(numbers, epoch)
+
+    def check(self, epoch: int) -> None:
+        """Raise Unfit if an epoch of a sampler has another length than the first, or a number that is not a sample's."""
+        if self.draw is not None:
+            self._checked(self._drawn_by(self.draw, epoch)[: self._drawn], epoch)
+
+    def _drawn_by(self, draw: Callable[[int], Numbers], epoch: int) -> Numbers:
+        numbers = draw(epoch)
+        if len(numbers) != self._drawn:
+            what = f"epoch {epoch} has {len(numbers)} samples, and epoch 0 has {self._drawn}"
+            raise Unfit(f"sampler: {what} (all epochs must have the same length)")
+        return numbers
+
+    def _checked(self, drawn: Any, epoch: int) -> np.ndarray:
+        """Return a sampler's numbers as an array. Unfit if one of them is not the number of a sample."""
+        numbers = np.asarray(drawn)
+        with np.errstate(invalid="ignore"):
+            whole = numbers.astype(np.int64)
+        odd = numbers[(whole != numbers) | (whole < 0) | (whole >= self.num_samples)]
+        if odd.size:
+            what = f"epoch {epoch} has the sample {odd[0]}, and the samples are 0 to {self.num_samples - 1}"
+            raise Unfit(f"sampler: {what} (numbers of samples)")
+        return whole
 
     def draws(self, samples_seen: int) -> np.ndarray:
         """Return numbers that distinguish the batch's draws within their epoch, shape (n,).

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from framework.engine.of_samples import naming, require_rows
 from framework.engine.seam import MicroBatch, Observe, Task, says_itself
 from framework.engine.sums import Sums, as_sums
 from framework.modules.tensors import Tree, call, map_tensors
@@ -74,22 +75,27 @@ class Forward:
     def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the sum of the losses, for the backward pass, and all sums, with `measure` also those of the metrics."""
         self.is_padding = micro_batch.is_padding
-        return self.measured(self.for_loss(lambda: call(model, micro_batch.inputs)), micro_batch, measure=measure)
+        with naming(micro_batch):
+            outputs = self.for_loss(lambda: call(model, micro_batch.inputs))
+        return self.measured(outputs, micro_batch, measure=measure)
 
     def outputs(self, model: Callable[..., Any], micro_batch: MicroBatch) -> Tree:
         """Return the model's outputs."""
         self.is_padding = micro_batch.is_padding
-        return self.in_precision(lambda: call(model, micro_batch.inputs))
+        with naming(micro_batch):
+            return self.in_precision(lambda: call(model, micro_batch.inputs))
 
     def measured(self, outputs: Tree, micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the loss and the sums, as a call of this object does, for outputs that already exist."""
-        loss = self.task.loss(outputs, micro_batch.targets)
+        with naming(micro_batch, narrowed=lambda part: self.task.loss(part(outputs), part(micro_batch.targets))):
+            loss = self.task.loss(outputs, micro_batch.targets)
         sums = as_sums({"loss": loss})
         if measure and (metrics := getattr(self.task, "metrics", None)) is not None:
             measured = as_sums(metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets))
             if "loss" in measured:
                 raise Unfit("task: its metrics() returns a value with the name of the loss (use a new name)")
             sums |= measured
+        require_rows(sums, micro_batch)
         return loss[0] if isinstance(loss, tuple) else loss, sums
 
     def evaluated(self, outputs: Tree, micro_batch: MicroBatch) -> Sums:

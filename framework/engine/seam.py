@@ -30,6 +30,8 @@ class MicroBatch(NamedTuple):
     start: int  # the index of its first sample in the global batch
     is_padding: bool = False  # has weight zero: it lets every rank run the same collectives
     keys: np.ndarray | None = None  # for the augmentation of its samples, until the augmentation is done
+    samples: Sequence[int] = ()  # their numbers in the stored data, for messages
+    split: str = ""
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """Return the micro-batch with `function` applied to each of its tensors."""

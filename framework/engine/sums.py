@@ -32,6 +32,11 @@ def weight_of(name: str) -> str:
     return f"weight of {name}"
 
 
+def is_weight(name: str) -> bool:
+    """Return whether this is the name of the weight of a sum."""
+    return name.startswith(weight_of(""))
+
+
 def as_sums(values: Mapping[str, Value]) -> Sums:
     """Return a task's values as sums and their weights, without gradients. TypeError for any other value."""
     sums: Sums = {}

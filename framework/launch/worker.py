@@ -35,9 +35,10 @@ from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit, RunEnded, Unfit
+from framework.runtime.forks import begin_child, in_new_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
-from framework.runtime.preemption import PREEMPTION, die_with_parent
+from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_internals import ElasticAgent
 
 
@@ -240,7 +241,7 @@ class Agent(ElasticAgent):
 
 def _work_in_child(work: Callable[..., int], *arguments: Any) -> int:
     """Be a worker. End with the parent process, which prints the messages to the user."""
-    die_with_parent()
+    begin_child()
     tempfile.tempdir = None  # this process must not use the launcher's folder
     PREEMPTION.watch()  # a spawned process does not inherit it
     PREEMPTION.speaks = False
@@ -269,7 +270,7 @@ def start_workers(run: ClaimedRun) -> int:
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     with new_folder(directory.path) as scratch:
         agent = _LocalAgent(config.launch, config.run.id, work, run.frozen, scratch, scratch=scratch, directory=directory)
-        result = agent.run()
+        result = in_new_thread(agent.run)
     if agent.verdict:
         return report(agent.verdict, directory)
     return report(agent.failures[-1], directory) if result.is_failed() else max(result.return_values.values())

@@ -16,7 +16,7 @@ from framework.build.training import Builder
 from framework.checkpoint.gathering import state_of
 from framework.config.frozen_file import digest_of, recall
 from framework.data.loader import as_tensors
-from framework.data.source import Dataset
+from framework.data.source import Dataset, Source
 from framework.modes.load_run import LoadedModel, load_run
 from framework.modules.pretrained import pretrained_part, write_pretrained
 from framework.modules.structure import batch_dependent_layers, freeze_parameters
@@ -42,7 +42,7 @@ def export(build: Builder) -> Exit:
     formats = build.config.export.formats or _possible()
     if "huggingface" in formats:
         _require_pretrained(model.module, freeze=build.config.trainer.freeze)
-    samples = _samples(build.dataset, dtype=build.precision.parameters)
+    samples = _samples(build.dataset, build.source("test"), dtype=build.precision.parameters)
     world.agreement.together(lambda: make_directory(directory.export), what=f"{directory.export} not made")
     for name in formats:
         if PREEMPTION.requested:
@@ -99,8 +99,7 @@ def _write_folder(path: Path, module: nn.Module, samples: Tree) -> str:
     return f"{', '.join(names)}{remark}"
 
 
-def _samples(dataset: Dataset, *, dtype: torch.dtype) -> Tree:
-    source = dataset.load("test")
+def _samples(dataset: Dataset, source: Source, *, dtype: torch.dtype) -> Tree:
     if len(source) < 2:
         raise Unfit("dataset: one test sample is not enough to export a model of any batch size; at least 2 are")
     stored = map(as_tensors, source.gather(np.arange(min(_NUM_SAMPLES, len(source)))))

@@ -12,7 +12,6 @@ from torch import Tensor
 from framework.build.training import Builder
 from framework.checkpoint.gathering import gathered
 from framework.config.frozen_file import digest_of, recall
-from framework.data.loader import load_shared
 from framework.data.source import Source
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Task
@@ -66,7 +65,7 @@ def _samples(build: Builder) -> tuple[list[str], Source]:
     """Return the names of the samples' files (empty for a split), and the samples. Collective."""
     wanted = build.config.predict
     if wanted.files is None:
-        return [], load_shared(build.dataset, wanted.split, world=build.world)
+        return [], build.source(wanted.split)
     names, source = build.dataset.read_folder(Path(wanted.files))  # type: ignore[attr-defined]  # the preflight has checked it
     if len(build.world.agreement.distinct(names)) > 1:
         raise Unfit("predict.files: the folder changes while it is listed")

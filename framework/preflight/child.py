@@ -4,54 +4,89 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
-from framework.runtime.exits import Exit, Interrupted
-from framework.runtime.preemption import PREEMPTION, die_with_parent
+from framework.runtime.exits import Exit, Interrupted, lacks_memory, place_of, text_of
+from framework.runtime.forks import Idleness, begin_child, in_new_thread, place_in, write_stacks_to
+from framework.runtime.log import LOGGER
+from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
 Found = list[dict[str, Any]]  # values that JSON can hold
+_SILENT_S, _HANGS_S = 10.0, 20.0  # no process uses a CPU: a message, and the end
 
 
-def in_child(work: Callable[[], Found], *, limit_s: float | None = None, is_silent: bool = False) -> tuple[Found, str]:
-    """Run `work` in a forked process; return its result, and how the process failed, or "". Interrupted by a signal.
+@dataclass(frozen=True)
+class Failure:
+    """How a process failed. It is only unfinished if it lacked time or memory; anything else is a fault of the work."""
 
-    `is_silent`: its output is discarded.
+    what: str
+    is_unfinished: bool = False
+    hangs: bool = False
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def in_child(
+    work: Callable[[], Found], *, limit_s: float | None = None, is_silent: bool = False
+) -> tuple[Found, Failure | None]:
+    """Run `work` in a forked process; return its result, and how the process failed, or None. Interrupted by a signal.
+
+    `is_silent`: its output is discarded. If it does nothing for ten seconds, a warning says where it waits.
     """
+    with tempfile.TemporaryFile("w+") as stacks:
+        return in_new_thread(partial(_in_child, work, stacks, limit_s=limit_s, is_silent=is_silent))
+
+
+def _in_child(
+    work: Callable[[], Found], stacks: IO[str], *, limit_s: float | None, is_silent: bool
+) -> tuple[Found, Failure | None]:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(work, theirs, is_silent))
+    child = context.Process(target=_child, args=(work, theirs, stacks, is_silent))
     child.start()
     theirs.close()
-    deadline = None if limit_s is None else time.monotonic() + limit_s
+    began, idleness, place, why, is_announced = time.monotonic(), Idleness([child.pid]), "", None, False
     with suppress(EOFError):
         while not ours.poll(0.05):
-            if PREEMPTION.requested or (deadline is not None and time.monotonic() > deadline):
+            if limit_s is not None and not is_announced and time.monotonic() - began > _SILENT_S:
+                is_announced = True
+                LOGGER.info("this run is rehearsed; at most %.0f s (rehearse=false starts without a rehearsal)", limit_s)
+            idle_s = idleness.lasts_s()
+            if idle_s > _SILENT_S and not place:
+                place = place_in(child.pid or 0, stacks) or "an unknown place"
+                LOGGER.warning("the check of this run has done nothing for %.0f s: it waits at %s", idle_s, place)
+            if limit_s is not None and time.monotonic() - began > limit_s:
+                why = Failure(f"it took more than {limit_s:.0f} s", is_unfinished=True)
+            elif idle_s > _HANGS_S:
+                why = Failure(f"it waits forever at {place}", hangs=True)
+            if why or PREEMPTION.requested:
                 child.kill()
                 break
         if ours.poll():
             answer: dict[str, Any] = json.loads(ours.recv_bytes())
             child.join()
-            return answer["found"], answer["fate"]
+            return answer["found"], Failure(**answer["failure"]) if answer["failure"] else None
     child.join()
     if PREEMPTION.requested:
         raise Interrupted("stopped before the start; the same command starts the run")
-    if deadline is not None and time.monotonic() > deadline:
-        return [], f"it took more than {limit_s:g} s"
-    return [], f"its process {end_of(child.exitcode or 0)}"
+    was_killed = child.exitcode == -signal.SIGKILL  # the kernel does so if there is no memory
+    return [], why or Failure(f"its process {end_of(child.exitcode or 0)}", is_unfinished=was_killed)
 
 
 def problems_in_child(work: Callable[[], list[Problem]]) -> list[Problem]:
     """Return the problems that `work` finds in a forked process; if the process fails, a problem that says how."""
-    found, fate = in_child(lambda: [asdict(problem) for problem in work()])
-    if fate:
-        return [Problem("model", f"could not be examined: {fate}", "a model and an optimizer that can be built")]
+    found, failure = in_child(lambda: [asdict(problem) for problem in work()])
+    if failure:
+        return [Problem("model", f"could not be examined: {failure}", "a model and an optimizer that can be built")]
     return [Problem(**(item | {"code": Exit(item["code"])})) for item in found]
 
 
@@ -60,18 +95,18 @@ def end_of(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
 
 
-def _child(work: Callable[[], Found], answer: Connection, is_silent: bool) -> None:
-    die_with_parent()
+def _child(work: Callable[[], Found], answer: Connection, stacks: IO[str], is_silent: bool) -> None:
+    begin_child()
+    write_stacks_to(stacks)
     if is_silent:
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 1)
         os.dup2(null, 2)
     found: Found = []
-    fate = ""
+    failure: Failure | None = None
     try:
         found = work()
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        fate = f"{type(error).__name__}: {' '.join(str(error).split())[:200]} (at {where.filename}:{where.lineno})"
-    answer.send_bytes(json.dumps({"found": found, "fate": fate}).encode())
+        failure = Failure(f"{text_of(error)} (at {place_of(error)})", is_unfinished=lacks_memory(error))
+    answer.send_bytes(json.dumps({"found": found, "failure": asdict(failure) if failure else None}).encode())
     os._exit(0)

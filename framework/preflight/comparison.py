@@ -1,14 +1,19 @@
 """The second half of a rehearsal: compare two steps with the run's strategy, on a few processes, with two on one process."""
 
+import dataclasses
 import inspect
 import math
 import multiprocessing
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +23,6 @@ from framework.config.folders import option_node
 from framework.config.schema import Node
 from framework.config.targets import locate
 from framework.data.source import Source
-from framework.distributed.hang.stillness import busy_s
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
@@ -28,13 +32,13 @@ from framework.preflight.player import SINGLE
 from framework.preflight.processes import axes_of
 from framework.preflight.two_steps import Seen, Sketch, first_to_part, two_steps
 from framework.runtime.environment import Environment
-from framework.runtime.exits import RunEnded, place_of
-from framework.runtime.preemption import die_with_parent
+from framework.runtime.exits import RunEnded, place_of, text_of
+from framework.runtime.forks import Idleness, begin_child
 from framework.runtime.problem import shown
 
 _SMALL = 2  # processes along an axis
 _MOST = 4  # the largest number of processes
-_IDLE_S, _IDLE_SHARE = 15.0, 0.05  # all processes wait for each other, and none uses the CPU
+_IDLE_S = 8.0  # all processes wait for each other, and none uses the CPU
 _LIMIT_S = 600.0  # a rehearsal ends before this time
 _TOLERANCE = 1e-6  # in float64: a wrong computation differs by more than a thousandth, rounding by less than 1e-10
 _NONE = "launch.nproc_per_node=1: ddp and fsdp do not either"
@@ -65,9 +69,10 @@ def compare(build: Builder) -> list[Finding]:
     found = small_strategy(config.parallel, num_processes=config.launch.most_processes)
     if found is None:
         return []
-    dataset = build.dataset
-    source = dataset.load("train")
     parallel, count = found
+    # arrays are loaded once, as in a run; any other source by each process: it may hold files, threads or connections
+    loaded = build.source("train")
+    source = loaded if dataclasses.is_dataclass(loaded) else None
     alone = build.altered(
         precision=config.precision.model_copy(update={"name": "fp64"}),
         global_batch_size=2 * config.global_batch_size,
@@ -91,8 +96,20 @@ def compare(build: Builder) -> list[Finding]:
         return differing and f"{count} processes compute different results with this model than one process: {differing}"
 
     what = fault(parallel)
+    if not what and config.precision.name != "fp64":  # what float64 makes equal may not be: a float64 parameter, a cast
+        ranks = _run(build.altered(parallel=parallel), source, count=count, like=Seen(num_updates=1))
+        faults = [rank.fault for rank in ranks if rank.fault]
+        what = (
+            f"a step in {config.precision.name} on {count} processes fails: {min(faults, key=_is_consequence)}"
+            if faults
+            else ""
+        )
     if of_parts or not what:
         return of_parts
+    watched = _run(alone.altered(parallel=parallel), source, count=count, like=expected, is_watched=True)
+    if asked := next((rank.asks for rank in watched if rank.asks), ""):
+        cure = "an option of that code that leaves the processes to the strategy, such as sync=false"
+        return [Finding("model", f"{what}; its own code asks torch.distributed: {asked}", cure)]
     for name in config.part:
         without = alone.altered(part={other: node for other, node in config.part.items() if other != name})
         (computed,) = _run(without, source, count=1)
@@ -132,15 +149,19 @@ def _difference(expected: Seen, ranks: list[Seen]) -> str:
     worst = worst or _far(expected.updated, updated, what=f"after {expected.num_updates} more updates by the same gradients:")
     worst = worst or _other_sums(expected, ranks, 2, where="an evaluation")
     buffers = {name: sketch for rank in ranks[::-1] for name, sketch in rank.buffers.items()}
-    for name, sketch in expected.buffers.items():  # one by one: some are counts, some are near zero
+    for name, sketch in expected.buffers.items():  # one by one: some are counts
         found = {name: buffers[name]} if name in buffers else {}
-        worst = worst or _far({name: sketch}, found, what="after two steps: the buffer")
+        worst = worst or _far({name: sketch}, found, what="after two steps: the buffer", scale=expected.scales[name])
     if not worst:
         return ""
     for name, sketch in expected.outputs.items():
         for rank in ranks:
             if name in rank.outputs and _distance(sketch, rank.outputs[name]) > _TOLERANCE * max(sketch[0], 1e-12):
                 return f"first in the output of {name or 'the model'}; {worst}"
+    for name, sketch in expected.early.items():
+        for rank in ranks:
+            if name in rank.early and _far({name: sketch}, {name: rank.early[name]}, what="", scale=expected.scales[name]):
+                return f"first in the buffer {name}, in the first step; {worst}"
     return worst
 
 
@@ -149,13 +170,13 @@ def _is_consequence(fault: str) -> bool:
     return fault.startswith("waits") or "Connection" in fault
 
 
-def _far(expected: dict[str, Sketch], actual: dict[str, Sketch], *, what: str) -> str:
-    """Return the tensor that differs most, if all tensors together differ by more than rounding."""
+def _far(expected: dict[str, Sketch], actual: dict[str, Sketch], *, what: str, scale: float = 0.0) -> str:
+    """Return the tensor that differs most, if all tensors together differ by more than the rounding of a norm of `scale`."""
     if missing := expected.keys() ^ actual.keys():
         return f"{what} {min(missing)} exists on one side only"
     distances = {name: _distance(expected[name], actual[name]) for name in expected}
-    norm = sum(sketch[0] ** 2 for sketch in expected.values()) ** 0.5
-    if sum(distance**2 for distance in distances.values()) ** 0.5 <= _TOLERANCE * max(norm, 1e-12):
+    norm = max(scale, 1e-12, sum(sketch[0] ** 2 for sketch in expected.values()) ** 0.5)
+    if sum(distance**2 for distance in distances.values()) ** 0.5 <= _TOLERANCE * norm:
         return ""
     name = next(name for name in distances if distances[name] > _TOLERANCE * max(expected[name][0], 1e-12))
     return f"{what} {name} differs by {distances[name] / max(expected[name][0], 1e-12):.1e}"
@@ -196,15 +217,18 @@ def _distance(one: Sketch, other: Sketch) -> float:
 # --- the processes
 
 
-def _run(build: Builder, source: Source, *, count: int, like: Seen | None = None) -> list[Seen]:
+def _run(
+    build: Builder, source: Source | None, *, count: int, like: Seen | None = None, is_watched: bool = False
+) -> list[Seen]:
     """Take two steps on so many processes, forked from this one; return the observations of each rank, in order.
 
-    The steps and the number of updates are those in `like`. None: one process searches the step that is hardest for several.
+    Without a source, each process loads it. The steps and the number of updates are those in `like`. None: one process searches
+    the step that is hardest for several. `is_watched`: record whether the model's own code uses torch.distributed.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="rehearsal_") as scratch:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
-        shared = build, source, count, like, Path(scratch)
+        shared = build, source, count, like, is_watched, Path(scratch)
         ranks = [context.Process(target=_rank, args=(rank, pipe[1], *shared)) for rank, pipe in enumerate(pipes)]
         for process in ranks:
             process.start()
@@ -217,6 +241,8 @@ def _run(build: Builder, source: Source, *, count: int, like: Seen | None = None
                 seen.append(ours.recv() if is_there else Seen(fault="waits for another process, which does not arrive"))
             except EOFError:
                 process.join()
+                if process.exitcode == -signal.SIGKILL:  # the kernel does so if there is no memory
+                    raise MemoryError("one of its processes was killed by SIGKILL") from None
                 seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}"))
             if seen[-1].fault:
                 deadline = min(deadline, time.monotonic() + 2.0)  # the others may wait for it forever
@@ -231,18 +257,36 @@ def _comes(answer: Connection, ranks: Sequence[BaseProcess], *, deadline: float)
 
     The time of a step on this machine is not known, because the machine may be busy.
     """
-    busy, since = 0.0, time.monotonic()
+    idleness = Idleness([rank.pid for rank in ranks])
     while not answer.poll(max(0.0, min(0.5, deadline - time.monotonic()))):
-        now, current = time.monotonic(), sum(busy_s(rank.pid) for rank in ranks if rank.pid is not None)
-        if now >= deadline or now - since > _IDLE_S:
+        if time.monotonic() >= deadline or idleness.lasts_s() > _IDLE_S:
             return False
-        if abs(current - busy) > _IDLE_SHARE * (now - since):
-            busy, since = current, now
     return True
 
 
-def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: int, like: Seen | None, scratch: Path) -> None:
-    die_with_parent()
+_NOT_THE_MODELS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # folders of code
+_ASKING = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor", "all_to_all",
+           "all_to_all_single", "barrier", "get_world_size", "get_rank")  # fmt: skip
+
+
+def _note_asking(seen: Seen, frame: FrameType, event: str, _: object) -> None:
+    """As a profiler of Python, record the first call of torch.distributed that neither torch nor this framework makes."""
+    if seen.asks or event != "call" or frame.f_code.co_name not in _ASKING:
+        return
+    if not frame.f_code.co_filename.endswith("distributed_c10d.py"):
+        return
+    caller = frame.f_back
+    if caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # a wrapper of torch's
+        caller = caller.f_back
+    if caller is not None and not any(map(Path(caller.f_code.co_filename).is_relative_to, _NOT_THE_MODELS)):
+        seen.asks = f"{frame.f_code.co_name} at {caller.f_code.co_filename}:{caller.f_lineno}"
+
+
+def _rank(
+    rank: int, answer: Connection, build: Builder, source: Source | None, count: int, like: Seen | None, is_watched: bool,
+    scratch: Path,
+) -> None:  # fmt: skip
+    begin_child()
     torch.set_num_threads(1)
     seen = Seen()
     try:
@@ -253,6 +297,9 @@ def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: 
             name, module = "gloo", None
         world = World.start(environment, backend=name, backend_module=module, timeout_s=_LIMIT_S, scratch=scratch)
         build = build.altered(world=world)
+        source = build.source("train") if source is None else source
+        if is_watched:
+            sys.setprofile(partial(_note_asking, seen))
         if like is None:
             seen.first, seen.do_part = first_to_part(build, source)
         else:
@@ -266,5 +313,5 @@ def _rank(rank: int, answer: Connection, build: Builder, source: Source, count: 
     except RunEnded as end:
         seen.fault = str(end)
     except Exception as error:
-        seen.fault = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}, at {place_of(error)}"
+        seen.fault = f"{text_of(error)}, at {place_of(error)}"
     answer.send(seen)

@@ -1,7 +1,7 @@
 """A second process that continues a run from its state without earlier computations, as after a restart."""
 
 import multiprocessing
-from collections.abc import Callable
+import signal
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -17,17 +17,18 @@ from framework.preflight.child import end_of
 from framework.preflight.differences import same
 from framework.preflight.findings import Finding, Refused, blamed
 from framework.preflight.player import Player
-from framework.runtime.preemption import die_with_parent
+from framework.preflight.training_samples import TrainingSamples, tensors_of
+from framework.runtime.exits import place_of, text_of
+from framework.runtime.forks import begin_child
 
 BEFORE, AFTER = (2.0, 1.0), (1.5,)  # factors of the rows that parts get before and after a save: a best value is from before
 
 
-def validation_step(build: Builder) -> Step:
+def validation_step(build: Builder, *, micro_batch_size: int | None = None) -> Step:
     """Return the first batch of the validation split."""
     with blamed("dataset", "its validation split cannot be fetched", "see dataset.*"):
-        dataset = build.dataset
-        loader = build.loader(dataset.load("val"), "val", dp_rank=0, dp_size=1)
-        loader.num_workers = 0
+        loader = build.loader(build.source("val"), "val", dp_rank=0, dp_size=1)
+        loader.num_workers, loader.micro_batch_size = 0, micro_batch_size or loader.micro_batch_size
         return next(loader.evaluate())
 
 
@@ -62,17 +63,18 @@ class Computed(NamedTuple):
 class Continuation:
     """The second process. It forks immediately; nothing may have been computed before. Its exceptions are raised here too."""
 
-    def __init__(self, build: Builder, *, fetch: Callable[[], Step], later: Callable[[], list[Tensor]], index: int) -> None:
-        """Fork. `fetch` returns the step to run, with the number `index`; `later` returns samples of another epoch."""
+    def __init__(self, build: Builder, *, run: Builder, index: int) -> None:
+        """Fork. `index` is the number of the step to run."""
         context = multiprocessing.get_context("fork")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(_Continued(build, fetch, later, index), theirs))
+        self._process = context.Process(target=_serve, args=(_Continued(build, run, index), theirs))
         self._process.start()
         theirs.close()
 
-    def later(self) -> list[Tensor]:
-        """Return samples of another epoch, fetched before any other samples."""
-        return list(self._ask("later"))
+    def samples(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Load the validation split and then the training split; return samples of the first, and of another epoch."""
+        validation, later = self._ask("samples")
+        return list(validation), list(later)
 
     def restore(self, tensors: dict[str, Tensor], kept: Kept) -> None:
         """Build the run's objects, and restore this state."""
@@ -104,7 +106,8 @@ class Continuation:
             answer, fault = self._ours.recv()
         except EOFError:
             self._process.join()
-            raise RuntimeError(f"its second process {end_of(self._process.exitcode or 0)}") from None
+            kind = MemoryError if self._process.exitcode == -signal.SIGKILL else RuntimeError
+            raise kind(f"its second process {end_of(self._process.exitcode or 0)}") from None
         if isinstance(fault, Finding):
             raise Refused(fault.key, fault.what, fault.cure, is_certain=fault.refuses)
         if fault:
@@ -115,14 +118,15 @@ class Continuation:
 class _Continued:
     """The work of the second process."""
 
-    def __init__(self, build: Builder, fetch: Callable[[], Step], later: Callable[[], list[Tensor]], index: int) -> None:
-        self._build, self._fetch, self._later, self._index = build, fetch, later, index
+    def __init__(self, build: Builder, run: Builder, index: int) -> None:
+        self._build, self._run, self._index = build, run, index
 
-    def later(self) -> tuple[Tensor, ...]:
-        return tuple(self._later())
+    def samples(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        validation = tensors_of(validation_step(self._build))
+        later, self._following = TrainingSamples(self._build, run=self._run).late(self._index)
+        return tuple(validation), tuple(later)
 
     def restore(self, tensors: dict[str, Tensor], kept: dict[str, Any]) -> None:
-        self._following = self._fetch()
         self._player = Player(self._build)
         self._player.restore(tensors, Kept.model_validate(kept))
 
@@ -146,7 +150,7 @@ class _Continued:
 
 
 def _serve(continued: _Continued, theirs: Connection) -> None:
-    die_with_parent()
+    begin_child()
     with suppress(EOFError):
         while True:
             what, arguments = theirs.recv()
@@ -157,7 +161,7 @@ def _serve(continued: _Continued, theirs: Connection) -> None:
             except Refused as refused:
                 fault = refused.finding
             except Exception as error:
-                fault = f"{type(error).__name__}: {error}"
+                fault = f"{text_of(error)} (at {place_of(error)})"
             theirs.send((answer, fault))
 
 

@@ -22,24 +22,23 @@ class Cutting:
 
     def look(self, module: nn.Module, step: Step, samples: TrainingSamples) -> list[Finding]:
         """Return the warnings for the run. Raise Refused for a mean where a sum is needed."""
-        found = self._look_at_loss(module, step) or self._look_at_cut(module, step)
+        found = self._look_at_loss(module, step, samples) or self._look_at_cut(module, step, samples)
         if not found and self._is_by_ranks and samples.draw_for_micro_batches:
             found = self._depends_on_cut("dataset", "its collate function or a transform draws once for a whole micro-batch")
         return found
 
-    def _look_at_loss(self, module: nn.Module, step: Step) -> list[Finding]:
+    def _look_at_loss(self, module: nn.Module, step: Step, samples: TrainingSamples) -> list[Finding]:
         """Compare the loss of two samples with the sum of their losses; for a task's own step, a batch with its halves."""
         if self._build.forward().trains_by_step:
-            return self._look_at_own_step(step)
-        micro_batch = step.micro_batches[0]
-        two = some_samples(micro_batch, 0, 2)
+            return self._look_at_own_step(step, samples)
+        two = samples.cut(2)[0]
         if two.num_samples < 2:
             return []
         forward = self._build.forward()
         with in_eval_mode(module), torch.no_grad():
             try:
                 both = float(forward(module, two, measure=False)[0])
-                alone = sum(float(forward(module, some_samples(two, i, i + 1), measure=False)[0]) for i in range(2))
+                alone = sum(float(forward(module, one, measure=False)[0]) for one in samples.cut(1)[:2])
             except Exception:  # a model that does not accept one sample
                 return []
         return self._judge(both, alone, of="two samples", parts_are="their losses")
@@ -53,13 +52,13 @@ class Cutting:
             raise Refused("task", what, "return the sum over the samples (reduction='sum')")
         return self._depends_on_cut("task", f"its loss of {of} is neither the sum nor the mean of {parts_are}")
 
-    def _look_at_own_step(self, step: Step) -> list[Finding]:
+    def _look_at_own_step(self, step: Step, samples: TrainingSamples) -> list[Finding]:
         player = Player(self._build.altered())
         one, *_ = step.micro_batches
         half = one.num_samples // 2
         if half * 2 != one.num_samples or half == 0:
             return []
-        halves = [some_samples(one, 0, half), some_samples(one, half, 2 * half)._replace(number=1, start=half)]
+        halves = samples.cut(half)[:2]
         step = step._replace(num_samples=one.num_samples)
         try:
             with in_eval_mode(player.module):
@@ -70,7 +69,7 @@ class Cutting:
             return []
         return self._judge(whole, parts, of="a batch", parts_are="its halves' losses")
 
-    def _look_at_cut(self, module: nn.Module, step: Step) -> list[Finding]:
+    def _look_at_cut(self, module: nn.Module, step: Step, samples: TrainingSamples) -> list[Finding]:
         """Warn of a training forward that draws, or that couples samples although no layer class shows it."""
         if batch_dependent_layers(module):  # with or without a rehearsal, there is a warning about these
             return []
@@ -84,12 +83,13 @@ class Cutting:
 
         try:
             at_once, *others = [loss(whole, number=number) for number in range(3)]
-            in_halves = loss(some_samples(whole, 0, size // 2)) + loss(some_samples(whole, size // 2, size))
+            cut = samples.cut(max(n for n in range(1, size) if size % n == 0))
+            in_parts = sum(loss(part) for part in cut if part.start < size)
         except Exception:  # a model that does not accept so few samples
             return []
         if any(other != at_once for other in others):
             return self._depends_on_cut("model", "its training forward draws random numbers")
-        if abs(at_once - in_halves) > 1e-3 * abs(at_once):
+        if abs(at_once - in_parts) > 1e-3 * abs(at_once):
             return self._depends_on_cut("model", "its training forward couples the samples of a micro-batch")
         return []
 
@@ -98,9 +98,3 @@ class Cutting:
             return []
         what = f"{what}, so the results depend on the number of processes"
         return [Finding(key, what, "set micro_batch_size", refuses=False)]
-
-
-def some_samples(micro_batch: MicroBatch, first: int, end: int) -> MicroBatch:
-    """Return some samples of a micro-batch."""
-    part = micro_batch.mapped(lambda tensor: tensor[first:end] if tensor.ndim else tensor)
-    return part._replace(num_samples=min(end, micro_batch.num_samples) - first)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from framework.runtime.exits import Unfit, place_of
+from framework.engine.of_samples import WrongRows
+from framework.runtime.exits import Unfit, place_of, text_of
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,12 @@ def blamed(key: str, what: str, cure: str) -> Iterator[None]:
         yield
     except Refused:
         raise
-    except Unfit as error:  # its message already says what is wrong
+    except (Unfit, WrongRows) as error:  # its message already says what is wrong
         own_key, _, own = str(error).partition(": ")
         said = re.fullmatch(r"(.+?) \((.+)\)", own)
         own, remedy = said.groups() if said else (own, cure)
         raise Refused(own_key, own, remedy) from error
     except Exception as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
         is_certain = key != "model" or not torch.cuda.is_available()
-        what = f"{what}: {type(error).__name__}: {text}, at {place_of(error)}"
+        what = f"{what}: {text_of(error)}, at {place_of(error)}"
         raise Refused(key, what, cure, is_certain=is_certain) from error

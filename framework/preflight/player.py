@@ -19,6 +19,7 @@ from framework.checkpoint.shard_file import dtype_name
 from framework.config.code import own_modules
 from framework.config.schema import Node
 from framework.config.spelling import did_you_mean
+from framework.data.source import Source
 from framework.engine.seam import Engine, Step
 from framework.engine.sums import Sums, means, with_loss_of_turn
 from framework.modules.aside import kept_aside, kept_by_modules
@@ -72,6 +73,11 @@ def small(build: Builder, *, size: int) -> Builder:
         # not every CPU supports fp16, and no CPU float8
         precision=precision.model_copy(update={"name": "fp32"}) if precision.name in ("fp16", "float8") else precision,
     )
+
+
+def in_whole_batches(build: Builder, source: Source) -> Builder:
+    """Return a rehearsal's builder that leaves out a short last batch, if there is a whole one: the run has its own sizes."""
+    return build.altered(drop_last=len(source) >= build.config.global_batch_size)
 
 
 class Player:

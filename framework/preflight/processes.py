@@ -9,7 +9,7 @@ from typing import Any
 from framework.config.folders import option_node, options
 from framework.config.launch import LaunchSection
 from framework.config.schema import BackendSection, Node
-from framework.distributed.mesh import MESH_AXES
+from framework.distributed.mesh import MESH_AXES, resolve_axes
 from framework.distributed.mpi import start as mpi
 from framework.runtime.files import open_files
 from framework.runtime.problem import Problem
@@ -53,6 +53,12 @@ def with_processes(
 def axes_of(parallel: Node) -> dict[str, Any]:
     """Return the sizes of a strategy's mesh axes by name."""
     return {name: parallel[name] for name in MESH_AXES if name in parallel}
+
+
+def data_ranks(parallel: Node, count: int) -> int:
+    """Return how many of so many processes have other samples: all, or all along the axes that do not cut the model."""
+    sizes = resolve_axes(axes_of(parallel), world_size=count)
+    return math.prod(sizes[axis] for axis in ("replicate", "shard", "expert") if axis in sizes) if sizes else count
 
 
 def fitting_nodes(launch: LaunchSection, parallel: Node) -> list[int]:

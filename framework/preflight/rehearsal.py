@@ -29,53 +29,66 @@ def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "war
 
     Print a warning for possible problems. If the rehearsal itself fails, this is only a warning.
     """
-    findings, fate = perform(build)
+    findings, unchecked = perform(build)
     problems = [Problem(finding.key, finding.what, f"{finding.cure}; {_SWITCH}") for finding in findings if finding.refuses]
     for finding in findings:
         if not finding.refuses:
             LOGGER.warning("%s: %s (%s)", finding.key, finding.what, finding.cure)
-    if fate and unfinished == "problem":
-        problems.append(Problem("rehearse", f"the rehearsal was not finished: {fate}", "a run would start without it"))
-    elif fate and not problems:
-        LOGGER.warning("the rehearsal was not finished: %s; the run starts without it (%s)", fate, _SWITCH)
+    if unchecked and unfinished == "problem":
+        problems.append(Problem("rehearse", f"the rehearsal was not finished: {unchecked}", "a run would start without it"))
+    elif unchecked and not problems:
+        LOGGER.warning("the rehearsal was not finished: %s (%s)", unchecked, _SWITCH)
     return problems
+
+
+Half = Callable[[Builder], list[Finding]]  # of a rehearsal
+_RESUMES, _SCALES = "a continued run computes the same", "several processes compute the same as one process"
 
 
 def perform(build: Builder) -> tuple[list[Finding], str]:
     """Return the findings of steps on one process, with a save and a restore between, and of two steps with its strategy.
 
-    Also return how a process of the rehearsal failed, if one failed. Each half runs in a separate process without earlier
-    computations, because code may keep results that it has computed once.
+    Also return why the rehearsal was not finished, and what it has not checked: "" if it was finished. Each half runs in a
+    separate process without earlier computations, because code may keep results that it has computed once.
     """
-    config, found, fate = build.config, list[Finding](), ""
+    config, found, unchecked = build.config, list[Finding](), ""
     own = config.micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
+    halves: dict[str, Half] = {_RESUMES: partial(_trial, build=build), _SCALES: compare}
     for size in sorted({min(own, _FEW), min(own, _MANY)}):  # as many as in the run, for a model that needs them
-        rehearsed = small(build, size=size)
-        _, fate = _tried(partial(_require_memory, rehearsed))
-        if fate:
-            return [], fate
-        found, fate = _tried(partial(_trial, rehearsed, build=build))
-        if not fate and not any(finding.refuses for finding in found):
-            more, fate = _tried(partial(compare, rehearsed))
+        rehearsed, found, left = small(build, size=size), [], list(halves)
+        for half in (_require_memory, *halves.values()):
+            more, unchecked = _tried(partial(half, rehearsed))
             found += more
-        if not any(finding.refuses for finding in found):
+            if unchecked or any(finding.refuses for finding in found):
+                break
+            left = left[1:] if half is not _require_memory else left
+        if unchecked:
+            left = left[: 1 if config.launch.most_processes == 1 else None]
+            return found, f"{unchecked}; the run starts, and it is not checked whether {' and '.join(left)}"
+        if not any(finding.refuses for finding in found) or found[-1].key == "rehearse":
             break
-    return found, fate
+    return found, unchecked
 
 
 def _tried(work: Callable[[], list[Finding]]) -> tuple[list[Finding], str]:
+    """Return the findings of `work` in a separate process, and why it was not finished, or ""."""
+
     def plain() -> Found:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
         return [asdict(finding) for finding in work()]
 
-    found, fate = in_child(plain, limit_s=_LIMIT_S, is_silent=True)
-    return [Finding(**item) for item in found], fate
+    found, failure = in_child(plain, limit_s=_LIMIT_S, is_silent=True)
+    if failure and not failure.is_unfinished:
+        cure = "does a script that trains, saves and restores run? then please report it"
+        if failure.hangs:
+            cure = "a lock or a pool that a fork has copied never answers: make it when a process first uses it"
+        return [Finding("rehearse", f"the rehearsal fails: {failure}", cure)], ""
+    return [Finding(**item) for item in found], str(failure or "")
 
 
 def _trial(rehearsed: Builder, *, build: Builder) -> list[Finding]:
-    config = build.config
     try:
-        return Trial(rehearsed, is_cut_by_ranks=config.micro_batch_size is None and config.launch.most_processes > 1).run()
+        return Trial(rehearsed, run=build).run()
     except Refused as refused:
         return [refused.finding]
 

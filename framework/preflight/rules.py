@@ -1,6 +1,8 @@
 """Rules between sections; the parameters of a rule name its sections."""
 
 import multiprocessing
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -131,6 +133,17 @@ def processes_can_share(launch: LaunchSection, dataset: Node) -> Iterator[Proble
         yield Problem(key, what, "a /dev/shm that can be written (docker run --shm-size), or one process")
 
 
+def sockets_have_short_paths(launch: LaunchSection, dataset: Node) -> Iterator[Problem]:
+    """Refuse loader processes below a long TMPDIR: they send tensors by sockets there, and a socket's path has 107 bytes."""
+    folder = tempfile.gettempdir()
+    if launch.kind == "local" and dataset.get("num_workers") and (size := len(os.fsencode(folder))) > _LONGEST_TMPDIR:
+        what = f"{folder} has {size} bytes, and loader processes need sockets below it"
+        yield Problem("TMPDIR", what, f"at most {_LONGEST_TMPDIR} bytes, or dataset.num_workers=0")
+
+
+_LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
+
+
 def ports_are_the_kernels(launch: LaunchSection) -> Iterator[Problem]:
     """Refuse a port range if gloo, RPC and NCCL would use ports outside of it: they take any port from this host's kernel."""
     ports, kernels = launch.port_range, Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -161,6 +174,7 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     rollback_has_checkpoints,
     weights_come_from_one_place,
     processes_can_share,
+    sockets_have_short_paths,
     ports_are_the_kernels,
     stores_can_be_reached,
 )

@@ -1,6 +1,8 @@
 """The samples that a rehearsal fetches from the training split, and what they show about the data."""
 
 import time
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -8,49 +10,98 @@ from torch import Tensor
 from framework.build.training import Builder
 from framework.config.code import own_modules
 from framework.data.loader import Loader
-from framework.engine.seam import Step
+from framework.data.order import parts
+from framework.engine.seam import MicroBatch, Step
 from framework.modules.tensors import tensors_in
 from framework.preflight.differences import same
 from framework.preflight.findings import Refused, blamed
+from framework.preflight.player import in_whole_batches
+from framework.training.plan import Plan
 
 KEYED = "from torch, numpy.random or random directly"  # the run seeds these generators
 _DEEP = 3  # the depth of nested objects, for example a dataset in a dataset
 _AHEAD, _AHEAD_S = 40, 0.2  # steps and seconds before the first step is fetched again
+_EPOCHS_S = 0.5  # seconds for the epochs of a sampler
+_MOST_WORKERS = 4  # loader processes
 
 
 class TrainingSamples:
-    """The first steps of a run, on one process. Each method raises Refused for data that no run could repeat."""
+    """The first steps of a run, on one process. Each method raises Refused for data that no run could repeat.
 
-    def __init__(self, build: Builder) -> None:
-        self._build = build
+    `build` is a rehearsal's, `run` is the run's.
+    """
+
+    def __init__(self, build: Builder, *, run: Builder) -> None:
         with blamed("dataset", "its training split cannot be loaded", "see dataset.*"):
-            self._source = build.dataset.load("train")
+            self._source = build.source("train")
+        self._build, self._run = in_whole_batches(build, self._source), run
 
-    def _loader(self) -> Loader:
+    def _loader(self, *, num_workers: int = 0, micro_batch_size: int | None = None) -> Loader:
         with blamed("sampler", "it cannot order this data", "see sampler.*"):
             loader = self._build.loader(self._source, "train", dp_rank=0, dp_size=1)
-        loader.num_workers = 0
+        loader.num_workers = min(num_workers, loader.num_workers)
+        loader.micro_batch_size = micro_batch_size or loader.micro_batch_size
         return loader
 
     def fetch(self, count: int) -> list[Step]:
         """Return so many steps."""
         loader, before = self._loader(), self._counts()
-        with blamed("dataset", "its first batch cannot be fetched", "see dataset.*"):
+        with blamed("dataset", "its first batches cannot be fetched", "see dataset.*"):
             steps = loader.train(0)
-            fetched, again = [next(steps) for _ in range(count)], next(loader.train(0))
+            fetched, again = list(islice(steps, count + _MOST_WORKERS)), next(loader.train(0))
             until = time.monotonic() + _AHEAD_S
             for _ in range(_AHEAD):  # a counter may have an effect later
                 if time.monotonic() < until:
                     next(steps)
             late = next(loader.train(0))
-        if any(not _equal(fetched[0], other) for other in (again, late)):
+        if any(not equal(fetched[0], other) for other in (again, late)):
             what = "the same samples differ each time: it draws from its own generator, or counts"
             raise Refused("dataset", what, f"draw {KEYED}, or from the `keys` of transform()")
         for name, value in self._counts().items():
             if value != before.get(name, value):
                 what = f"{name} changes when samples are fetched, and no checkpoint holds it"
                 raise Refused("dataset", what, "let a sample depend only on its number and on `keys`")
-        return fetched
+        self._compare_workers(fetched)
+        self._check_epochs()
+        return fetched[:count]
+
+    def _compare_workers(self, fetched: list[Step]) -> None:
+        """Refuse samples that differ in the run's loader processes."""
+        loader = self._loader(num_workers=_MOST_WORKERS)
+        if not loader.num_workers:
+            return
+        cure = "open files, connections and pools when a process first uses them, or dataset.num_workers=0"
+        with blamed("dataset", "its samples cannot be fetched by loader processes", cure):
+            theirs = list(islice(loader.train(0), len(fetched)))
+            loader.close()
+        if not all(map(equal, fetched, theirs)):
+            raise Refused("dataset", "its samples differ in loader processes: they share something with each other", cure)
+
+    def _check_epochs(self) -> None:
+        """Refuse a sampler whose epochs, as far as there is time, do not all have the same length, or not only samples."""
+        with blamed("sampler", "it cannot order this data", "see sampler.*"):
+            order = self._run.loader(self._source, "train", dp_rank=0, dp_size=1).order
+        if order.draw is None:
+            return
+        steps = Plan.of(self._run.config.trainer, order, checkpoint_every=None, grace_s=None).total_steps
+        until = time.monotonic() + _EPOCHS_S
+        for epoch in range(-(-steps * order.global_batch_size // order.epoch_size)):
+            with blamed("sampler", f"its epoch {epoch} fails", "see sampler.*"):
+                order.check(epoch)
+            if time.monotonic() > until:
+                return
+
+    def smallest(self, *, dp_size: int) -> int:
+        """Return the number of samples in the smallest micro-batch of the run's first epoch, over all data-parallel ranks."""
+        loader, samples_seen, sizes = self._run.loader(self._source, "train", dp_rank=0, dp_size=1), 0, set[int]()
+        while samples_seen < loader.order.epoch_size:
+            size = loader.order.size(samples_seen)
+            sizes.add(size)
+            whole = (loader.order.epoch_size - samples_seen) // size if loader.order.grow is None else 1
+            samples_seen += size * whole
+        cut = (parts(size, micro_batch_size=loader.micro_batch_size, dp_rank=rank, dp_size=dp_size)
+               for size in sizes for rank in range(dp_size))  # fmt: skip
+        return min(part.stop - part.start for mine in cut for part in mine)
 
     def _counts(self) -> dict[str, str]:
         """Return the numbers that objects of the user's classes keep; those of libraries (file positions) do not matter."""
@@ -69,14 +120,23 @@ class TrainingSamples:
         look(self._build.dataset, "", 0)
         return found
 
-    def later(self) -> list[Tensor]:
-        """Return the first step's samples as they are in the next epoch."""
+    def cut(self, size: int) -> list[MicroBatch]:
+        """Return the first step in micro-batches of so many samples: fetched anew, because a tensor's rows may be anything."""
+        return list(self._loader(micro_batch_size=size).train_step(0).micro_batches)
+
+    def late(self, index: int) -> tuple[list[Tensor], Step]:
+        """Return the first step's samples as they are in the next epoch, and then the step with this number."""
         with blamed("dataset", "its first batch cannot be fetched in another epoch", "see dataset.*"):
-            return _tensors(self._loader().train_step(0, later=1))
+            loader, samples_seen = self._loader(), 0
+            for _ in range(index):
+                samples_seen += loader.order.size(samples_seen)
+            return tensors_of(loader.train_step(0, later=1)), loader.train_step(samples_seen)
 
     def compare(self, others: list[Tensor]) -> None:
-        """Refuse data with a memory; `others` is the result of `later` in a process that has fetched nothing before."""
-        if any(not same(*pair) for pair in zip(self.later(), others)):
+        """Refuse data with a memory; `others` is the first result of `late` in a process that has loaded the data itself."""
+        if not same_tensors(self.late(0)[0], others):
+            if not equal(TrainingSamples(self._build, run=self._run).cut(1)[0], self.cut(1)[0]):
+                raise differs_when_loaded("train")
             what = "a sample depends on the samples before: it keeps its draws, or counts"
             raise Refused("dataset", what, "keep only stored data, and draw each time")
 
@@ -85,13 +145,25 @@ class TrainingSamples:
         """Whether a collate function or a transform of batches draws random numbers for a whole micro-batch."""
         loader = self._loader()
         one, other = (loader.train_step(0, first=first) for first in (0, 1))
-        return not _equal(one, other)
+        return not equal(one, other)
 
 
-def _equal(one: Step, other: Step) -> bool:
-    mine, theirs = _tensors(one), _tensors(other)
+def differs_when_loaded(split: str) -> Refused:
+    """Return the refusal of a split that is another one each time that it is loaded."""
+    what = f"its {split} split has other samples each time it is loaded: it draws from its own generator"
+    return Refused("dataset", what, f"draw {KEYED}, which the run seeds for each split in the same way, or seed the generator")
+
+
+def equal(one: Step | MicroBatch, other: Step | MicroBatch) -> bool:
+    """Return whether two steps, or two micro-batches, have the same inputs and targets."""
+    return same_tensors(tensors_of(one), tensors_of(other))
+
+
+def same_tensors(mine: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(mine) == len(theirs) and all(map(same, mine, theirs))
 
 
-def _tensors(step: Step) -> list[Tensor]:
-    return tensors_in([(micro_batch.inputs, micro_batch.targets) for micro_batch in step.micro_batches])
+def tensors_of(step: Step | MicroBatch) -> list[Tensor]:
+    """Return the inputs and targets."""
+    micro_batches: Iterable[MicroBatch] = [step] if isinstance(step, MicroBatch) else step.micro_batches
+    return tensors_in([(micro_batch.inputs, micro_batch.targets) for micro_batch in micro_batches])

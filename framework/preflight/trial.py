@@ -11,11 +11,12 @@ from framework.engine.seam import Step
 from framework.modules.aside import GENERATOR
 from framework.modules.structure import in_eval_mode
 from framework.preflight.continuation import AFTER, BEFORE, Computed, Continuation, validation_step
-from framework.preflight.cut import Cutting, some_samples
+from framework.preflight.cut import Cutting
 from framework.preflight.differences import Writes, same
 from framework.preflight.findings import Finding, Refused, blamed
 from framework.preflight.player import SINGLE, Player
-from framework.preflight.training_samples import KEYED, TrainingSamples
+from framework.preflight.processes import data_ranks
+from framework.preflight.training_samples import KEYED, TrainingSamples, differs_when_loaded, same_tensors, tensors_of
 from framework.preflight.two_steps import Sketch, sketches
 
 _BUFFER = {  # the remedies for values that change from step to step
@@ -34,29 +35,30 @@ _SYNC = "use nn.BatchNorm2d, with trainer.sync_batchnorm=true"
 class Trial:
     """A few steps of a run on one process."""
 
-    def __init__(self, build: Builder, *, is_cut_by_ranks: bool) -> None:
-        """`build` is a rehearsal's; `is_cut_by_ranks`: in the run, a micro-batch is a process's share of a step."""
-        self.build = build.altered(parallel=SINGLE)
-        self.is_cut_by_ranks = is_cut_by_ranks
+    def __init__(self, build: Builder, *, run: Builder) -> None:
+        """`build` is a rehearsal's, `run` is the run's."""
+        self.build, self.of_run = build.altered(parallel=SINGLE), run
         self.num_processes = build.config.launch.most_processes
-        self.samples = TrainingSamples(self.build)
+        # in the run, a micro-batch is a process's share of a step
+        self.is_cut_by_ranks = run.config.micro_batch_size is None and self.num_processes > 1
 
     def run(self) -> list[Finding]:
         """Raise Refused for a problem that breaks the run's promise; return possible problems."""
-        # with its own task
-        other = Continuation(self.build.altered(), fetch=self._following, later=self.samples.later, index=_BEFORE)
+        # with its own task; before this process has loaded or computed anything
+        other = Continuation(self.build.altered(), run=self.of_run.altered(), index=_BEFORE)
         try:
             return self._run(other)
         finally:
             other.close()
 
-    def _following(self) -> Step:
-        """Return the step after a save."""
-        return self.samples.fetch(_BEFORE + 1)[_BEFORE]
-
     def _run(self, other: Continuation) -> list[Finding]:
+        self.samples = TrainingSamples(self.build, run=self.of_run)
         steps = self.samples.fetch(_BEFORE + 1)
-        self.samples.compare(other.later())
+        validation, later = other.samples()
+        self.samples.compare(later)
+        if not same_tensors(tensors_of(validation_step(self.build)), validation):
+            raise differs_when_loaded("val")
+        self._look_at_smallest()
         drawn, findings = self._look_at_one_forward(steps[0])
         first = Player(self.build.altered())  # nothing has been tried in this one
         self._require_drawn(first.module, drawn)
@@ -80,6 +82,19 @@ class Trial:
         self._look_at_kinds(scout)
         self._look_at_forward(scout, step)
         return drawn, Cutting(self.build, is_by_ranks=self.is_cut_by_ranks).look(scout.module, step, self.samples)
+
+    def _look_at_smallest(self) -> None:
+        """Refuse a model or task that does not take the run's smallest micro-batch, if it is smaller than the rehearsal's."""
+        config = self.of_run.config
+        size = self.samples.smallest(dp_size=data_ranks(config.parallel, self.num_processes))
+        if size >= self.build.config.global_batch_size // 2:
+            return
+        is_by_end = config.micro_batch_size is None or config.global_batch_size % config.micro_batch_size == 0
+        cure = "drop_last=true leaves it out" if is_by_end else "a micro_batch_size that divides global_batch_size"
+        what = f"it does not take a micro-batch of {size} sample{'s' * (size != 1)}, the run's smallest"
+        with blamed("model", what, cure):
+            step = Step(0, size, self.samples.cut(size)[:1])
+            Player(self.build.altered()).engine.forward_backward(step, index=0, loss_scale=1.0, measure=True)
 
     def _require_drawn(self, module: nn.Module, drawn: dict[str, Sketch]) -> None:
         """Refuse a model that is different each time it is built."""
@@ -195,7 +210,7 @@ class Trial:
         """Evaluate a batch; return the attributes that this changes."""
         step, places = validation_step(self.build), player.attributes()
         if self.num_processes > 1:
-            one, other = _halves(step)
+            one, other = self._halves(step)
             after = [_buffers_after(player, steps) for steps in ([one], [other], [one, one])]
             for name in set().union(*after):  # a flag of the mode is the same after any samples, and any number of them
                 if any(name not in buffers or not same(buffers[name], after[0][name]) for buffers in after):
@@ -203,6 +218,12 @@ class Trial:
                     raise Refused("model", what, "change it in training only (self.training)")
         player.evaluate(step, shares=BEFORE)
         return [place for place, value in player.attributes().items() if places.get(place) != value]
+
+    def _halves(self, step: Step) -> list[Step]:
+        """Return two steps with different samples, if there are two samples."""
+        size = max(1, step.micro_batches[0].num_samples // 2)
+        first, *others = validation_step(self.build, micro_batch_size=size).micro_batches
+        return [step._replace(num_samples=part.num_samples, micro_batches=[part]) for part in (first, [first, *others][-1])]
 
     def _compare_evaluations(self, player: Player, other: Continuation, changed: list[tuple[str, str]]) -> None:
         """Refuse a different evaluation after a restore, and `changed` values that go on from one evaluation to the next."""
@@ -218,14 +239,6 @@ class Trial:
             if restored.get((key, name)) != now.get((key, name)):
                 self._refuse_memory(key, f"{name} changes from evaluation to evaluation, and no checkpoint holds it")
         player.parts.ended()
-
-
-def _halves(step: Step) -> list[Step]:
-    """Return two steps with different samples, if there are two samples."""
-    whole = step.micro_batches[0]
-    middle = max(1, whole.num_samples // 2)
-    parts = [some_samples(whole, 0, middle), some_samples(whole, min(middle, whole.num_samples - 1), whole.num_samples)]
-    return [step._replace(num_samples=part.num_samples, micro_batches=[part]) for part in parts]
 
 
 def _buffers_after(player: Player, steps: list[Step]) -> dict[str, Tensor]:

@@ -16,14 +16,15 @@ from framework.checkpoint.canonical import model_tensors, state_tensors
 from framework.checkpoint.kept import kept_here, require_same_parts
 from framework.data.source import Source
 from framework.engine.seam import Engine, Step
-from framework.modules.tensors import whole
+from framework.modules.tensors import first_tensor, whole
 from framework.preflight.differences import real
 from framework.preflight.findings import Finding, Refused, blamed
-from framework.preflight.player import Player
+from framework.preflight.player import Player, in_whole_batches
 
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
 _SAMPLED = 1 << 16  # numbers of a tensor
+_LEAST = 1e-6  # of a scale in float64: an activation is near 1
 _SEARCHED, _SEARCH_S = 16, 0.5  # steps to search, and seconds, for a step that is hard for a strategy
 
 Sketch = tuple[float, float]  # of a tensor: its norm, and a projection
@@ -38,12 +39,15 @@ class Seen:
     weights: dict[str, Sketch] = field(default_factory=dict)  # after two steps
     updated: dict[str, Sketch] = field(default_factory=dict)  # after more updates
     buffers: dict[str, Sketch] = field(default_factory=dict)  # that checkpoints hold, after two steps
+    scales: dict[str, float] = field(default_factory=dict)  # of buffers: the norm from which rounding is judged
+    early: dict[str, Sketch] = field(default_factory=dict)  # buffers after the first step, on the ranks with its first samples
     sums: list[dict[str, float]] = field(default_factory=list)  # of each step, and of an evaluation
     kept: dict[str, Any] = field(default_factory=dict)  # the values in the optimizer's groups, by parameter and key
     first: int = 0  # the number of the first step
     num_updates: int = 0  # after the two steps
     do_part: bool = False  # its samples enter different modules
     fault: str = ""
+    asks: str = ""  # the first call of torch.distributed by the model's own code
     of_part: Finding | None = None  # a fault of a part, with any strategy
 
 
@@ -62,7 +66,8 @@ def sketches(module: nn.Module) -> dict[str, Sketch]:
 
 
 def _steps(build: Builder, source: Source, engine: Engine, *, first: int, count: int) -> Iterator[tuple[int, Step]]:
-    loader = build.loader(source, "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
+    whole = in_whole_batches(build, source)
+    loader = whole.loader(source, "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
     loader.num_workers = 0
     return itertools.islice(enumerate(loader.train(0)), first, first + count)
 
@@ -112,6 +117,8 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
         gradients = {name: p.grad for name, p in engine.module.named_parameters() if p.requires_grad}
         zeros = {name: torch.zeros(()) for name, gradient in gradients.items() if gradient is None}
         seen.gradients.append({name: sketch(value) for name, value in (gradients | zeros).items() if value is not None})
+        if is_first and engine.dp_rank == 0:
+            seen.early = {name: sketch(buffer) for name, buffer in engine.module.named_buffers()}
         player.take(index)
     kept = kept_here(player.held(), initial=player.update.initial)
     states = {name: sketch(tensor) for name, tensor in player.parts.tensors().items()}
@@ -141,21 +148,27 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
     loader.num_workers = 0
     engine.sync_buffers()
     names = {f"model/{name}": name for name, _ in engine.module.named_buffers()}
-    seen.buffers = {names[key]: sketch(tensor) for key, tensor in model_tensors(engine.module).items() if key in names}
+    buffers = {names[key]: tensor for key, tensor in model_tensors(engine.module).items() if key in names}
+    seen.buffers = {name: sketch(tensor) for name, tensor in buffers.items()}
+    alike = {name: (name.rpartition(".")[0], tensor.shape, tensor.is_floating_point()) for name, tensor in buffers.items()}
+    for name, kind in alike.items():  # a mean near zero has the scale of the variance beside it, not that of its rounding
+        beside = max(seen.buffers[other][0] for other in alike if alike[other] == kind)
+        seen.scales[name] = max(_LEAST, beside) if kind[2] else 0.0
     seen.sums.append({name: float(value) for name, value in player.evaluate(next(loader.evaluate()), shares=[1.0]).items()})
 
 
 @contextmanager
 def _outputs(module: nn.Module, outputs: dict[str, Sketch]) -> Iterator[None]:
-    """Record in `outputs` what each module returns at its first call, if it is a tensor."""
+    """Record in `outputs` the first tensor that each module returns at its first call."""
     handles = []
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             continue
 
         def note(_: nn.Module, __: object, output: Any, name: str = name) -> None:
-            if name not in outputs and type(output) is Tensor and output.is_floating_point():
-                outputs[name] = sketch(output)
+            tensor = first_tensor(output)
+            if name not in outputs and type(tensor) is Tensor and tensor.is_floating_point():
+                outputs[name] = sketch(tensor)
 
         handles.append(part.register_forward_hook(note))
     yield

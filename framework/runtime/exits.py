@@ -53,15 +53,31 @@ class Unfit(RunEnded, code=Exit.CONFIGURATION):
     """The configuration does not fit the model. Only the run could show this."""
 
 
+REMARK = "steadfast_remark"  # an attribute of an error: a text that follows its headline
+
+
 def headline(error: Exception) -> str:
     """Return an error's type and first line. If it quotes a loader process's traceback, return that traceback's last line."""
+    return _headline(error) + getattr(error, REMARK, "")
+
+
+def text_of(error: Exception) -> str:
+    """Return an error's type and text in one line, at most 200 characters of it."""
+    if _quotes_another(error) or _LOADER.search(str(error)):
+        return headline(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ") + getattr(error, REMARK, "")
+
+
+def _headline(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     if _quotes_another(error):
         return lines[-1]
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if lacks_memory(error):
         return f"{' '.join(lines[0].split('. ')[0].split())}: {_LESS_MEMORY}"
     if is_lost_peer(error):
         return "another process of the run has ended; if it logged an error, the error is in train.log"
+    if (died := _LOADER.search(lines[0])) is not None:
+        return f"a loader process died: {died[1]} ({_LOADER_REMEDY})"
     if lines[0].endswith(":"):  # the first line only introduces the next lines
         lines = [" ".join(" ".join(lines).split())[:500]]
     return f"{type(error).__name__}: {lines[0]}"
@@ -70,16 +86,23 @@ def headline(error: Exception) -> str:
 _LESS_MEMORY = "less memory is needed with a smaller micro_batch_size, trainer.activation_checkpointing=true, or parallel=fsdp"
 
 
+# the first form is this framework's, the second is that of torch's signal handler
+_LOADER = re.compile(r"(?:a loader process died: |DataLoader worker \(pid [\d, ]+\) is )(\w[^.]*)")
+_LOADER_REMEDY = ("if memory or /dev/shm is full, fewer dataset.num_workers help; with dataset.num_workers=0, a crash of the "
+                  "dataset's own code happens in the process of the rank")  # fmt: skip
+
+
 def place_of(error: Exception) -> str:
     """Return where an error was raised, as `FILE:LINE in FUNCTION`: in the innermost function of the user, if there is one."""
     if _quotes_another(error):
         places = re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))
     else:
         places = [(place.filename, place.lineno, place.name) for place in traceback.extract_tb(error.__traceback__)]
-    return "{}:{} in {}".format(*next((place for place in reversed(places) if _is_own(place[0])), places[-1]))
+    return "{}:{} in {}".format(*next((place for place in reversed(places) if is_own_code(place[0])), places[-1]))
 
 
-def _is_own(file: str) -> bool:
+def is_own_code(file: str) -> bool:
+    """Return whether a file has the user's code, not that of this framework or of an installed package."""
     path = Path(file)
     is_installed = {"site-packages", "dist-packages"} & {*path.parts}
     return path.is_file() and not is_installed and not any(map(path.is_relative_to, _OTHERS))
@@ -88,6 +111,11 @@ def _is_own(file: str) -> bool:
 def _quotes_another(error: Exception) -> bool:
     """Return whether torch has raised an error of a loader process again, with the loader's traceback in the text."""
     return str(error).startswith("Caught ") and "Original Traceback" in str(error)
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return whether an error says that this process, or its device, has no memory left."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def is_lost_peer(error: Exception) -> bool:

@@ -8,6 +8,7 @@ import re
 import resource
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -141,3 +142,20 @@ def open_files() -> int:
 
 
 _MANY_FILES = 1 << 16
+
+
+def own_file_positions() -> None:
+    """Give this forked process its own positions in the files that it reads. A fork shares each position with the parent.
+
+    If two processes then seek and read, each reads where the other has sought. Files that are written keep their locks.
+    """
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the listing's own descriptor; a file that may no longer be opened
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
+                continue
+            position = os.lseek(descriptor, 0, os.SEEK_CUR)
+            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+            os.lseek(own, position, os.SEEK_SET)
+            os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
+            os.close(own)

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -29,8 +30,9 @@ from framework.runs.status import queued_jobs
 from framework.runs.table import TableRow
 from framework.runtime import slurm
 from framework.runtime.exits import Exit
+from framework.runtime.forks import begin_child
 from framework.runtime.log import LOGGER
-from framework.runtime.preemption import PREEMPTION, SIGNALS, die_with_parent
+from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.problem import Problem
 from framework.runtime.slurm import SlurmFailed
 from framework.sweep.space import Values
@@ -88,6 +90,8 @@ class Pool:
         cpus = sorted(os.sched_getaffinity(0))
         self._shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # for the jobs that can start
         self._running: dict[BaseProcess, tuple[Job, set[int]]] = {}
+        # a thread that never computes (framework.runtime.forks.in_new_thread) and lives as long as the jobs, which die with it
+        self._forks = ThreadPoolExecutor(1)
 
     @property
     def room(self) -> int:
@@ -116,7 +120,7 @@ class Pool:
         # a signal waits until the child can record it, and this process can send it on
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            process.start()
+            self._forks.submit(process.start).result()
             self._running[process] = (job, share)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -139,7 +143,7 @@ class Pool:
 
 
 def _run(line: list[str], share: set[int], log: Path | None) -> None:
-    die_with_parent()
+    begin_child()
     PREEMPTION.speaks = False
     be_brief()
     PREEMPTION.watch()  # it receives a signal that came just before the fork

@@ -1,11 +1,14 @@
 """Which samples make step t, and who runs them: pure functions, checked over all small cases."""
 
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from framework.data.order import Order, Part, parts
+from framework.runtime.exits import Unfit
+from tests.faulty_data import Epochs
 
 MICRO = (None, 1, 3, 5)
 
@@ -116,3 +119,30 @@ def test_micro_batches_do_not_depend_on_the_number_of_ranks() -> None:
         starts = [part.start for part in real(cut(n, micro, dp_size))]
         assert all(b - a == micro for a, b in pairwise(starts))
         assert [part.number for part in real(cut(n, micro, dp_size))] == list(range(len(starts)))
+
+
+KINDS = {"shorter": (3, "epoch 3 has 20 samples, and epoch 0 has 40"), "longer": (1, "epoch 1 has 40 samples, and epoch 0 has 20"),
+         "beyond": (0, "epoch 0 has the sample 4[0-2]"), "negative": (0, "epoch 0 has the sample -[1-3]"),
+         "fractions": (0, "epoch 0 has the sample .*5")}  # fmt: skip
+
+
+def sampled(kind: str) -> Order:
+    draw = partial(Epochs(kind).epoch, source=range(40), seed=3)
+    return Order(num_samples=40, global_batch_size=40, seed=3, drop_last=False, draw=draw)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampler_keeps_its_contract_in_every_epoch_or_the_run_ends(kind: str) -> None:
+    epoch, said = KINDS[kind]
+    made = sampled(kind)
+    for before in range(epoch):
+        made.batch(before * made.epoch_size)
+    with pytest.raises(Unfit, match=f"sampler: {said}"):
+        made.batch(epoch * made.epoch_size)
+    with pytest.raises(Unfit, match=f"sampler: {said}"):
+        made.check(epoch)
+
+
+@pytest.mark.parametrize("kind", ["list", "floats"])
+def test_a_sampler_may_give_any_sequence_of_whole_numbers(kind: str) -> None:
+    assert sorted(sampled(kind).batch(0)[1].tolist()) == list(range(40))

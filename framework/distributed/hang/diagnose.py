@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from framework.distributed.hang.board import Beat, Board, BoardView, RankSlot, RankState, request_stacks
-from framework.distributed.hang.stillness import busy_s, stat_of
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
+from framework.runtime.forks import busy_s, stat_of
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))

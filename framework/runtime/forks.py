@@ -1,0 +1,129 @@
+"""Forked processes: what they must not share with their parent, and where they are when they do nothing."""
+
+import faulthandler
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import IO, Any, TypeVar
+
+from framework.runtime.exits import is_own_code
+from framework.runtime.files import own_file_positions
+from framework.runtime.preemption import die_with_parent
+
+T = TypeVar("T")
+
+
+def begin_child() -> None:
+    """Separate a forked process that runs the user's code from its parent: it dies with it, but moves none of its files."""
+    die_with_parent()
+    own_file_positions()
+
+
+def in_new_thread(work: Callable[[], T]) -> T:
+    """Return the result of `work`, which runs in a new thread, so that processes which it forks can compute on all cores.
+
+    A process continues as the thread that forks it. A team of OpenMP belongs to the thread that has used it and does not
+    survive a fork: a process that is forked by such a thread waits forever at its first parallel loop.
+    """
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="fork")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+# --- processes that do nothing
+
+
+def busy_s(pid: int) -> float:
+    """Return the seconds on a CPU, plus the first thread's waiting time for a CPU, if the kernel counts it."""
+    fields, waited_s = stat_of(pid), 0.0
+    with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
+        waited_s = int(file.read().split()[1]) / 1e9
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited_s if fields else 0.0
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat, from the process's state on. Return [] if the process does not exist."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+    return []
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, such as its loader processes, and their descendants."""
+    children: list[int] = []
+    with suppress(OSError):  # each thread has its own children
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                children += map(int, file.read().split())
+    return children + [other for child in children for other in descendants(child)]
+
+
+def bytes_read(pid: int) -> int:
+    """Return how much a process has read, by calls of the kernel and by page faults: a slow disk is no hang."""
+    fields, read = stat_of(pid), 0
+    with suppress(OSError), open(f"/proc/{pid}/io") as file:
+        read = int(file.readline().split()[1])
+    return read + int(fields[9]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
+
+
+class Idleness:
+    """How long some processes and their descendants have neither used a CPU nor read anything."""
+
+    _SHARE, _LOOK_S = 0.05, 0.4  # the allowed CPU share of processes that only wait; seconds between two looks
+
+    def __init__(self, pids: Sequence[int | None]) -> None:
+        self._pids = [pid for pid in pids if pid is not None]
+        self._busy_s, self._read = 0.0, 0
+        self._looked_at = self._since = time.monotonic()
+
+    def lasts_s(self) -> float:
+        """Return the seconds since the processes have last been seen to do something. Call this often."""
+        now = time.monotonic()
+        if now - self._looked_at < self._LOOK_S:
+            return self._looked_at - self._since
+        everyone = [other for pid in self._pids for other in (pid, *descendants(pid))]
+        busy, read = sum(map(busy_s, everyone)), sum(map(bytes_read, everyone))
+        if abs(busy - self._busy_s) > self._SHARE * (now - self._looked_at) or read != self._read:  # less: a process has ended
+            self._since = now
+        self._busy_s, self._read, self._looked_at = busy, read, now
+        return now - self._since
+
+
+def write_stacks_to(file: IO[Any]) -> None:
+    """Let this process, and the processes that it forks, write their stacks to a file when `place_in` asks for them."""
+    faulthandler.register(signal.SIGQUIT, file, all_threads=True)
+
+
+def place_in(pid: int, stacks: IO[Any]) -> str:
+    """Return where a process waits, as `FILE:LINE in FUNCTION`: in the user's code if possible, and in a descendant first.
+
+    The process must have called `write_stacks_to`. Return "" if it writes no stack.
+    """
+    for other in (*reversed(descendants(pid)), pid):
+        file, before = stacks.fileno(), os.fstat(stacks.fileno()).st_size
+        with suppress(ProcessLookupError):
+            os.kill(other, signal.SIGQUIT)
+        until = time.monotonic() + 1.0
+        while os.fstat(file).st_size == before and time.monotonic() < until:
+            time.sleep(0.02)
+        written = os.pread(file, 1 << 20, before).decode(errors="replace")  # the processes share the file's position
+        found = re.findall(r'File "(.+)", line (\d+) in (.+)', written)
+        if own := next((place for place in found if is_own_code(place[0])), None):
+            return "{}:{} in {}".format(*own)
+    return ""

@@ -1,0 +1,101 @@
+"""Data of users: the same samples in any order of first use and with any loader processes; a fault is named."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework.data.loader import Loader, load
+from framework.data.map_style import MapStyle
+from framework.data.order import Order
+from framework.data.source import Split
+from framework.runtime.exits import Unfit, headline
+from tests.faulty_data import Damaged, DrawnSplit, Dying, Epochs, Odd, Points, Records, drop
+
+
+def loader_of(train: Callable[[], Any], *, num_workers: int = 0, **options: Any) -> Loader:
+    draw = options.pop("draw", None)
+    dataset = MapStyle(train=partial(train), val=partial(Points), test=partial(Points), num_workers=num_workers, **options)
+    source = load(dataset, "train", seed=3)
+    order = Order(num_samples=len(source), global_batch_size=10, seed=3, drop_last=False,
+                  draw=draw and partial(draw, source=source, seed=3))  # fmt: skip
+    return Loader(dataset, source, order=order, micro_batch_size=5, dp_rank=0, dp_size=1, device=torch.device("cpu"),
+                  dtype=torch.float32, split="train")  # fmt: skip
+
+
+def inputs_of(made: Loader, count: int) -> list[torch.Tensor]:
+    steps = list(islice(made.train(0), count))
+    made.close()
+    return [micro_batch.inputs for step in steps for micro_batch in step.micro_batches]
+
+
+def samples_of(order: list[Split], *, seed: int = 0) -> dict[str, list[Any]]:
+    """Return the numbers that each split has drawn, after the splits are loaded in this order."""
+    dataset = MapStyle(train=partial(DrawnSplit, n=28), val=partial(DrawnSplit), test=partial(DrawnSplit, first=28))
+    found = {}
+    for split in order:
+        torch.rand(7)  # what was drawn before does not matter
+        found[split] = load(dataset, split, seed=seed).samples.orders  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_split_that_draws_its_samples_has_the_same_in_any_order_of_first_use() -> None:
+    expected = samples_of(["train", "val", "test"])
+    assert samples_of(["test", "val", "train"]) == expected != samples_of(["train", "val", "test"], seed=1)
+    for name in ("numpy", "random", "torch"):  # two parts of one permutation are disjoint
+        assert not set(expected["train"][name]) & set(expected["test"][name])
+
+
+def test_a_load_leaves_the_generators_as_they_are() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    load(MapStyle(train=partial(DrawnSplit)), "train", seed=0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("buffering", [0, 8192], ids=["raw", "buffered"])
+def test_loader_processes_do_not_move_each_others_place_in_an_open_file(buffering: int, tmp_path: Path) -> None:
+    read = partial(Records, str(tmp_path / "records.bin"), buffering=buffering)
+    alone, with_processes = (loader_of(read, num_workers=n) for n in (0, 2))
+    ours, theirs = inputs_of(alone, 20), inputs_of(with_processes, 20)
+    assert len(ours) == 40 and all(map(torch.equal, ours, theirs))
+    for made in (alone, with_processes):
+        made.source.samples.file.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sampler_that_breaks_its_contract_ends_the_run_from_a_loader_process_too(num_workers: int) -> None:
+    made = loader_of(Points, num_workers=num_workers, draw=Epochs("beyond").epoch)
+    with pytest.raises(Unfit, match=r"^sampler: epoch 0 has the sample 4\d, and the samples are 0 to 39"):
+        inputs_of(made, 4)
+    made.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_of_another_shape_is_named(num_workers: int) -> None:
+    made = loader_of(partial(Odd, n=40, size=11, at=17), num_workers=num_workers)
+    with pytest.raises(ValueError, match=r"sample 17 of train has \(\[11\], int\), and most others have \(\[12\], int\)"):
+        inputs_of(made, 4)
+    made.close()
+
+
+def test_a_loader_process_that_is_killed_is_reported_with_its_signal_and_a_remedy() -> None:
+    made = loader_of(partial(Dying, at=3), num_workers=1)
+    with pytest.raises(RuntimeError) as caught:
+        inputs_of(made, 4)
+    made.close()
+    assert headline(caught.value).startswith("a loader process died: killed by SIGKILL (if memory or /dev/shm is full")
+    by_torch = RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. ")
+    assert headline(by_torch).startswith("a loader process died: killed by signal: Killed (if memory")
+
+
+def test_a_sample_that_is_none_is_damaged_unless_a_collate_function_takes_it() -> None:
+    with pytest.raises(ValueError, match="sample 1 of train: TypeError: it is None"):
+        loader_of(Damaged).source.sample(1)  # type: ignore[attr-defined]
+    assert loader_of(Damaged, on_error="skip").source.sample(1)[1] == 2  # type: ignore[attr-defined]
+    assert loader_of(Damaged, collate=drop).source.sample(1) is None  # type: ignore[attr-defined]

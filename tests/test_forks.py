@@ -1,0 +1,88 @@
+"""A forked process of a process that has computed on several threads: it computes; one that waits is found with its place."""
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from framework.preflight import child
+from framework.preflight.child import Failure, in_child
+from framework.runtime.files import own_file_positions
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def after_computing(act: Callable[[], object]) -> object:
+    """Return the result of `act` in a process that has computed on two threads before."""
+
+    def run() -> None:
+        torch.set_num_threads(2)
+        torch.rand(1000, 1000).exp().sum()
+        theirs.send(act())
+
+    ours, theirs = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=run)
+    process.start()
+    assert ours.poll(60), "it waits for threads that the fork has not copied"
+    answer = ours.recv()
+    process.join()
+    return answer
+
+
+def compute() -> list[dict[str, float]]:
+    torch.set_num_threads(2)
+    return [{"sum": float(torch.ones(1000, 1000).exp().log().sum())}]
+
+
+def test_a_child_of_a_process_that_has_computed_can_compute_on_all_cores() -> None:
+    found, failure = after_computing(lambda: in_child(compute, limit_s=30.0))  # type: ignore[misc]
+    assert failure is None and found[0]["sum"] == pytest.approx(1e6)
+
+
+def wait_for_a_lock() -> list[dict[str, float]]:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+    return []
+
+
+def test_a_child_that_waits_forever_is_ended_with_the_place_where_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_SILENT_S", 0.5)
+    monkeypatch.setattr(child, "_HANGS_S", 1.0)
+    began = time.monotonic()
+    found, failure = in_child(wait_for_a_lock)
+    assert (found, time.monotonic() - began < 30) == ([], True)
+    assert failure is not None and failure.hangs and not failure.is_unfinished
+    assert failure.what.startswith(f"it waits forever at {__file__}:") and failure.what.endswith("in wait_for_a_lock")
+
+
+def raise_error(error: Exception) -> list[dict[str, float]]:
+    raise error
+
+
+@pytest.mark.parametrize(("error", "is_unfinished"), [(KeyError("x"), False), (MemoryError("no memory"), True)])
+def test_only_a_lack_of_time_or_memory_leaves_a_child_s_work_unfinished(error: Exception, is_unfinished: bool) -> None:
+    _, failure = in_child(lambda: raise_error(error))
+    assert failure is not None and failure.is_unfinished is is_unfinished
+    assert failure.what.startswith(f"{type(error).__name__}: ") and f"at {__file__}:" in failure.what
+    _, late = in_child(lambda: time.sleep(60) or [], limit_s=0.2)  # type: ignore[func-returns-value]
+    assert late == Failure("it took more than 0 s", is_unfinished=True)
+
+
+def test_a_child_moves_no_place_in_its_parent_s_files(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    with open(tmp_path / "file", "rb", buffering=0) as file:
+        file.seek(10)
+
+        def read() -> None:
+            own_file_positions()
+            assert (file.tell(), file.read(5)) == (10, bytes(range(10, 15)))
+
+        process = _FORK.Process(target=read)
+        process.start()
+        process.join()
+        assert process.exitcode == 0 and file.tell() == 10
