@@ -244,6 +244,12 @@ def test_details_are_in_the_rows_and_not_on_the_terminal(tmp_path: Path) -> None
     assert row["activation_rms:layers.0"] > 0 and "grad_norm:" not in ended.output
 
 
+def test_padding_is_not_in_the_activations_of_a_pipeline(one: One, tmp_path: Path) -> None:  # noqa: F811
+    line = [*RUN, *MODELS["mlp"], "model.dropout=0", "part=activations", "part.activations.modules=[layers.*]", "trainer.max_steps=5"]
+    mesh = ["parallel=ddp+pp", "parallel.replicate=2", "parallel.pipeline=2", "launch.nproc_per_node=4"]
+    assert_close(finished(*line, *mesh, root=tmp_path / "runs"), one(*line))  # the fifth step has three micro-batches
+
+
 def test_activations_of_a_module_that_returns_several_are_those_of_the_first(tmp_path: Path) -> None:
     line = [*RUN, "model._target_=tests.two_inputs.TwoInputs", "dataset._target_=tests.two_inputs.Pairs", "part=activations"]
     ended = finished(*line, "part.activations.modules=['']", root=tmp_path / "runs")
