@@ -258,9 +258,10 @@ def note_steps(file: Path) -> Callable[[], None]:
         original = Trainer.train_step
 
         def train_step(self: Trainer, *args: object, **kwargs: object) -> object:
-            scale, before = self.update.loss_scale.value, [p.detach().clone() for p in self.parameters]
+            parameters = list(self.engine.module.parameters())
+            scale, before = self.update.loss_scale.value, [p.detach().clone() for p in parameters]
             result = original(self, *args, **kwargs)  # type: ignore[arg-type]
-            moved = any(not torch.equal(p, q) for p, q in zip(self.parameters, before))
+            moved = any(not torch.equal(p, q) for p, q in zip(parameters, before))
             with open(file, "a") as out:
                 out.write(json.dumps([scale, moved]) + "\n")
             return result

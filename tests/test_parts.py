@@ -324,6 +324,16 @@ def test_sharpness_is_the_gradient_of_a_point_uphill(tmp_path: Path) -> None:
             assert (final.get_tensor(name) - (value - uphill[name])).abs().max() < 1e-10, name
 
 
+@pytest.mark.parametrize("order", ["unfreeze,sharpness", "sharpness,unfreeze"])
+def test_a_frozen_layer_stays_where_it_is_whichever_part_comes_first(order: str, tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["mlp"], f"part=[{order}]", "part.unfreeze.groups=[[layers.*]]", "part.unfreeze.every=9",
+            "part.sharpness.radius=0.5", "trainer.max_steps=2", "optimizer=sgd"]  # fmt: skip
+    ended = finished(*line, root=tmp_path / "runs")
+    start = checked_weights(line)
+    moved = {name for name, weights in ended.weights.items() if not weights.double().equal(start[name])}
+    assert moved == {"head.weight", "head.bias"}
+
+
 # --- what is refused before the start
 
 REFUSED = {

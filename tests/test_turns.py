@@ -1,7 +1,10 @@
 """Turns: sets of parameters, each with its own optimizer, under every strategy what one process computes."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from framework.build import components
 from framework.config.folders import options
 from framework.data.order import Order
 from framework.engine.sums import means, over_turns
+from framework.parts.loss_spikes import LossSpikes
 from framework.randomness import key
+from framework.runtime.exits import Diverged
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but
 from tests.test_any_training import one  # noqa: F401  # a fixture
 from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, RUN, SMALL, layouts, name
@@ -109,6 +114,38 @@ def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
     with safe_open(ended.directory / "model.safetensors", framework="pt") as final:
         for own, parameter in model.named_parameters():
             assert (final.get_tensor(own) - parameter).abs().max() < 1e-12, own
+
+
+def test_gradients_computed_again_are_those_of_the_turn_alone(tmp_path: Path) -> None:
+    at_the_same_point = ["part=sharpness", "part.sharpness.radius=1e-12"]
+    again = finished(*GAN, *at_the_same_point, root=tmp_path / "again")
+    assert_close(again, finished(*GAN, root=tmp_path / "once"), tolerance=1e-9)
+
+
+def test_a_row_has_the_gradients_of_every_turn(tmp_path: Path) -> None:
+    line = [*GAN, "part=[gradient_norms,histograms]", "part.histograms.every=1", "part.histograms.parameters=['*']"]
+    ended = finished(*line, root=tmp_path / "runs")
+    row = next(row for row in ended.rows if row["step"] == 2)  # the generator's turn comes every second step
+    norms = [row["grad_norm:critic"], row["grad_norm:generator"]]
+    assert math.hypot(*norms) == pytest.approx(row["grad_norm"], rel=1e-12) and min(norms) > 0
+    kinds = {kind: {key.split(":")[1] for key in row if key.startswith(f"{kind}_histogram:")} for kind in ("weight", "gradient")}
+    assert kinds["weight"] == kinds["gradient"] == set(ended.weights)
+
+
+def test_a_spike_is_one_among_the_losses_of_its_own_turn() -> None:
+    def step(part: LossSpikes, number: int, **losses: float) -> None:
+        for turn, loss in losses.items():
+            loop: Any = SimpleNamespace(step=number, turn=turn, loss=lambda loss=loss: loss)
+            part.gradients_ready(loop)
+        part.step_taken(loop)
+
+    part = LossSpikes(factor=2, window=2)
+    for number in range(4):
+        step(part, number, small=1.0, large=10.0)
+    again = LossSpikes(factor=2, window=2)
+    again.load_state_dict(part.state_dict())
+    with pytest.raises(Diverged, match="is 2.5, the median of 2 is 1"):
+        step(again, 5, small=2.5, large=10.0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The loop as the parts of a run see it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,11 @@ class Loop:
         self.has_row = False  # the current step gets a row of metrics.jsonl
         self.split = ""  # the split that is or was last measured
         self.stopped = ""  # why a part has ended the run
-        self._world, self._loss_scale = world, update.loss_scale
+        self._world, self._update = world, update
         self._buffers = Buffers(*(module for module in (engine.module, engine.task) if module is not None))
         self._sums: Sums = {}
         self._under_way = Step(0, 1, [])
+        self._call_earlier: Callable[[], None] = lambda: None  # calls the parts before the current part
 
     @property
     def step(self) -> int:
@@ -121,17 +122,15 @@ class Loop:
     def recompute(self) -> None:
         """Compute the step's gradients again, with the same batch and draws, but with the current weights. Collective.
 
-        Call it when the gradients are ready. Buffers such as running statistics do not change a second time.
+        Call it when the gradients are ready. The parts before the calling part get `gradients_ready` again, so that their
+        changes hold for the new gradients too. Buffers such as running statistics do not change a second time.
         """
-        step, before = self._under_way, self._buffers.values()
-        parameters = list(self.trained().values())
-        for parameter in parameters:
-            parameter.grad = None
-        scale = self._loss_scale.value
-        sums = self.engine.forward_backward(step, index=self.step, loss_scale=scale, measure=False)
-        self.engine.weigh(sums, num_samples=step.num_samples)
-        self._loss_scale.unscale(parameters)
+        before, states, call_earlier = self._buffers.values(), generator_states(devices=[self.device]), self._call_earlier
+        compute_gradients(self._under_way, engine=self.engine, update=self._update, index=self.step, measure=False)
         self._buffers.set(before)
+        call_earlier()
+        self._call_earlier = call_earlier
+        set_generator_states(states, devices=[self.device])  # so that the part's own draws continue
 
     def outputs(self, inputs: Tree) -> Tree:
         """Return the model's outputs for inputs that are the same on every rank, without gradients. Collective."""
@@ -143,3 +142,15 @@ class Loop:
     def stop(self, why: str) -> None:
         """End the run after this step as finished, with an evaluation and a checkpoint. One rank's call is enough."""
         self.stopped = self.stopped or why
+
+
+def compute_gradients(step: Step, *, engine: Engine, update: Update, index: int, measure: bool) -> Sums:
+    """Put into `.grad` the gradients of the step's turn, without the loss scale; return this rank's sums. Collective."""
+    parameters = list(engine.module.parameters())
+    for parameter in parameters:
+        parameter.grad = None
+    sums = engine.forward_backward(step, index=index, loss_scale=update.loss_scale.value, measure=measure)
+    engine.weigh(sums, num_samples=step.num_samples)
+    update.loss_scale.unscale(parameters)
+    update.keep(next((turn for turn in update.turns if turn.name == step.turn), None))
+    return sums
