@@ -258,10 +258,9 @@ def note_steps(file: Path) -> Callable[[], None]:
         original = Trainer.train_step
 
         def train_step(self: Trainer, *args: object, **kwargs: object) -> object:
-            parameters = list(self.engine.module.parameters())
-            scale, before = self.update.loss_scale.value, [p.detach().clone() for p in parameters]
+            scale, before = self.update.loss_scale.value, [p.detach().clone() for p in self.parameters]
             result = original(self, *args, **kwargs)  # type: ignore[arg-type]
-            moved = any(not torch.equal(p, q) for p, q in zip(parameters, before))
+            moved = any(not torch.equal(p, q) for p, q in zip(self.parameters, before))
             with open(file, "a") as out:
                 out.write(json.dumps([scale, moved]) + "\n")
             return result

@@ -245,7 +245,14 @@ def test_details_are_in_the_rows_and_not_on_the_terminal(tmp_path: Path) -> None
 
 
 def test_padding_is_not_in_the_activations_of_a_pipeline(one: One, tmp_path: Path) -> None:  # noqa: F811
-    line = [*RUN, *MODELS["mlp"], "model.dropout=0", "part=activations", "part.activations.modules=[layers.*]", "trainer.max_steps=5"]
+    line = [
+        *RUN,
+        *MODELS["mlp"],
+        "model.dropout=0",
+        "part=activations",
+        "part.activations.modules=[layers.*]",
+        "trainer.max_steps=5",
+    ]
     mesh = ["parallel=ddp+pp", "parallel.replicate=2", "parallel.pipeline=2", "launch.nproc_per_node=4"]
     assert_close(finished(*line, *mesh, root=tmp_path / "runs"), one(*line))  # the fifth step has three micro-batches
 

@@ -128,7 +128,9 @@ def test_a_row_has_the_gradients_of_every_turn(tmp_path: Path) -> None:
     row = next(row for row in ended.rows if row["step"] == 2)  # the generator's turn comes every second step
     norms = [row["grad_norm:critic"], row["grad_norm:generator"]]
     assert math.hypot(*norms) == pytest.approx(row["grad_norm"], rel=1e-12) and min(norms) > 0
-    kinds = {kind: {key.split(":")[1] for key in row if key.startswith(f"{kind}_histogram:")} for kind in ("weight", "gradient")}
+    kinds = {
+        kind: {key.split(":")[1] for key in row if key.startswith(f"{kind}_histogram:")} for kind in ("weight", "gradient")
+    }
     assert kinds["weight"] == kinds["gradient"] == set(ended.weights)
 
 
@@ -163,6 +165,7 @@ def test_a_spike_is_one_among_the_losses_of_its_own_turn() -> None:
             ["optimizer.turns.critic.learning_rate=1"],
             "optimizer.turns.critic.learning_rate: unknown key (did you mean optimizer.lr?)",
         ),
+        (["part=lr_range", "rehearse=true"], "part.lr_range: ... optimizer.turns gives each step several losses ..."),
         (["precision=fp16"], "precision: fp16, but its loss scale needs whole steps, and optimizer.turns divides them ..."),
         (["trainer.divergence.action=skip"], "trainer.divergence.action: skip, but a step of several turns ..."),
         (

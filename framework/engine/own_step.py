@@ -17,6 +17,7 @@ from framework.engine.sums import Sums, Value, as_sums
 from framework.modules.tensors import Tree, call
 from framework.randomness import generator_states, key, set_generator_states
 from framework.runtime.exits import Unfit
+from framework.runtime.torch_modes import set_thread_modes, thread_modes
 
 Call = Callable[..., Any]
 
@@ -49,6 +50,8 @@ class Context:
         """
         if tensor.ndim == 0:
             raise TypeError("gather() joins the rows of samples, and a number has no rows: unsqueeze(0) makes it a row")
+        if torch.is_inference_mode_enabled():
+            raise TypeError("gather() cannot be called in torch.inference_mode() (torch.no_grad())")
         loop = getcurrent().parent
         if loop is None:
             raise RuntimeError("gather() can only be called in a task's step")
@@ -78,7 +81,7 @@ class _Waiting:
 class _Surroundings:
     """The state around a micro-batch's step, which is saved while another micro-batch runs."""
 
-    is_grad_enabled: bool
+    modes: tuple[Any, ...]
     generators: Any
     buffers: Sequence[Tensor]
     draws: Any
@@ -107,6 +110,7 @@ class OwnSteps:
         for micro_batch in step.micro_batches:
             run = greenlet(self._one)
             run.gr_context = contextvars.copy_context()
+            modes = thread_modes(self.forward.devices)
             given = run.switch(micro_batch, step, index)
             if run.dead:
                 _require(not waiting)
@@ -114,6 +118,7 @@ class OwnSteps:
                 self._end(micro_batch)  # after its backward pass
                 continue
             waiting.append(_Waiting(run, micro_batch, given, self._surroundings()))
+            set_thread_modes(modes)
             if not is_alone:
                 self.buffers.set(values, onto=tensors)
         while waiting:
@@ -127,8 +132,8 @@ class OwnSteps:
 
     def _go_on(self, item: _Waiting, gathered: Tensor) -> Result | None:
         """Continue a micro-batch; return its result, or None if it waits again."""
-        then = item.surroundings
-        torch.set_grad_enabled(then.is_grad_enabled)
+        then, modes = item.surroundings, thread_modes(self.forward.devices)
+        set_thread_modes(then.modes)
         set_generator_states(then.generators, devices=self.forward.devices)
         self.buffers.set(then.buffers)
         self.forward.draws = then.draws
@@ -138,14 +143,17 @@ class OwnSteps:
             result: Result = given
             return result
         item.tensor, item.surroundings = given, self._surroundings()
+        set_thread_modes(modes)
         return None
 
     def _end(self, micro_batch: MicroBatch) -> None:
         self.buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
 
     def _surroundings(self) -> _Surroundings:
-        states = generator_states(devices=self.forward.devices)
-        return _Surroundings(torch.is_grad_enabled(), states, self.buffers.values(), self.forward.draws)
+        devices = self.forward.devices
+        return _Surroundings(
+            thread_modes(devices), generator_states(devices=devices), self.buffers.values(), self.forward.draws
+        )
 
     def _one(self, micro_batch: MicroBatch, step: Step, index: int | None) -> Result:
         forward, number = self.forward, micro_batch.number

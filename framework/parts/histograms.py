@@ -42,7 +42,7 @@ class Histograms:
         mine: dict[str, Bins] = {}
         for name, parameter in loop.trained().items():
             if self._is_chosen(name):  # only one whole tensor at a time is in memory
-                if (weights := f"weight_histogram:{name}") not in self._found:  # an earlier turn has the weights before the step
+                if (weights := f"weight_histogram:{name}") not in self._found:  # of an earlier turn: before the step
                     mine[weights] = self._histogram(whole(parameter.detach()))
                 if (gradient := gradient_of(parameter)) is not None:
                     mine[f"gradient_histogram:{name}"] = self._histogram(whole(gradient.detach()))

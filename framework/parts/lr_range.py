@@ -28,6 +28,10 @@ class LRRange:
         self._loss, self._average = 0.0, 0.0
 
     def gradients_ready(self, loop: Loop) -> None:
+        if loop.turn:
+            raise ValueError(
+                "optimizer.turns gives each step several losses and learning rates (test one turn's optimizer alone)"
+            )
         self._loss = loop.loss()
 
     def step_taken(self, loop: Loop) -> None:

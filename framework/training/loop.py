@@ -126,7 +126,11 @@ class Loop:
         changes hold for the new gradients too. Buffers such as running statistics do not change a second time.
         """
         before, states, call_earlier = self._buffers.values(), generator_states(devices=[self.device]), self._call_earlier
-        compute_gradients(self._under_way, engine=self.engine, update=self._update, index=self.step, measure=False)
+        for parameter in self.trained().values():
+            parameter.grad = None
+        step, update = self._under_way, self._update
+        sums = self.engine.forward_backward(step, index=self.step, loss_scale=update.loss_scale.value, measure=False)
+        finish_gradients(sums, step=step, engine=self.engine, update=update)
         self._buffers.set(before)
         call_earlier()
         self._call_earlier = call_earlier
@@ -144,13 +148,8 @@ class Loop:
         self.stopped = self.stopped or why
 
 
-def compute_gradients(step: Step, *, engine: Engine, update: Update, index: int, measure: bool) -> Sums:
-    """Put into `.grad` the gradients of the step's turn, without the loss scale; return this rank's sums. Collective."""
-    parameters = list(engine.module.parameters())
-    for parameter in parameters:
-        parameter.grad = None
-    sums = engine.forward_backward(step, index=index, loss_scale=update.loss_scale.value, measure=measure)
+def finish_gradients(sums: Sums, *, step: Step, engine: Engine, update: Update) -> None:
+    """Weigh the gradients that `forward_backward` has computed, undo the loss scale, and keep the turn's. Collective."""
     engine.weigh(sums, num_samples=step.num_samples)
-    update.loss_scale.unscale(parameters)
+    update.loss_scale.unscale(engine.module.parameters())
     update.keep(next((turn for turn in update.turns if turn.name == step.turn), None))
-    return sums

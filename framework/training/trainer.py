@@ -27,7 +27,7 @@ from framework.runtime.exits import Diverged, Unfit
 from framework.runtime.preemption import PREEMPTION
 from framework.training.evaluation import measure, totals
 from framework.training.guard import require_equal_trails
-from framework.training.loop import compute_gradients
+from framework.training.loop import finish_gradients
 from framework.training.metrics import finite
 from framework.training.parts import LoopParts
 from framework.training.plan import Plan
@@ -57,6 +57,7 @@ class Trainer:
         self.held = Held(self.engine.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
         divergence = self.plan.settings.divergence
         self.recovery = Recovery(divergence, world=self.world, held=self.held, saver=self.saver, recorder=self.recorder)
+        self.parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
         self.trained = names_of_trained(self.engine.module)
         self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: not finite after a loss that is not
         self.memory_gib: list[float] = []  # the peak of each rank
@@ -157,8 +158,11 @@ class Trainer:
         progress, plan, scale, is_watching = self.progress, self.plan, self.update.loss_scale, self.recovery.is_watching
         step = step._replace(turn=turn.name) if turn is not None else step
         self.speed.enter("forward_backward")
-        sums = compute_gradients(step, engine=self.engine, update=self.update, index=progress.step, measure=measure)
+        for parameter in self.parameters:
+            parameter.grad = None
+        sums = self.engine.forward_backward(step, index=progress.step, loss_scale=scale.value, measure=measure)
         self.speed.enter("optimizer")
+        finish_gradients(sums, step=step, engine=self.engine, update=self.update)
         self.parts.gradients_ready(sums, step)
         max_norm = turn and turn.clip_grad_norm or plan.settings.clip_grad_norm
         needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching
