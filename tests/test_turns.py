@@ -165,7 +165,7 @@ def test_a_spike_is_one_among_the_losses_of_its_own_turn() -> None:
             ["optimizer.turns.critic.learning_rate=1"],
             "optimizer.turns.critic.learning_rate: unknown key (did you mean optimizer.lr?)",
         ),
-        (["part=lr_range", "rehearse=true"], "part.lr_range: ... optimizer.turns gives each step several losses ..."),
+        (["part=lr_range", "rehearse=true"], "optimizer.turns: gives each step several losses ..."),
         (["precision=fp16"], "precision: fp16, but its loss scale needs whole steps, and optimizer.turns divides them ..."),
         (["trainer.divergence.action=skip"], "trainer.divergence.action: skip, but a step of several turns ..."),
         (

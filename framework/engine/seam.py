@@ -91,6 +91,7 @@ class Demands:
     turns: bool = False  # a step has turns
     observes: str | None = None  # the key (metric, mode, part.NAME) of what needs the model's outputs for whole samples
     parts: tuple[str, ...] = ()  # the names of the run's parts
+    keep_best: int = 0  # checkpoints
     averages_itself: bool = False  # the optimizer does: it must hold all parameters that are evaluated
 
 
