@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+IGNORED = -100  # the target of a sample or token that does not count, as in torch and in Hugging Face's libraries
 LARGE = 4096  # classes; for fewer classes, torch's function is faster
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # per chunk, in numbers: a cache's size; enough work for a launch
 
