@@ -118,6 +118,13 @@ class Dropping(Net):
         return F.dropout(x, 0.3, self.training)
 
 
+class DroppingWhereCut(Dropping):
+    """Draws between two layers that tensor parallelism cuts."""
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"first": "colwise", "last": "rowwise"}
+
+
 class AlwaysDropping(Net):
     """Draws in evaluations too."""
 

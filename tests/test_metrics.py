@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.functional as F
 from torch import nn
 
 import framework.modes.train

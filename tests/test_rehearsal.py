@@ -106,6 +106,7 @@ FOUND = {
     "channels first": (model("ChannelsLast"), "model: ... AssertionError"),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
     "statistics behind the blocks": ([*model("Statistics"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... after two steps: the buffer mean differs by ..."),
+    "draws that no layer shows, cut": ([*model("DroppingWhereCut"), "micro_batch_size=4", "parallel=tensor", TWO], "parallel: 2 processes compute different results ... first in the output of ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is ... instead of"),
 }  # fmt: skip
 

@@ -22,8 +22,8 @@ class Classification:
     def loss(self, outputs: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
         logits_BC, counts_B = main_output(outputs), self._counts(targets_B)
         if logits_BC.ndim != 2:
-            raise ValueError(f"the outputs are {list(logits_BC.shape)}, but classification takes (samples, classes): a label for "
-                             "each pixel or token needs another task")  # fmt: skip
+            raise ValueError(f"the outputs are {list(logits_BC.shape)}, but classification takes (samples, classes): "
+                             "labels of pixels or tokens need another task")  # fmt: skip
         total = F.cross_entropy(logits_BC, targets_B, reduction="sum", label_smoothing=self.label_smoothing)
         return total + auxiliary_loss(outputs, weights_B=counts_B), counts_B.sum()
 

@@ -28,6 +28,8 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     try:
         total: Tensor = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index)  # type: ignore[no-untyped-call]
+    except torch.OutOfMemoryError:
+        raise  # torch's function needs still more
     except (RuntimeError, IndexError):  # under vmap, in forward derivatives, or for a target that is not a class
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     return total
@@ -39,6 +41,8 @@ def compiled_cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_i
         return cross_entropy_sum(logits_NV, targets_N, ignore_index=ignore_index)
     try:  # the compiled function would end the process at a wrong target
         _refuse_wrong(targets_N, targets_N != ignore_index, num_classes=logits_NV.shape[1])
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # under vmap, no number can be read
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     return _compiled()(logits_NV, targets_N, ignore_index=ignore_index)
