@@ -93,7 +93,7 @@ class SelfDistillation(nn.Module):
 
 
 class GradientPenalty(Classification):
-    """The gradient by the inputs should be short."""
+    """The gradient by the inputs should be short, and change little."""
 
     def __init__(self) -> None:
         super().__init__(label_smoothing=0.0)
@@ -102,7 +102,8 @@ class GradientPenalty(Classification):
         inputs = batch.inputs.clone().requires_grad_()
         loss = F.cross_entropy(call(inputs), batch.targets, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
-        return loss + 0.1 * gradient.square().sum()
+        (bend,) = torch.autograd.grad(gradient.square().sum(), inputs, create_graph=True)
+        return loss + 0.1 * gradient.square().sum() + 0.1 * bend.square().sum()
 
 
 class MeanLoss(Consistency):
