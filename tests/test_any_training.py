@@ -131,6 +131,12 @@ def test_a_step_differentiates_the_model_itself_where_its_weights_stay(strategy:
     assert_close(finished(*line, root=tmp_path / "runs"), one(*own_step("GradientPenalty")))
 
 
+@pytest.mark.parametrize("strategy", slow_but(["fsdp", "ddp"], ["ddp", "fsdp", "zero"]))
+def test_a_step_calls_methods_of_the_model(strategy: str, one: One, tmp_path: Path) -> None:
+    line = [*own_step("InPieces"), f"parallel={strategy}", "launch.nproc_per_node=2"]
+    assert_close(finished(*line, root=tmp_path / "runs"), one(*own_step("InPieces")))
+
+
 KILLED = [("SelfDistillation", "ddp"), ("Contrastive", "fsdp"), ("Consistency", "fsdp")]
 
 

@@ -122,6 +122,16 @@ def test_gradients_computed_again_are_those_of_the_turn_alone(tmp_path: Path) ->
     assert_close(again, finished(*GAN, root=tmp_path / "once"), tolerance=1e-9)
 
 
+def test_the_turns_of_a_step_can_draw_the_same_noise(one: One, tmp_path: Path) -> None:  # noqa: F811
+    line = [word.replace("Adversarial", "Adversaries").replace("every: 2", "every: 1") for word in GAN]
+    alone = one(*line)
+    pairs = [[row[f"seen_by_{turn}"] for turn in ("critic", "generator")] for row in alone.rows if row["split"] == "train"]
+    assert all(critic == generator for critic, generator in pairs) and len({critic for critic, _ in pairs}) == len(pairs) == 6
+    many = [*line, "parallel=ddp", "launch.nproc_per_node=2"]
+    assert command(*many, root=tmp_path / "runs", before=after_step(5, crash)).code < 0
+    assert_close(finished(*many, root=tmp_path / "runs"), alone)
+
+
 def test_a_row_has_the_gradients_of_every_turn(tmp_path: Path) -> None:
     line = [*GAN, "part=[gradient_norms,histograms]", "part.histograms.every=1", "part.histograms.parameters=['*']"]
     ended = finished(*line, root=tmp_path / "runs")

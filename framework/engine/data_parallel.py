@@ -116,7 +116,8 @@ class DataParallelEngine(Engine):
         return sums
 
     def _own_steps(self) -> OwnSteps:
-        return OwnSteps(self._forward, self._model, buffers=self.buffers, exchange=self._exchange, averaged=self._averaged)
+        called = self._model, self.module
+        return OwnSteps(self._forward, *called, buffers=self.buffers, exchange=self._exchange, averaged=self._averaged)
 
     def _exchange(self, own: Tensor) -> Tensor:
         if self.no_gather:

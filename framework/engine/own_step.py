@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from greenlet import getcurrent, greenlet
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.engine.buffers import Buffers
 from framework.engine.forward import Forward
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, Value, as_sums
-from framework.modules.tensors import Tree, call
+from framework.modules.tensors import Tree
 from framework.randomness import generator_states, key, set_generator_states
 from framework.runtime.exits import Unfit
 from framework.runtime.torch_modes import set_thread_modes, thread_modes
@@ -40,6 +40,7 @@ class Context:
     num_samples: int  # in the global batch
     start: int  # the index of the batch's first sample in the global batch
     generator: torch.Generator  # its draws depend only on the seed, the step and the micro-batch
+    generator_of_step: torch.Generator  # its draws are the same in all turns of a step
     averaged: Call  # calls the model with the averaged weights (trainer.ema_decay), without gradients; its buffers do not move
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -57,6 +58,29 @@ class Context:
             raise RuntimeError("gather() can only be called in a task's step")
         gathered: Tensor = loop.switch(tensor)
         return gathered
+
+
+class Target:
+    """The model in a task's step, or a part or method of it: what the step calls.
+
+    `run` takes the target and the arguments.
+    """
+
+    def __init__(self, run: Call, target: Any) -> None:
+        self._run, self._target = run, target
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self._run(self._target, *inputs, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        if isinstance(found, Tensor) or hasattr(nn.Module, name):
+            what = "a step calls the model, its methods and its modules, but does not read its weights"
+            raise AttributeError(f"call.{name}: {what}, which a strategy may have cut (a method of the model can)")
+        return Target(self._run, found) if callable(found) else found
+
+    def __getitem__(self, key: Any) -> "Target":
+        return Target(self._run, self._target[key])
 
 
 class Result(NamedTuple):
@@ -95,7 +119,8 @@ class OwnSteps:
     """
 
     forward: Forward
-    model: Call
+    model: Call  # the wrapper of `module`, or `module`
+    module: nn.Module
     buffers: Buffers
     exchange: Callable[[Tensor], Tensor]
     averaged: Callable[[Callable[[], Any]], Any]
@@ -159,9 +184,10 @@ class OwnSteps:
         forward, number = self.forward, micro_batch.number
         forward.is_padding = micro_batch.is_padding
         forward.seed_draws(step=index, micro_batch=number, turn=step.turn)
-        generator = torch.Generator(forward.device)
-        at = ("step", -1 if index is None else index, number)
-        generator.manual_seed(key(forward.seed, *at, *(("turn", step.turn) if step.turn else ())))
+        at = (-1 if index is None else index, number)
+        of_turn, of_step = (torch.Generator(forward.device) for _ in range(2))
+        of_turn.manual_seed(key(forward.seed, "step", *at, *(("turn", step.turn) if step.turn else ())))
+        of_step.manual_seed(key(forward.seed, "all turns", *at))
         context = Context(
             step=index or 0,
             epoch=step.epoch,
@@ -169,21 +195,39 @@ class OwnSteps:
             turn=step.turn,
             num_samples=step.num_samples,
             start=micro_batch.start,
-            generator=generator,
-            averaged=lambda *inputs, **named: self.averaged(lambda: self._call(*inputs, **named)),
+            generator=of_turn,
+            generator_of_step=of_step,
+            averaged=Target(lambda *given, **named: self.averaged(lambda: self._call(*given, **named)), self.module),
         )
-        value = forward.task.step(self._call, Batch(micro_batch.inputs, micro_batch.targets), context)  # type: ignore[attr-defined]
+        value = forward.task.step(Target(self._call, self.module), Batch(micro_batch.inputs, micro_batch.targets), context)  # type: ignore[attr-defined]
         values: Mapping[str, Value] = value if isinstance(value, Mapping) else {"loss": value}
         if "loss" not in values:
             raise TypeError(f"step() returns {', '.join(values) or 'nothing'}, and no loss")
         loss = values["loss"]
         return Result(micro_batch, loss[0] if isinstance(loss, tuple) else loss, as_sums(values))
 
-    def _call(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model: one argument as in the loop (tuples and mappings are unpacked); several, or named ones, unchanged."""
+    def _call(self, target: Call, /, *inputs: Any, **named: Any) -> Any:
+        """Call the model, or a part or method of it in the place of the model's forward: so the strategy's hooks run."""
         self.forward.begin_call()
-        is_tree = len(inputs) == 1 and not named
-        return self.forward.in_precision(lambda: call(self.model, inputs[0]) if is_tree else self.model(*inputs, **named))
+        if target is self.module:
+            return self.forward.in_precision(lambda: self.model(*inputs, **named))
+        attributes = vars(self.module)
+        before = attributes.pop("forward", None)
+
+        def restore() -> None:
+            attributes.pop("forward", None)
+            if before is not None:
+                attributes["forward"] = before
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            restore()  # the target may call the model's forward itself
+            return target(*inputs, **named)
+
+        attributes["forward"] = run
+        try:
+            return self.forward.in_precision(lambda: self.model(*inputs, **named))
+        finally:
+            restore()
 
 
 def _require(are_alike: bool) -> None:

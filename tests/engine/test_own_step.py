@@ -78,6 +78,42 @@ def test_autocast_around_gather_gives_the_gradients_of_one_micro_batch() -> None
     torch.testing.assert_close(gradients(run(task(), 0, 3, 5, 7)), gradients(run(task(), 0, 7)))
 
 
+@pytest.mark.parametrize(
+    "given", [[torch.ones(1)] * 3, {"boxes": torch.ones(1)}, (torch.ones(1),)], ids=["list", "mapping", "tuple"]
+)
+def test_a_step_calls_the_model_with_what_it_gives(given: Any) -> None:
+    class Notes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.got = nn.Parameter(torch.ones(())), list[Any]()
+
+        def forward(self, *values: Any, **named: Any) -> torch.Tensor:
+            self.got.append((values, named))
+            return self.weight * 1
+
+        def method(self, *values: Any, **named: Any) -> torch.Tensor:
+            return self(*values, **named)
+
+    class Gives:
+        def step(self, call: Any, batch: Any, context: Any) -> Any:
+            return call(given) + call.method(given, named=given)
+
+    module = Notes()
+    engine_of(Gives(), module).forward_backward(step(0, 7), index=0, loss_scale=1.0, measure=False)
+    assert module.got == [((given,), {}), ((given,), {"named": given})]
+
+
+@pytest.mark.parametrize("read", [lambda call: call.weight, lambda call: call.parameters()], ids=["weight", "parameters"])
+def test_a_step_does_not_read_weights_that_a_strategy_may_have_cut(read: Any) -> None:
+    class Reads:
+        def step(self, call: Any, batch: Any, context: Any) -> Any:
+            assert call.in_features == 4  # a plain value
+            return call(batch.inputs).sum() + read(call)
+
+    with pytest.raises(AttributeError, match=r"call.(weight|parameters): .* .a method of the model can"):
+        engine_of(Reads(), linear()).forward_backward(step(0, 7), index=0, loss_scale=1.0, measure=False)
+
+
 def test_inference_mode_around_gather_is_refused() -> None:
     with pytest.raises(TypeError, match="inference_mode"):
         run(Within(torch.inference_mode, lambda: None), 0, 3, 7)
