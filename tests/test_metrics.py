@@ -18,7 +18,7 @@ from framework.build import components
 from framework.checkpoint.manifest import read_state
 from framework.config.schema import EarlyStopping
 from framework.data.loader import Loader
-from framework.engine.sums import as_sums, means
+from framework.engine.sums import as_sums, loss_in, means
 from framework.modules import flops
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.exits import Unfit
@@ -82,6 +82,17 @@ def test_labels_that_torch_ignores_are_in_no_mean(label_smoothing: float) -> Non
     shares = F.one_hot(labels.clamp(min=0), 8).double()  # of mixed samples: all of them count
     found = means(as_sums({"loss": task.loss(logits, shares), **task.metrics(logits, shares)}), num_samples=5)
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, shares, label_smoothing=label_smoothing).item(), rel=1e-12)
+
+
+def test_plain_numbers_are_sums_and_weights() -> None:
+    found = as_sums({"loss": (torch.tensor(6.0), 4), "right": 3, "share": (1, 2.0)})
+    assert means(found, num_samples=12) == {"loss": 1.5, "right": 0.25, "share": 0.5}
+    assert {value.dtype for name, value in found.items() if name != "loss"} == {torch.float64}
+    for wrong in (None, "3", [3.0], torch.ones(2)):
+        with pytest.raises(TypeError, match="loss is .* number or a tensor of shape"):
+            as_sums({"loss": (torch.tensor(6.0), wrong)})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="loss is a float, but it must be a tensor"):
+        loss_in({"loss": (6.0, 4)})
 
 
 def test_a_label_for_each_pixel_is_refused() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from framework.engine.buffers import Buffers
 from framework.engine.forward import Forward
 from framework.engine.seam import MicroBatch, Step
-from framework.engine.sums import Sums, Value, as_sums
+from framework.engine.sums import Sums, Value, as_sums, loss_in
 from framework.modules.tensors import Tree
 from framework.randomness import generator_states, key, set_generator_states
 from framework.runtime.exits import Unfit
@@ -203,8 +203,7 @@ class OwnSteps:
         values: Mapping[str, Value] = value if isinstance(value, Mapping) else {"loss": value}
         if "loss" not in values:
             raise TypeError(f"step() returns {', '.join(values) or 'nothing'}, and no loss")
-        loss = values["loss"]
-        return Result(micro_batch, loss[0] if isinstance(loss, tuple) else loss, as_sums(values))
+        return Result(micro_batch, loss_in(values), as_sums(values))
 
     def _call(self, target: Call, /, *inputs: Any, **named: Any) -> Any:
         """Call the model, or a part or method of it in the place of the model's forward: so the strategy's hooks run."""

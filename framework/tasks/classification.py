@@ -35,8 +35,8 @@ class Classification:
         if targets_B.ndim == 2:
             targets_B = targets_B.argmax(dim=-1)
         highest_BK = logits_BC.topk(min(5, logits_BC.shape[-1]), dim=-1).indices
-        found = {"accuracy": logits_BC.argmax(dim=-1) == targets_B, "top5": highest_BK == targets_B[:, None]}
-        return {name: (right.sum(), count) for name, right in found.items()}
+        correct = (logits_BC.argmax(dim=-1) == targets_B).sum()
+        return {"accuracy": (correct, count), "top5": ((highest_BK == targets_B[:, None]).sum(), count)}
 
     def written(self, outputs: Tensor) -> dict[str, Tensor]:
         """Return what mode=predict writes for a batch."""
