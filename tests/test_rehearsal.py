@@ -264,6 +264,15 @@ def test_a_state_of_no_parameter_is_refused_with_and_without_it(tmp_path: Path) 
     assert refused.output == Says("optimizer: ForAll keeps 'all' in its state, an entry that belongs to no parameter ...")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(("layout", "persistent"), [("sparse_coo", "true"), ("sparse_coo", "false"), ("sparse_csr", "true")])
+def test_a_sparse_buffer_is_refused_by_name_with_and_without_it(layout: str, persistent: str, tmp_path: Path) -> None:
+    line = [*model("Graph"), f"+model.layout={layout}", f"+model.persistent={persistent}", "rehearse=false"]
+    refused = command(*line, "parallel=ddp", TWO, root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.splitlines()[-1] == Says(f"model: graph has the layout torch.{layout}, ... (a plain attribute, ...")
+
+
 def test_statistics_that_other_processes_do_not_have_are_not_read(tmp_path: Path) -> None:
     line = [
         *model("FreezesStatistics"),

@@ -104,6 +104,10 @@ def _shapes_of(node: Node, *, seed: int) -> tuple[nn.Module | None, list[Problem
     if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
         what = f"{lazy[0]} has no shape before the first batch"
         return None, [Problem("model", what, "a layer with its sizes, not a lazy one")]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            what = f"{name} has the layout {tensor.layout}, which no checkpoint can hold and ddp cannot send"
+            return None, [Problem("model", what, "a plain attribute, which the forward moves: self.graph.to(x)")]
     return model, []
 
 
