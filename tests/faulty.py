@@ -147,6 +147,13 @@ class ZeroMean(nn.Module):
         return self.last(torch.relu(self.layers(x)).flatten(1))
 
 
+class DroppingWhereCut(Dropping):
+    """Draws between two layers that tensor parallelism cuts."""
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"first": "colwise", "last": "rowwise"}
+
+
 class AlwaysDropping(Net):
     """Draws in evaluations too."""
 
@@ -223,6 +230,17 @@ class Sparse(Net):
 
     def middle(self, x: Tensor) -> Tensor:
         return x + self.table((x > 0).sum(1) % 4)
+
+
+class Graph(Net):
+    """Has a constant graph between its numbers."""
+
+    def __init__(self, layout: str = "sparse_coo", persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(12).to_sparse(layout=getattr(torch, layout)), persistent=persistent)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.graph, x.T).T
 
 
 class Fixed(Net):
@@ -362,7 +380,7 @@ class Coupled(Classification):
     """A loss over pairs of samples."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return super().loss(outputs, targets) + (outputs @ outputs.t()).tanh().sum()
+        return F.cross_entropy(outputs, targets, reduction="sum") + (outputs @ outputs.t()).tanh().sum()
 
 
 class Confusion(Classification):
@@ -388,7 +406,7 @@ class Annealed(Classification):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.num_calls += 1
-        return super().loss(outputs, targets) * (1.0 if self.num_calls < 40 else 0.5)
+        return F.cross_entropy(outputs, targets, reduction="sum") * (1.0 if self.num_calls < 40 else 0.5)
 
 
 class Weighted(nn.Module):

@@ -5,12 +5,14 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from framework.checkpoint.canonical import Held, restore, state_tensors
 from framework.checkpoint.state import Kept
@@ -167,3 +169,34 @@ def test_a_chain_of_strategies_comes_to_the_same_end(
         previous, step = hopped, hopped.summary["step"]
     assert previous is not None
     assert_close(previous, longer)
+
+
+def lines_run(act: Callable[[], object]) -> int:
+    """Return how many lines of Python code run."""
+    count = 0
+
+    def note(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return note
+
+    sys.settrace(note)
+    act()
+    sys.settrace(None)
+    return count
+
+
+def test_a_resume_takes_work_in_proportion_to_the_number_of_parameters(tmp_path: Path) -> None:
+    def resumed(count: int) -> int:
+        module = nn.ParameterList(torch.ones(1) for _ in range(count))
+        optimizer = torch.optim.Adam(module.parameters())
+        sum(parameter.sum() for parameter in module).backward()
+        optimizer.step()
+        held, world = Held(module, optimizer, None, None, None), World.alone()
+        store = CheckpointStore(tmp_path / str(count), world=world, keep_last=1, keep_best=0, mode="min")
+        store.save(1, state_tensors(held), {})
+        (path,) = store.directory.iterdir()
+        return lines_run(lambda: restore(path, Kept(), held, world=world))
+
+    few, many = resumed(20), resumed(80)
+    assert many < 4.5 * few, (few, many)

@@ -81,7 +81,8 @@ WHOLE = "the task has its own step"
 REFUSED = {
     **{(task, strategy): WHOLE for task in STEPS for strategy in ("pipeline", "ddp+pp", *CONTEXTS)},
     **{(task, "pp+fsdp+tp"): "does not have chain()" for task in STEPS},
-    **{("GradientPenalty", strategy): "2 processes" for strategy in ("fsdp", "hsdp", "tensor", "fsdp+tp")},
+    **{("GradientPenalty", strategy): "differentiates the model itself" for strategy in ("fsdp", "hsdp")},
+    **{("GradientPenalty", strategy): "2 processes" for strategy in ("tensor", "fsdp+tp")},
 }
 CELLS = [(step, *strategy) for step in STEPS for strategy in STRATEGIES]
 QUICK = [cell for number, cell in enumerate(CELLS) if number % 13 == 0]
@@ -121,6 +122,19 @@ def test_a_step_passes_the_rehearsal_and_computes_the_same_on_three_processes(
 ) -> None:
     many = [*(line or ["parallel=ddp"]), "launch.nproc_per_node=3", "rehearse=true"]
     assert_close(finished(*own_step(task), *many, root=tmp_path / "runs"), one(*own_step(task)))
+
+
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["fsdp", "hsdp", "zero"]))
+def test_a_step_differentiates_the_model_itself_where_its_weights_stay(strategy: str, one: One, tmp_path: Path) -> None:
+    words = [] if strategy == "zero" else ["parallel.reshard_after_forward=false", "rehearse=true"]
+    line = [*own_step("GradientPenalty"), f"parallel={strategy}", *words, "launch.nproc_per_node=2"]
+    assert_close(finished(*line, root=tmp_path / "runs"), one(*own_step("GradientPenalty")))
+
+
+@pytest.mark.parametrize("strategy", slow_but(["fsdp", "ddp"], ["ddp", "fsdp", "zero"]))
+def test_a_step_calls_methods_of_the_model(strategy: str, one: One, tmp_path: Path) -> None:
+    line = [*own_step("InPieces"), f"parallel={strategy}", "launch.nproc_per_node=2"]
+    assert_close(finished(*line, root=tmp_path / "runs"), one(*own_step("InPieces")))
 
 
 KILLED = [("SelfDistillation", "ddp"), ("Contrastive", "fsdp"), ("Consistency", "fsdp")]

@@ -88,6 +88,17 @@ def test_a_target_that_is_no_class_is_torch_s_error() -> None:
             ours(sample(2, LARGE)[0], torch.tensor([1, wrong]))
 
 
+@pytest.mark.parametrize("total", [cross_entropy_sum, compiled_cross_entropy_sum])
+def test_too_little_memory_is_not_answered_by_the_way_that_needs_more(total: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name in ("_Sum.apply", "_refuse_wrong"):
+        monkeypatch.setattr(f"framework.tasks.cross_entropy.{name}", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        total(*sample(2, LARGE), ignore_index=-100)
+
+
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
 def test_large_logits_are_as_exact_as_torch_s(offset: float) -> None:
     logits, targets = sample(7, LARGE)

@@ -18,7 +18,7 @@ from framework.build import components
 from framework.checkpoint.manifest import read_state
 from framework.config.schema import EarlyStopping
 from framework.data.loader import Loader
-from framework.engine.sums import as_sums, means
+from framework.engine.sums import as_sums, loss_in, means
 from framework.modules import flops
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.exits import Unfit
@@ -62,12 +62,42 @@ def test_a_metric_that_is_not_finite_is_never_the_best_and_no_improvement() -> N
 def test_top5_is_the_share_of_targets_among_the_five_largest() -> None:
     logits_BC = torch.arange(8.0).repeat(8, 1)  # the five largest are classes 3 to 7
     measured = Classification(label_smoothing=0.0).metrics(logits_BC, torch.arange(8))
-    assert (measured["top5"].item(), measured["accuracy"].item()) == (5, 1)
+    assert means(as_sums(measured), num_samples=8) == {"top5": 5 / 8, "accuracy": 1 / 8}
 
 
 def test_top5_of_three_classes_is_one() -> None:
     measured = Classification(label_smoothing=0.0).metrics(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
-    assert measured["top5"].item() == 4
+    assert means(as_sums(measured), num_samples=4)["top5"] == 1
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_labels_that_torch_ignores_are_in_no_mean(label_smoothing: float) -> None:
+    task, labels = Classification(label_smoothing=label_smoothing), torch.tensor([2, -100, 7, -100, 1])
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = means(as_sums({"loss": task.loss(logits, labels), **task.metrics(logits, labels)}), num_samples=5)
+    kept = labels != -100
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels, label_smoothing=label_smoothing).item(), rel=1e-12)
+    assert found["accuracy"] == (logits.argmax(1) == labels)[kept].double().mean()
+    assert found["top5"] == (logits.topk(5).indices == labels[:, None]).any(1)[kept].double().mean()
+    shares = F.one_hot(labels.clamp(min=0), 8).double()  # of mixed samples: all of them count
+    found = means(as_sums({"loss": task.loss(logits, shares), **task.metrics(logits, shares)}), num_samples=5)
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, shares, label_smoothing=label_smoothing).item(), rel=1e-12)
+
+
+def test_plain_numbers_are_sums_and_weights() -> None:
+    found = as_sums({"loss": (torch.tensor(6.0), 4), "right": 3, "share": (1, 2.0)})
+    assert means(found, num_samples=12) == {"loss": 1.5, "right": 0.25, "share": 0.5}
+    assert {value.dtype for name, value in found.items() if name != "loss"} == {torch.float64}
+    for wrong in (None, "3", [3.0], torch.ones(2)):
+        with pytest.raises(TypeError, match="loss is .* number or a tensor of shape"):
+            as_sums({"loss": (torch.tensor(6.0), wrong)})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="loss is a float, but it must be a tensor"):
+        loss_in({"loss": (6.0, 4)})
+
+
+def test_a_label_for_each_pixel_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 3, 4, 4\]"):
+        Classification(label_smoothing=0.0).loss(torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long))
 
 
 @pytest.mark.parametrize("bytes_per_token", [None, 4.0])

@@ -244,6 +244,19 @@ def test_details_are_in_the_rows_and_not_on_the_terminal(tmp_path: Path) -> None
     assert row["activation_rms:layers.0"] > 0 and "grad_norm:" not in ended.output
 
 
+def test_padding_is_not_in_the_activations_of_a_pipeline(one: One, tmp_path: Path) -> None:  # noqa: F811
+    line = [
+        *RUN,
+        *MODELS["mlp"],
+        "model.dropout=0",
+        "part=activations",
+        "part.activations.modules=[layers.*]",
+        "trainer.max_steps=5",
+    ]
+    mesh = ["parallel=ddp+pp", "parallel.replicate=2", "parallel.pipeline=2", "launch.nproc_per_node=4"]
+    assert_close(finished(*line, *mesh, root=tmp_path / "runs"), one(*line))  # the fifth step has three micro-batches
+
+
 def test_activations_of_a_module_that_returns_several_are_those_of_the_first(tmp_path: Path) -> None:
     line = [*RUN, "model._target_=tests.two_inputs.TwoInputs", "dataset._target_=tests.two_inputs.Pairs", "part=activations"]
     ended = finished(*line, "part.activations.modules=['']", root=tmp_path / "runs")
@@ -316,6 +329,16 @@ def test_sharpness_is_the_gradient_of_a_point_uphill(tmp_path: Path) -> None:
     with safe_open(ended.directory / "model.safetensors", framework="pt") as final:
         for name, value in start.items():
             assert (final.get_tensor(name) - (value - uphill[name])).abs().max() < 1e-10, name
+
+
+@pytest.mark.parametrize("order", ["unfreeze,sharpness", "sharpness,unfreeze"])
+def test_a_frozen_layer_stays_where_it_is_whichever_part_comes_first(order: str, tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["mlp"], f"part=[{order}]", "part.unfreeze.groups=[[layers.*]]", "part.unfreeze.every=9",
+            "part.sharpness.radius=0.5", "trainer.max_steps=2", "optimizer=sgd"]  # fmt: skip
+    ended = finished(*line, root=tmp_path / "runs")
+    start = checked_weights(line)
+    moved = {name for name, weights in ended.weights.items() if not weights.double().equal(start[name])}
+    assert moved == {"head.weight", "head.bias"}
 
 
 # --- what is refused before the start

@@ -132,6 +132,7 @@ FOUND = {
     "a micro-batch of one sample": (users("Points", "+model.is_normed=true", "micro_batch_size=3"), "model: it does not take a micro-batch of 1 sample ... (a micro_batch_size that divides global_batch_size"),
     "a parameter in another precision, fsdp": (users("Points", "+model.scale=float64", "parallel=fsdp", TWO), "parallel: a step in fp32 on 2 processes fails: AssertionError: FSDP expects uniform original parameter dtype ..."),
     "its own sum over processes": ([*model("SumsItself"), "parallel=ddp", TWO, "micro_batch_size=4"], "model: 2 processes compute different results ... its own code asks torch.distributed: all_reduce at ... faulty.py: ..."),
+    "draws that no layer shows, cut": ([*model("DroppingWhereCut"), "micro_batch_size=4", "parallel=tensor", TWO], "parallel: 2 processes compute different results ... first in the output of ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is ... instead of"),
 }  # fmt: skip
 
@@ -310,6 +311,15 @@ def test_a_state_of_no_parameter_is_refused_with_and_without_it(tmp_path: Path) 
     refused = command(*optimizer("ForAll"), "rehearse=false", root=tmp_path / "runs")
     assert refused.code == 78
     assert refused.output == Says("optimizer: ForAll keeps 'all' in its state, an entry that belongs to no parameter ...")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(("layout", "persistent"), [("sparse_coo", "true"), ("sparse_coo", "false"), ("sparse_csr", "true")])
+def test_a_sparse_buffer_is_refused_by_name_with_and_without_it(layout: str, persistent: str, tmp_path: Path) -> None:
+    line = [*model("Graph"), f"+model.layout={layout}", f"+model.persistent={persistent}", "rehearse=false"]
+    refused = command(*line, "parallel=ddp", TWO, root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output.splitlines()[-1] == Says(f"model: graph has the layout torch.{layout}, ... (a plain attribute, ...")
 
 
 def test_statistics_that_other_processes_do_not_have_are_not_read(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Turns: sets of parameters, each with its own optimizer, under every strategy what one process computes."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from framework.build import components
 from framework.config.folders import options
 from framework.data.order import Order
 from framework.engine.sums import means, over_turns
+from framework.parts.loss_spikes import LossSpikes
 from framework.randomness import key
+from framework.runtime.exits import Diverged
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but
 from tests.test_any_training import one  # noqa: F401  # a fixture
 from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, RUN, SMALL, layouts, name
@@ -111,6 +116,50 @@ def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
             assert (final.get_tensor(own) - parameter).abs().max() < 1e-12, own
 
 
+def test_gradients_computed_again_are_those_of_the_turn_alone(tmp_path: Path) -> None:
+    at_the_same_point = ["part=sharpness", "part.sharpness.radius=1e-12"]
+    again = finished(*GAN, *at_the_same_point, root=tmp_path / "again")
+    assert_close(again, finished(*GAN, root=tmp_path / "once"), tolerance=1e-9)
+
+
+def test_the_turns_of_a_step_can_draw_the_same_noise(one: One, tmp_path: Path) -> None:  # noqa: F811
+    line = [word.replace("Adversarial", "Adversaries").replace("every: 2", "every: 1") for word in GAN]
+    alone = one(*line)
+    pairs = [[row[f"seen_by_{turn}"] for turn in ("critic", "generator")] for row in alone.rows if row["split"] == "train"]
+    assert all(critic == generator for critic, generator in pairs) and len({critic for critic, _ in pairs}) == len(pairs) == 6
+    many = [*line, "parallel=ddp", "launch.nproc_per_node=2"]
+    assert command(*many, root=tmp_path / "runs", before=after_step(5, crash)).code < 0
+    assert_close(finished(*many, root=tmp_path / "runs"), alone)
+
+
+def test_a_row_has_the_gradients_of_every_turn(tmp_path: Path) -> None:
+    line = [*GAN, "part=[gradient_norms,histograms]", "part.histograms.every=1", "part.histograms.parameters=['*']"]
+    ended = finished(*line, root=tmp_path / "runs")
+    row = next(row for row in ended.rows if row["step"] == 2)  # the generator's turn comes every second step
+    norms = [row["grad_norm:critic"], row["grad_norm:generator"]]
+    assert math.hypot(*norms) == pytest.approx(row["grad_norm"], rel=1e-12) and min(norms) > 0
+    kinds = {
+        kind: {key.split(":")[1] for key in row if key.startswith(f"{kind}_histogram:")} for kind in ("weight", "gradient")
+    }
+    assert kinds["weight"] == kinds["gradient"] == set(ended.weights)
+
+
+def test_a_spike_is_one_among_the_losses_of_its_own_turn() -> None:
+    def step(part: LossSpikes, number: int, **losses: float) -> None:
+        for turn, loss in losses.items():
+            loop: Any = SimpleNamespace(step=number, turn=turn, loss=lambda loss=loss: loss)
+            part.gradients_ready(loop)
+        part.step_taken(loop)
+
+    part = LossSpikes(factor=2, window=2)
+    for number in range(4):
+        step(part, number, small=1.0, large=10.0)
+    again = LossSpikes(factor=2, window=2)
+    again.load_state_dict(part.state_dict())
+    with pytest.raises(Diverged, match="is 2.5, the median of 2 is 1"):
+        step(again, 5, small=2.5, large=10.0)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -126,6 +175,7 @@ def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
             ["optimizer.turns.critic.learning_rate=1"],
             "optimizer.turns.critic.learning_rate: unknown key (did you mean optimizer.lr?)",
         ),
+        (["part=lr_range", "rehearse=true"], "optimizer.turns: gives each step several losses ..."),
         (["precision=fp16"], "precision: fp16, but its loss scale needs whole steps, and optimizer.turns divides them ..."),
         (["trainer.divergence.action=skip"], "trainer.divergence.action: skip, but a step of several turns ..."),
         (

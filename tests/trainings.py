@@ -29,10 +29,12 @@ class Net(nn.Module):
         self.head = nn.Linear(24, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
+        return self.head(self.features(self.stem(x)))
+
+    def features(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        return x
 
 
 class Consistency(Classification):
@@ -93,7 +95,7 @@ class SelfDistillation(nn.Module):
 
 
 class GradientPenalty(Classification):
-    """The gradient by the inputs should be short."""
+    """The gradient by the inputs should be short, and change little."""
 
     def __init__(self) -> None:
         super().__init__(label_smoothing=0.0)
@@ -102,7 +104,35 @@ class GradientPenalty(Classification):
         inputs = batch.inputs.clone().requires_grad_()
         loss = F.cross_entropy(call(inputs), batch.targets, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
-        return loss + 0.1 * gradient.square().sum()
+        (bend,) = torch.autograd.grad(gradient.square().sum(), inputs, create_graph=True)
+        return loss + 0.1 * gradient.square().sum() + 0.1 * bend.square().sum()
+
+
+class InPieces(Classification):
+    """Calls modules and a method of the model, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(label_smoothing=0.0)
+
+    def step(self, call: Any, batch: Any, context: Any) -> Any:
+        features = call.features(call.stem(batch.inputs))
+        for block in call.blocks:
+            features = features + block(features)
+        outputs = call.head(features)
+        return F.cross_entropy(outputs, batch.targets, reduction="sum")
+
+
+class Adversaries:
+    """The critic and the generator see the same generated images."""
+
+    def step(self, call: Any, batch: Any, context: Any) -> Any:
+        noise = torch.randn(len(batch.inputs), 8, generator=context.generator_of_step, dtype=batch.inputs.dtype)
+        generated = call(noise, "generate")
+        seen = {f"seen_by_{context.turn}": generated.square().sum()}
+        if context.turn == "generator":
+            return {"loss": F.softplus(-call(generated, "judge")).sum(), **seen}
+        loss = F.softplus(-call(batch.inputs, "judge")).sum() + F.softplus(call(generated.detach(), "judge")).sum()
+        return {"loss": loss, **seen}
 
 
 class MeanLoss(Consistency):

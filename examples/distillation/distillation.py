@@ -26,7 +26,8 @@ class Distillation(Classification):
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         outputs, wanted = call(batch.inputs), self.teacher(batch.inputs)
-        return self.share * self.apart(outputs, wanted) + (1 - self.share) * self.loss(outputs, batch.targets)
+        of_labels = F.cross_entropy(outputs, batch.targets, reduction="sum")
+        return self.share * self.apart(outputs, wanted) + (1 - self.share) * of_labels
 
     def apart(self, outputs: Tensor, wanted: Tensor) -> Tensor:
         """Return the divergence of the softened outputs, (B, classes) both, summed over the samples; shape ()."""

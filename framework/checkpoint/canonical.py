@@ -182,20 +182,18 @@ def _optimizer_targets(inventory: Inventory, module: nn.Module, optimizer: Optim
     """
     optimized = {id(parameter) for parameter in _optimized(optimizer)}
     states: dict[str, dict[str, Tensor]] = {}
-    names = [name for name, _ in module.named_parameters()]
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in optimized:
+    parameters = dict(module.named_parameters())
+    for stored, entry in inventory.items():
+        kind, *words = stored.split("/")  # names and keys may have slashes: the longest name of a parameter counts
+        splits = ("/".join(words[:count]) for count in range(len(words) - 1, 0, -1))
+        name = next((split for split in splits if split in parameters), "") if kind == "optimizer" else ""
+        if not name or id(parameter := parameters[name]) not in optimized:
             continue
-        prefix = f"optimizer/{name}/"
-        longer = tuple(f"optimizer/{other}/" for other in names if other.startswith(f"{name}/"))
-        for stored, entry in inventory.items():
-            key = stored.removeprefix(prefix)
-            if stored.startswith(prefix) and not stored.startswith(longer):
-                if entry.shape == parameter.shape:
-                    empty = torch.empty_like(parameter.detach(), dtype=entry.dtype)
-                else:
-                    empty = whole_like(parameter, torch.empty(entry.shape, dtype=entry.dtype))
-                states.setdefault(name, {})[key] = empty
+        if entry.shape == parameter.shape:
+            empty = torch.empty_like(parameter.detach(), dtype=entry.dtype)
+        else:
+            empty = whole_like(parameter, torch.empty(entry.shape, dtype=entry.dtype))
+        states.setdefault(name, {})[stored.removeprefix(f"optimizer/{name}/")] = empty
     return states
 
 

@@ -79,11 +79,11 @@ class CheckpointStore:
     def _prune(self, committed: Path) -> None:
         """Delete the checkpoints that are neither among the last nor among the best. Call this after a commit.
 
-        Thus a valid checkpoint always remains. A checkpoint of a later step is invalid, and must not displace the new
-        checkpoint.
+        Thus a valid checkpoint always remains. A checkpoint of a later step is invalid: the run has passed over it.
         """
-        found = manifest.candidates(self.directory)
-        kept = {committed} | set(found[: self.keep_last]) | set(self._best(found)[: self.keep_best])
+        found = manifest.candidates(self.directory)  # the newest first
+        valid = found[found.index(committed) :]
+        kept = {*valid[: self.keep_last], *self._best(valid)[: self.keep_best]}
         for path in found:
             if path not in kept:
                 manifest.discard(path)  # not flushed: after a power cut it may exist again; the next deletion removes it

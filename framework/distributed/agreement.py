@@ -1,10 +1,11 @@
 """What the ranks agree on: stop flags, checkpoint plans, sums of metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -69,8 +70,9 @@ class Agreement:
     def distinct(self, value: Any) -> dict[int, Any]:
         """Return the different values of the ranks, on every rank. The key of a value is the first rank that has the value.
 
-        Collective. The result is in rank order. Values are plain data without sets; their texts (`repr`) are compared. If all
-        values are equal, the ranks exchange 32 bytes each. Otherwise rank 0 receives each different value once.
+        Collective. The result is in rank order. Values are plain data without sets; their texts are compared, and
+        the numbers of arrays and tensors. If all values are equal, the ranks exchange 32 bytes each. Otherwise rank 0 receives
+        each different value once.
         """
         found = self._distinct_on_rank_0(value)
         return found if len(found) == 1 else self.from_rank_0(found)  # type: ignore[no-any-return]
@@ -99,7 +101,7 @@ class Agreement:
         """Return the different values on rank 0, by their first ranks. Other ranks get {}, unless all values are equal."""
         if self.group is None:
             return {0: value}
-        digest = blake2b(repr(value).encode(), digest_size=16).digest()
+        digest = blake2b(_text(value).encode(), digest_size=16).digest()
         mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
         least, most = self._reduced(torch.cat([~mine, mine]), dist.ReduceOp.MAX).split(2)  # ~ reverses the order
         if torch.equal(~least, most):
@@ -219,6 +221,20 @@ class Agreement:
         (work, counts), self._flags = self._flags, None
         work.wait()
         return [bool(count) for count in counts.tolist()]
+
+
+def _text(value: Any) -> str:
+    """Return the text of plain data, with all numbers: the text of an array or a tensor leaves numbers and digits out."""
+    text = repr(value)
+    return repr(_listed(value)) if "array(" in text or "tensor(" in text else text
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [_listed(item) for item in value]
+    return (str(value.dtype), value.tolist()) if isinstance(value, (np.ndarray, Tensor)) else value
 
 
 def _attempted(action: Callable[[], _Result]) -> tuple[_Result | None, str | None]:

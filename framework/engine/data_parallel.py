@@ -34,7 +34,8 @@ class DataParallelEngine(Engine):
     before the first step, `finish` after each step's last backward pass. Ranks without `meet_in_steps` get rank 0's buffers
     only in `sync_buffers`, and see no samples of other ranks. `data_group` has the ranks with the other parts of the global
     batch (None: all ranks). `trail` returns `Engine.trail`. `forget` is called before the weights are exchanged
-    for their average: it must drop everything computed from the weights.
+    for their average: it must drop everything computed from the weights. Without `can_pause`, a run can be saved only at its
+    end, because the strategy keeps values that no checkpoint holds.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class DataParallelEngine(Engine):
         trail: Callable[[], int] = lambda: 0,
         data_group: dist.ProcessGroup | None = None,
         forget: Callable[[], None] = lambda: None,
+        can_pause: bool = True,
     ) -> None:
         self.module, self.task, self.observers = module, forward.module, forward.observers
         self.mesh = mesh
@@ -76,6 +78,7 @@ class DataParallelEngine(Engine):
         self._has_others = dp_size > 1 and meet_in_steps
         self._forget = forget
         self._trail = trail
+        self._can_pause = can_pause
         self._average: Average | None = None
         self.no_gather = ""  # why a step of the task's own cannot read the other samples
 
@@ -113,7 +116,8 @@ class DataParallelEngine(Engine):
         return sums
 
     def _own_steps(self) -> OwnSteps:
-        return OwnSteps(self._forward, self._model, buffers=self.buffers, exchange=self._exchange, averaged=self._averaged)
+        called = self._model, self.module
+        return OwnSteps(self._forward, *called, buffers=self.buffers, exchange=self._exchange, averaged=self._averaged)
 
     def _exchange(self, own: Tensor) -> Tensor:
         if self.no_gather:
@@ -187,6 +191,9 @@ class DataParallelEngine(Engine):
 
     def warm_up(self, step: Step) -> None:
         self._warm_up()
+
+    def meet(self, step: int, *, is_last: bool) -> bool:
+        return self._can_pause or is_last
 
     def sync_buffers(self) -> None:
         if self._broadcast is not None and (tensors := self.buffers.tensors):

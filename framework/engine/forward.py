@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from framework.engine.of_samples import naming, require_rows
 from framework.engine.seam import MicroBatch, Observe, Task, says_itself
-from framework.engine.sums import Sums, as_sums
+from framework.engine.sums import Sums, Value, as_sums, loss_in
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
@@ -88,15 +88,15 @@ class Forward:
     def measured(self, outputs: Tree, micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the loss and the sums, as a call of this object does, for outputs that already exist."""
         with naming(micro_batch, narrowed=lambda part: self.task.loss(part(outputs), part(micro_batch.targets))):
-            loss = self.task.loss(outputs, micro_batch.targets)
-        sums = as_sums({"loss": loss})
+            values: dict[str, Value] = {"loss": self.task.loss(outputs, micro_batch.targets)}
         if measure and (metrics := getattr(self.task, "metrics", None)) is not None:
-            measured = as_sums(metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets))
+            measured = metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets)
             if "loss" in measured:
                 raise Unfit("task: its metrics() returns a value with the name of the loss (use a new name)")
-            sums |= measured
+            values |= measured
+        sums = as_sums(values)
         require_rows(sums, micro_batch)
-        return loss[0] if isinstance(loss, tuple) else loss, sums
+        return loss_in(values), sums
 
     def evaluated(self, outputs: Tree, micro_batch: MicroBatch) -> Sums:
         """Return all sums of a micro-batch with a weight above zero, in an evaluation."""

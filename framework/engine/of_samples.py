@@ -17,10 +17,13 @@ class WrongRows(ValueError):
     """The rows of a micro-batch are not its samples, but sums over the rows would be divided by the number of samples."""
 
 
-def require_rows(sums: Sums, micro_batch: MicroBatch) -> None:
-    """Raise WrongRows for a sum without a weight if the targets, or else the inputs, do not have a row for each sample."""
+def require_rows(sums: Sums, micro_batch: MicroBatch, *, among: Tree = None) -> None:
+    """Raise WrongRows for a sum without a weight if nothing has a row for each sample.
+
+    `among` is what is looked at: by default the targets, or else the inputs.
+    """
     count = micro_batch.num_samples
-    found = _num_rows(micro_batch.targets) or _num_rows(micro_batch.inputs)
+    found = _num_rows(micro_batch.targets if among is None else among) or _num_rows(micro_batch.inputs)
     unweighted = next((name for name in sums if not is_weight(name) and weight_of(name) not in sums), None)
     if unweighted is not None and found and count not in found:
         what = f"a micro-batch of {count} samples has {found[0]} rows, but its {unweighted} is divided by the number of samples"

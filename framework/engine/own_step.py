@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from greenlet import getcurrent, greenlet
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.engine.buffers import Buffers
 from framework.engine.forward import Forward
+from framework.engine.of_samples import naming, require_rows
 from framework.engine.seam import MicroBatch, Step
-from framework.engine.sums import Sums, Value, as_sums
-from framework.modules.tensors import Tree, call
+from framework.engine.sums import Sums, Value, as_sums, loss_in
+from framework.modules.tensors import Tree
 from framework.randomness import generator_states, key, set_generator_states
 from framework.runtime.exits import Unfit
+from framework.runtime.torch_modes import set_thread_modes, thread_modes
 
 Call = Callable[..., Any]
 
@@ -39,6 +41,7 @@ class Context:
     num_samples: int  # in the global batch
     start: int  # the index of the batch's first sample in the global batch
     generator: torch.Generator  # its draws depend only on the seed, the step and the micro-batch
+    generator_of_step: torch.Generator  # its draws are the same in all turns of a step
     averaged: Call  # calls the model with the averaged weights (trainer.ema_decay), without gradients; its buffers do not move
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -49,11 +52,36 @@ class Context:
         """
         if tensor.ndim == 0:
             raise TypeError("gather() joins the rows of samples, and a number has no rows: unsqueeze(0) makes it a row")
+        if torch.is_inference_mode_enabled():
+            raise TypeError("gather() cannot be called in torch.inference_mode() (torch.no_grad())")
         loop = getcurrent().parent
         if loop is None:
             raise RuntimeError("gather() can only be called in a task's step")
         gathered: Tensor = loop.switch(tensor)
         return gathered
+
+
+class Target:
+    """The model in a task's step, or a part or method of it: what the step calls.
+
+    `run` takes the target and the arguments.
+    """
+
+    def __init__(self, run: Call, target: Any) -> None:
+        self._run, self._target = run, target
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self._run(self._target, *inputs, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        if isinstance(found, Tensor) or hasattr(nn.Module, name):
+            what = "a step calls the model, its methods and its modules, but does not read its weights"
+            raise AttributeError(f"call.{name}: {what}, which a strategy may have cut (a method of the model can)")
+        return Target(self._run, found) if callable(found) else found
+
+    def __getitem__(self, key: Any) -> "Target":
+        return Target(self._run, self._target[key])
 
 
 class Result(NamedTuple):
@@ -78,7 +106,7 @@ class _Waiting:
 class _Surroundings:
     """The state around a micro-batch's step, which is saved while another micro-batch runs."""
 
-    is_grad_enabled: bool
+    modes: tuple[Any, ...]
     generators: Any
     buffers: Sequence[Tensor]
     draws: Any
@@ -92,7 +120,8 @@ class OwnSteps:
     """
 
     forward: Forward
-    model: Call
+    model: Call  # the wrapper of `module`, or `module`
+    module: nn.Module
     buffers: Buffers
     exchange: Callable[[Tensor], Tensor]
     averaged: Callable[[Callable[[], Any]], Any]
@@ -107,6 +136,7 @@ class OwnSteps:
         for micro_batch in step.micro_batches:
             run = greenlet(self._one)
             run.gr_context = contextvars.copy_context()
+            modes = thread_modes(self.forward.devices)
             given = run.switch(micro_batch, step, index)
             if run.dead:
                 _require(not waiting)
@@ -114,6 +144,7 @@ class OwnSteps:
                 self._end(micro_batch)  # after its backward pass
                 continue
             waiting.append(_Waiting(run, micro_batch, given, self._surroundings()))
+            set_thread_modes(modes)
             if not is_alone:
                 self.buffers.set(values, onto=tensors)
         while waiting:
@@ -127,8 +158,8 @@ class OwnSteps:
 
     def _go_on(self, item: _Waiting, gathered: Tensor) -> Result | None:
         """Continue a micro-batch; return its result, or None if it waits again."""
-        then = item.surroundings
-        torch.set_grad_enabled(then.is_grad_enabled)
+        then, modes = item.surroundings, thread_modes(self.forward.devices)
+        set_thread_modes(then.modes)
         set_generator_states(then.generators, devices=self.forward.devices)
         self.buffers.set(then.buffers)
         self.forward.draws = then.draws
@@ -138,22 +169,26 @@ class OwnSteps:
             result: Result = given
             return result
         item.tensor, item.surroundings = given, self._surroundings()
+        set_thread_modes(modes)
         return None
 
     def _end(self, micro_batch: MicroBatch) -> None:
         self.buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
 
     def _surroundings(self) -> _Surroundings:
-        states = generator_states(devices=self.forward.devices)
-        return _Surroundings(torch.is_grad_enabled(), states, self.buffers.values(), self.forward.draws)
+        devices = self.forward.devices
+        return _Surroundings(
+            thread_modes(devices), generator_states(devices=devices), self.buffers.values(), self.forward.draws
+        )
 
     def _one(self, micro_batch: MicroBatch, step: Step, index: int | None) -> Result:
         forward, number = self.forward, micro_batch.number
         forward.is_padding = micro_batch.is_padding
         forward.seed_draws(step=index, micro_batch=number, turn=step.turn)
-        generator = torch.Generator(forward.device)
-        at = ("step", -1 if index is None else index, number)
-        generator.manual_seed(key(forward.seed, *at, *(("turn", step.turn) if step.turn else ())))
+        at = (-1 if index is None else index, number)
+        of_turn, of_step = (torch.Generator(forward.device) for _ in range(2))
+        of_turn.manual_seed(key(forward.seed, "step", *at, *(("turn", step.turn) if step.turn else ())))
+        of_step.manual_seed(key(forward.seed, "all turns", *at))
         context = Context(
             step=index or 0,
             epoch=step.epoch,
@@ -161,21 +196,42 @@ class OwnSteps:
             turn=step.turn,
             num_samples=step.num_samples,
             start=micro_batch.start,
-            generator=generator,
-            averaged=lambda *inputs, **named: self.averaged(lambda: self._call(*inputs, **named)),
+            generator=of_turn,
+            generator_of_step=of_step,
+            averaged=Target(lambda *given, **named: self.averaged(lambda: self._call(*given, **named)), self.module),
         )
-        value = forward.task.step(self._call, Batch(micro_batch.inputs, micro_batch.targets), context)  # type: ignore[attr-defined]
+        batch = Batch(micro_batch.inputs, micro_batch.targets)
+        with naming(micro_batch):
+            value = forward.task.step(Target(self._call, self.module), batch, context)  # type: ignore[attr-defined]
         values: Mapping[str, Value] = value if isinstance(value, Mapping) else {"loss": value}
         if "loss" not in values:
             raise TypeError(f"step() returns {', '.join(values) or 'nothing'}, and no loss")
-        loss = values["loss"]
-        return Result(micro_batch, loss[0] if isinstance(loss, tuple) else loss, as_sums(values))
+        sums = as_sums(values)
+        require_rows(sums, micro_batch, among=(micro_batch.targets, micro_batch.inputs))  # a step may pair several rows
+        return Result(micro_batch, loss_in(values), sums)
 
-    def _call(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model: one argument as in the loop (tuples and mappings are unpacked); several, or named ones, unchanged."""
+    def _call(self, target: Call, /, *inputs: Any, **named: Any) -> Any:
+        """Call the model, or a part or method of it in the place of the model's forward: so the strategy's hooks run."""
         self.forward.begin_call()
-        is_tree = len(inputs) == 1 and not named
-        return self.forward.in_precision(lambda: call(self.model, inputs[0]) if is_tree else self.model(*inputs, **named))
+        if target is self.module:
+            return self.forward.in_precision(lambda: self.model(*inputs, **named))
+        attributes = vars(self.module)
+        before = attributes.pop("forward", None)
+
+        def restore() -> None:
+            attributes.pop("forward", None)
+            if before is not None:
+                attributes["forward"] = before
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            restore()  # the target may call the model's forward itself
+            return target(*inputs, **named)
+
+        attributes["forward"] = run
+        try:
+            return self.forward.in_precision(lambda: self.model(*inputs, **named))
+        finally:
+            restore()
 
 
 def _require(are_alike: bool) -> None:

@@ -1,5 +1,6 @@
 """The interface between the loop and the strategies: an Engine turns micro-batches into gradients, on any layout of ranks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -92,17 +93,19 @@ class Demands:
     turns: bool = False  # a step has turns
     observes: str | None = None  # the key (metric, mode, part.NAME) of what needs the model's outputs for whole samples
     parts: tuple[str, ...] = ()  # the names of the run's parts
+    keep_best: int = 0  # checkpoints
     averages_itself: bool = False  # the optimizer does: it must hold all parameters that are evaluated
 
 
 Observe = Callable[[Tree, MicroBatch], None]
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """A model under a strategy. All methods are collective: every rank calls them, in the same order.
 
     `module` holds this rank's parameters (plain tensors or DTensor shards) under the model's own names. `task` is the task if
-    it is a module: its buffers are state, like the model's buffers.
+    it is a module: its buffers are state, like the model's buffers. The methods with a body here are right for every engine
+    that does not measure, and with ranks that do not train separately.
     """
 
     module: nn.Module
@@ -112,6 +115,7 @@ class Engine(Protocol):
     dp_size: int
     observers: list[Observe]  # called with the outputs of each micro-batch of an evaluation that counts, on one of its ranks
 
+    @abstractmethod
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         """Put into `.grad` the gradient of the global batch's sum of losses, divided by its samples, times `loss_scale`.
 
@@ -126,6 +130,7 @@ class Engine(Protocol):
         """
         weigh_gradients(self.module, sums, num_samples=num_samples, among_ranks=dist.is_initialized())
 
+    @abstractmethod
     def forward(self, micro_batch: MicroBatch) -> Sums:
         """Evaluate: return the same sums, without gradients; all are zero for padding."""
 
@@ -137,26 +142,27 @@ class Engine(Protocol):
         return sums
 
     @property
+    @abstractmethod
     def is_padding(self) -> bool:
         """Whether the current micro-batch has weight zero: a repetition that lets every rank run the same collectives."""
-        return False
 
+    @abstractmethod
     def outputs(self, inputs: Tree) -> Tree:
         """Return the model's outputs for inputs that are the same on every rank, without gradients.
 
         Unfit if no rank has the outputs of the whole model.
         """
-        raise Unfit("parallel: no process has the outputs of the whole model, which a part of the run needs (ddp or fsdp)")
 
+    @abstractmethod
     def use_average(self, average: Average | None) -> None:
         """Let a task's own step also call the model with these weights."""
-        return
 
     @property
+    @abstractmethod
     def trail(self) -> int:
         """A number below 2^52 for what this rank has run, if all ranks must run the same. The loop compares the numbers."""
-        return 0
 
+    @abstractmethod
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; return the norm before scaling, shape ()."""
 
@@ -173,6 +179,7 @@ class Engine(Protocol):
         """Use these values of a checkpoint; called before `warm_up`."""
         return
 
+    @abstractmethod
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
 
@@ -183,8 +190,14 @@ class Engine(Protocol):
         """
         return True
 
+    @abstractmethod
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         """Build the optimizer of the parameters that this rank updates. `trained` are the parameters in `module`."""
+
+
+def no_whole_outputs() -> Unfit:
+    """Return the error of an engine whose ranks each have a part of the outputs."""
+    return Unfit("parallel: no process has the outputs of the whole model, which a part of the run needs (ddp or fsdp)")
 
 
 class EngineAround(Engine):

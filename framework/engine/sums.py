@@ -3,11 +3,14 @@
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from framework.modules.tensors import tensors_in
 from framework.runtime.exits import Unfit
 
-Value = Tensor | tuple[Tensor, Tensor]  # a task returns a sum over samples, or a sum and its weight; both have shape ()
+Number = Tensor | float  # a tensor of shape (), or a plain number
+Value = Number | tuple[Number, Number]  # a task returns a sum over samples, or a sum and its weight
 Sums = dict[str, Tensor]  # by name; the weight of a sum has the name that `weight_of` gives
 
 
@@ -40,16 +43,26 @@ def is_weight(name: str) -> bool:
 def as_sums(values: Mapping[str, Value]) -> Sums:
     """Return a task's values as sums and their weights, without gradients. TypeError for any other value."""
     sums: Sums = {}
+    device = next((item.device for item in tensors_in(dict(values))), None)
     for name, value in values.items():
-        total, weight = value if isinstance(value, tuple) else (value, None)
-        for item in (total, weight) if weight is not None else (total,):
-            if not isinstance(item, Tensor) or item.shape != ():
+        pair = value if isinstance(value, tuple) else (value,)
+        for key, item in zip((name, weight_of(name))[: len(pair)], pair, strict=True):
+            if not isinstance(item, (Tensor, int, float)) or getattr(item, "shape", ()) != ():
                 kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
-                raise TypeError(f"{name} is {kind}, but a sum over the samples, or its weight, must be a tensor of shape ()")
-        sums[name] = total.detach()
-        if weight is not None:
-            sums[weight_of(name)] = weight.detach().double()
+                raise TypeError(f"{name} is {kind}, but a sum over the samples, or its weight, must be a number or a tensor of "
+                                "shape ()")  # fmt: skip
+            number = item.detach() if isinstance(item, Tensor) else torch.tensor(item, dtype=torch.float64, device=device)
+            sums[key] = number if key == name else number.double()
     return sums
+
+
+def loss_in(values: Mapping[str, Value]) -> Tensor:
+    """Return the sum of the losses, with its gradient."""
+    loss = values["loss"]
+    total = loss[0] if isinstance(loss, tuple) else loss
+    if not isinstance(total, Tensor):
+        raise TypeError(f"loss is a {type(total).__name__}, but it must be a tensor, whose gradient is computed")
+    return total
 
 
 def add(sums: Sums, more: Sums) -> None:

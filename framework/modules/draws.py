@@ -221,6 +221,8 @@ class LaterDraws(TorchDispatchMode):
 
 def fills_its_memory(tensor: Tensor) -> bool:
     """Return whether a tensor covers all of its memory."""
+    if tensor.layout != torch.strided:
+        return False
     return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 

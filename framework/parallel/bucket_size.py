@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import EngineAround, Step
-from framework.parallel.compression import Name, register
+from framework.parallel.compression import Hook, register
 from framework.randomness import generator_states, set_generator_states
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import set_gradient_sync, without_buffer_sync
@@ -37,7 +37,7 @@ class Replica:
         model: nn.Module,
         *,
         device_ids: Sequence[torch.device] | None,
-        hook: Name | Callable[..., Any] | None,
+        hook: Hook | None,
         bucket_cap_mb: int,
         options: Mapping[str, Any],
     ) -> None:

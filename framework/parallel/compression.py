@@ -1,12 +1,13 @@
 """Compressed gradients for DistributedDataParallel: one communication hook for each name.
 
 A hook gets a bucket of this rank's gradients and returns a future of the mean over the ranks. `int8`, `top_k` and `powersgd`
-add the part of a gradient that compression loses to the next gradient (error feedback). Each rank has its own lost part, which
-is not in a checkpoint.
+add the part of a gradient that compression loses to the next gradient (error feedback). Each rank has its own lost part. No
+checkpoint holds it, so such a run is saved only at its end.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,14 @@ BLOCK = 256  # number of gradients that share a scale in `int8`
 SHARE = 0.05  # the share of a bucket's gradients that `top_k` sends
 
 Name = Literal["fp16", "bf16", "int8", "top_k", "powersgd"]
+Hook = Name | Callable[..., Any]
+
+
+def keeps_state(hook: object) -> bool:
+    """Return whether a hook, or the node of a user's hook, keeps values between steps. A partial function keeps none."""
+    if isinstance(hook, Mapping):
+        return not hook.get("_partial_")
+    return hook in ("int8", "top_k", "powersgd") or (callable(hook) and not isinstance(hook, partial))
 
 
 @dataclass
@@ -34,10 +43,10 @@ class HookState:
     errors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by bucket and size, because DDP rebuilds its buckets
 
 
-def register(wrapper: DistributedDataParallel, name: Name | Callable[..., Any], *, group: dist.ProcessGroup) -> None:
+def register(wrapper: DistributedDataParallel, name: Hook, *, group: dist.ProcessGroup) -> None:
     """Let the wrapper average its gradients with the hook of this name, or with a hook of the user. Collective.
 
-    A hook gets the group and a bucket of gradients, and returns the mean, or a future of it. Its state is in no checkpoint.
+    A hook gets the group and a bucket of gradients, and returns the mean, or a future of it.
     """
     if not isinstance(name, str):
 

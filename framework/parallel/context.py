@@ -7,10 +7,11 @@ from typing_extensions import Unpack
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine, EngineAround, MicroBatch, Step
+from framework.engine.seam import Demands, Engine, EngineAround, MicroBatch, Step, no_whole_outputs
 from framework.engine.sums import Sums
 from framework.modules.parts import own_answer
 from framework.modules.structure import has_dropout
+from framework.modules.tensors import Tree
 from framework.parallel.attention.cut import Cut, OfSlices
 from framework.parallel.attention.fit import Attention, attention_of, num_heads, ring_fault
 from framework.parallel.attention.ring import round_ring
@@ -98,6 +99,9 @@ class ContextEngine(EngineAround):
 
     def evaluate(self, step: Step) -> Sums:
         return self._engine.evaluate(self._sliced(step))
+
+    def outputs(self, inputs: Tree) -> Tree:
+        raise no_whole_outputs()
 
     def warm_up(self, step: Step) -> None:
         self._engine.warm_up(self._sliced(step))

@@ -20,7 +20,7 @@ from framework.modules.tensors import local
 from framework.optim.optimizers import MakeOptimizer
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.bucket_size import DEFAULT_MB, MeasuredBuckets, Replica
-from framework.parallel.compression import Name
+from framework.parallel.compression import Hook, Name, keeps_state
 from framework.parallel.dealing import dealing
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
@@ -83,9 +83,14 @@ def problems(
         return []
     if hook is not None and bucket_cap_mb == "auto":
         return ["bucket_cap_mb=auto: runs test steps, and parallel.hook would keep their state (a number)"]
+    found = list[str]()
     key, value = ("compression", compression) if hook is None else ("hook", "a function of your own")
-    both = "parallel.hook: cannot be used with parallel.compression (one of them)"
-    found = [both] if hook and compression else []
+    if keeps_state(compression or hook):
+        kept = {"checkpoint.every": demands.checkpoint_every, "checkpoint.keep_best": demands.keep_best or None}
+        why = f"but parallel.{key} keeps values from step to step that no checkpoint holds"
+        found += [f"{name}: {asked}, {why} (null or 0: it is saved at its end)" for name, asked in kept.items() if asked]
+    if hook and compression:
+        found.append("parallel.hook: cannot be used with parallel.compression (one of them)")
     if demands.own_step:
         found.append(f"parallel.{key}: {value}, but a task's own step cannot use it (null)")
     if demands.bitwise:
@@ -109,7 +114,7 @@ def replicated(
     forward: Forward,
     mesh: DeviceMesh,
     make_optimizer: MakeOptimizer | None = None,
-    hook: Name | Callable[..., Any] | None = None,
+    hook: Hook | None = None,
     bucket_cap_mb: int | None,
     **options: Any,
 ) -> Engine:
@@ -153,6 +158,7 @@ def replicated(
         broadcast=world.broadcast,
         make_optimizer=make_optimizer or dealing(world),
         warm_up=replica.settle,
+        can_pause=not keeps_state(hook),
         finish=(lambda: None) if options.get("find_unused_parameters") else partial(require_gradients, trained_by_name),
     )
     return MeasuredBuckets(engine, replica, world=world, forward=forward) if bucket_cap_mb is None else engine

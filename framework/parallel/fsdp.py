@@ -13,13 +13,15 @@ from typing_extensions import NotRequired, TypedDict, Unpack
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine
+from framework.engine.seam import Engine, EngineAround, Step
+from framework.engine.sums import Sums
 from framework.modules.first_weights import fill, fills
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.parallel.dealing import dealing
 from framework.parallel.gathered_types import Types
 from framework.parallel.trail import Trail
+from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_compiler import import_dynamo
 from framework.runtime.torch_internals import is_view
@@ -113,9 +115,12 @@ def sharded(
     reshard_after_evaluation(model)
     trail = Trail([*units, model], model)
     assert isinstance(model, FSDPModule)
+    # a task's own step may differentiate the model before its last backward pass, and then needs the same weights again
+    keeps = forward.trains_by_step and not reshard_after_forward
+    model.set_reshard_after_backward(not keeps)
     if prefetch is not None:
         prefetch_blocks(units, num_ahead=prefetch)
-    return DataParallelEngine(
+    engine = DataParallelEngine(
         model,
         forward=forward,
         mesh=mesh,
@@ -126,11 +131,25 @@ def sharded(
         set_sync=model.set_requires_gradient_sync if reduce_every is None else model.set_requires_all_reduce,
         broadcast=world.broadcast,
         make_optimizer=dealing(world),
-        finish=trail.end_step,
+        finish=partial(end_step, model, trail) if keeps else trail.end_step,
         trail=lambda: trail.number,
         data_group=over.get_group() if is_cut else None,
         forget=partial(reshard, model),
     )
+    return FreesWeights(engine) if forward.trains_by_step and reshard_after_forward else engine
+
+
+class FreesWeights(EngineAround):
+    """An Engine for a task's own step that says why the step cannot differentiate the model twice."""
+
+    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        try:
+            return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
+        except RuntimeError as error:
+            if "setStorage" not in str(error):
+                raise
+            what = "the task's step differentiates the model itself, which frees the gathered weights that the loss still needs"
+            raise Unfit(f"parallel.reshard_after_forward: true, but {what} (false)") from error
 
 
 def prefetch_blocks(blocks: Sequence[nn.Module], *, num_ahead: int) -> None:
@@ -171,6 +190,12 @@ def reshard_after_evaluation(model: nn.Module) -> None:
     """
 
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else reshard(model))
+
+
+def end_step(model: nn.Module, trail: Trail) -> None:
+    """Free the parameters that a step has kept gathered, and note which weights have a gradient."""
+    reshard(model)
+    trail.end_step()
 
 
 def reshard(model: nn.Module) -> None:

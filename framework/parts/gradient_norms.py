@@ -15,16 +15,20 @@ class GradientNorms:
         if depth < 1:
             raise ValueError(f"depth={depth} is out of range (at least 1)")
         self.depth = depth
-        self._columns: dict[str, float] = {}
+        self._squares: dict[str, dict[str, float]] = {}  # of each turn (optimizer.turns), by module
+
+    def step_begun(self, loop: Loop) -> None:
+        self._squares = {}
 
     def gradients_ready(self, loop: Loop) -> None:
         if not loop.has_row:
             return
-        squares: dict[str, float] = {}
+        squares = self._squares[loop.turn] = dict[str, float]()
         for name, norm in loop.gradient_norms().items():
             module = ".".join(name.split(".")[: self.depth])
             squares[module] = squares.get(module, 0.0) + norm**2
-        self._columns = {f"grad_norm:{module}": math.sqrt(square) for module, square in sorted(squares.items())}
 
     def row(self, loop: Loop) -> dict[str, float]:
-        return self._columns
+        modules = sorted({module for squares in self._squares.values() for module in squares})
+        total = {module: sum(squares.get(module, 0.0) for squares in self._squares.values()) for module in modules}
+        return {f"grad_norm:{module}": math.sqrt(square) for module, square in total.items()}

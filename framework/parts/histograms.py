@@ -33,22 +33,24 @@ class Histograms:
             pattern = self.parameters[0] if self.parameters else ""
             raise ValueError(f"parameters={pattern}: matches no trained parameter ({nearest_name(pattern, sorted(names))})")
 
-    def gradients_ready(self, loop: Loop) -> None:
+    def step_begun(self, loop: Loop) -> None:
         self._found = {}
+
+    def gradients_ready(self, loop: Loop) -> None:
         if not loop.has_row or (loop.step + 1) % self.every:
             return
         mine: dict[str, Bins] = {}
         for name, parameter in loop.trained().items():
             if self._is_chosen(name):  # only one whole tensor at a time is in memory
-                mine[f"weight_histogram:{name}"] = self._histogram(whole(parameter.detach()))
+                if (weights := f"weight_histogram:{name}") not in self._found:  # of an earlier turn: before the step
+                    mine[weights] = self._histogram(whole(parameter.detach()))
                 if (gradient := gradient_of(parameter)) is not None:
                     mine[f"gradient_histogram:{name}"] = self._histogram(whole(gradient.detach()))
         for found in loop.distinct(mine)[::-1]:
             self._found |= found
 
     def row(self, loop: Loop) -> dict[str, Bins]:
-        found, self._found = self._found, {}
-        return dict(sorted(found.items()))
+        return dict(sorted(self._found.items()))
 
     def _is_chosen(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.parameters)

@@ -8,7 +8,7 @@ from framework.training.loop import Loop
 
 
 class LossSpikes:
-    """A part that treats a loss above `factor` times the median of the last `window` losses as a divergence.
+    """A part that treats a loss above `factor` times the median of the last `window` losses of the same turn as a divergence.
 
     Then `trainer.divergence.action` decides (`rollback` continues from an earlier checkpoint, with later batches). It costs
     one message a step.
@@ -22,19 +22,24 @@ class LossSpikes:
         if window < 2:
             raise ValueError(f"window={window} is out of range (at least 2)")
         self.factor, self.window = factor, window
-        self.losses: list[float] = []  # of the last steps taken
-        self._loss = 0.0
+        self.losses: dict[str, list[float]] = {}  # of each turn (optimizer.turns), in the last steps taken
+        self._current: dict[str, float] = {}
+
+    def step_begun(self, loop: Loop) -> None:
+        self._current = {}
 
     def gradients_ready(self, loop: Loop) -> None:
-        self._loss = loop.loss()
-        if len(self.losses) == self.window and self._loss > self.factor * (usual := median(self.losses)):
-            raise Diverged(f"the loss of step {loop.step + 1} is {self._loss:.4g}, the median of {self.window} is {usual:.4g}")
+        self._current[loop.turn] = loss = loop.loss()
+        before = self.losses.get(loop.turn, [])
+        if len(before) == self.window and loss > self.factor * (usual := median(before)):
+            raise Diverged(f"the loss of step {loop.step + 1} is {loss:.4g}, the median of {self.window} is {usual:.4g}")
 
     def step_taken(self, loop: Loop) -> None:
-        self.losses = [*self.losses, self._loss][-self.window :]
+        for turn, loss in self._current.items():
+            self.losses[turn] = [*self.losses.get(turn, []), loss][-self.window :]
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = list(state["losses"])
+        self.losses = {turn: list(losses) for turn, losses in state["losses"].items()}

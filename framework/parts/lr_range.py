@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from framework.runs.figures import write_figure
+from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
 from framework.training.loop import Loop
 
@@ -28,6 +29,9 @@ class LRRange:
         self._loss, self._average = 0.0, 0.0
 
     def gradients_ready(self, loop: Loop) -> None:
+        if loop.turn:
+            raise Unfit("optimizer.turns: gives each step several losses and learning rates, but part.lr_range takes one of "
+                        "each (a run without turns)")  # fmt: skip
         self._loss = loop.loss()
 
     def step_taken(self, loop: Loop) -> None:

@@ -79,8 +79,8 @@ def dry_build(config: RunConfig) -> list[Problem]:
     demands = dataclasses.replace(demands, turns=bool(config.optimizer.get("turns")))
     demands = dataclasses.replace(demands, own_step=has_step, observes=observer)
     if MODES[config.mode].about == "existing run":  # such a mode takes no step
-        demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, averages=None, grad_noise=None, parts=())
-        demands = dataclasses.replace(demands, scales_loss=False, recovers=None, turns=False)
+        demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, keep_best=0, averages=None, parts=())
+        demands = dataclasses.replace(demands, grad_noise=None, scales_loss=False, recovers=None, turns=False)
     if problems := optimizer_problems(model, config.optimizer, config.scheduler):
         return problems
     built = components.optimizer_builder(config.optimizer)(trainable(model, hidden=hidden_matrices(model)))
@@ -104,6 +104,10 @@ def _shapes_of(node: Node, *, seed: int) -> tuple[nn.Module | None, list[Problem
     if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
         what = f"{lazy[0]} has no shape before the first batch"
         return None, [Problem("model", what, "a layer with its sizes, not a lazy one")]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            what = f"{name} has the layout {tensor.layout}, which no checkpoint can hold and ddp cannot send"
+            return None, [Problem("model", what, "a plain attribute, which the forward moves: self.graph.to(x)")]
     return model, []
 
 
@@ -188,6 +192,7 @@ def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precisio
     return Demands(
         eval_every=trainer.eval_every,
         checkpoint_every=checkpoint.every,
+        keep_best=checkpoint.keep_best,
         sync_batchnorm=trainer.sync_batchnorm,
         averages=None,
         grad_noise=trainer.grad_noise.eta,

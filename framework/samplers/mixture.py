@@ -23,6 +23,9 @@ class Mixture:
         ends = np.asarray(getattr(source, "groups", [len(source)]))
         if len(ends) != len(self.weights):
             raise ValueError(f"sampler.weights={list(self.weights)}: there are {len(ends)} sources (a weight for each)")
+        for number, (weight, length) in enumerate(zip(self.weights, np.diff(ends, prepend=0))):
+            if weight > 0 and length == 0:
+                raise ValueError(f"sampler.weights={list(self.weights)}: source {number} has no samples (a weight of 0)")
         size = len(source) if self.num_samples is None else self.num_samples
         bounds = np.round(np.cumsum(self.weights) / sum(self.weights) * size).astype(np.int64)
         which = np.repeat(np.arange(len(ends)), np.diff(bounds, prepend=0))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+IGNORED = -100  # the target of a sample or token that does not count, as in torch and in Hugging Face's libraries
 LARGE = 4096  # classes; for fewer classes, torch's function is faster
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # per chunk, in numbers: a cache's size; enough work for a launch
 
@@ -27,6 +28,8 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_index: int
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     try:
         total: Tensor = _Sum.apply(logits_NV, targets_N, targets_N != ignore_index)  # type: ignore[no-untyped-call]
+    except torch.OutOfMemoryError:
+        raise  # torch's function needs still more
     except (RuntimeError, IndexError):  # under vmap, in forward derivatives, or for a target that is not a class
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     return total
@@ -38,6 +41,8 @@ def compiled_cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor, *, ignore_i
         return cross_entropy_sum(logits_NV, targets_N, ignore_index=ignore_index)
     try:  # the compiled function would end the process at a wrong target
         _refuse_wrong(targets_N, targets_N != ignore_index, num_classes=logits_NV.shape[1])
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # under vmap, no number can be read
         return _sum_of_wide(logits_NV, targets_N, ignore_index=ignore_index)
     return _compiled()(logits_NV, targets_N, ignore_index=ignore_index)

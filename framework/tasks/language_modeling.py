@@ -4,10 +4,8 @@ import math
 
 from torch import Tensor
 
-from framework.tasks.cross_entropy import compiled_cross_entropy_sum, cross_entropy_sum, highest_class
+from framework.tasks.cross_entropy import IGNORED, compiled_cross_entropy_sum, cross_entropy_sum, highest_class
 from framework.tasks.outputs import auxiliary_loss, main_output
-
-IGNORED = -100  # the target of a token that does not count, as in torch and in Hugging Face's libraries
 
 
 class LanguageModeling:

@@ -1,6 +1,6 @@
 """The loop as the parts of a run see it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,11 @@ class Loop:
         self.has_row = False  # the current step gets a row of metrics.jsonl
         self.split = ""  # the split that is or was last measured
         self.stopped = ""  # why a part has ended the run
-        self._world, self._loss_scale = world, update.loss_scale
+        self._world, self._update = world, update
         self._buffers = Buffers(*(module for module in (engine.module, engine.task) if module is not None))
         self._sums: Sums = {}
         self._under_way = Step(0, 1, [])
+        self._call_earlier: Callable[[], None] = lambda: None  # calls the parts before the current part
 
     @property
     def step(self) -> int:
@@ -121,17 +122,19 @@ class Loop:
     def recompute(self) -> None:
         """Compute the step's gradients again, with the same batch and draws, but with the current weights. Collective.
 
-        Call it when the gradients are ready. Buffers such as running statistics do not change a second time.
+        Call it when the gradients are ready. The parts before the calling part get `gradients_ready` again, so that their
+        changes hold for the new gradients too. Buffers such as running statistics do not change a second time.
         """
-        step, before = self._under_way, self._buffers.values()
-        parameters = list(self.trained().values())
-        for parameter in parameters:
+        before, states, call_earlier = self._buffers.values(), generator_states(devices=[self.device]), self._call_earlier
+        for parameter in self.trained().values():
             parameter.grad = None
-        scale = self._loss_scale.value
-        sums = self.engine.forward_backward(step, index=self.step, loss_scale=scale, measure=False)
-        self.engine.weigh(sums, num_samples=step.num_samples)
-        self._loss_scale.unscale(parameters)
+        step, update = self._under_way, self._update
+        sums = self.engine.forward_backward(step, index=self.step, loss_scale=update.loss_scale.value, measure=False)
+        finish_gradients(sums, step=step, engine=self.engine, update=update)
         self._buffers.set(before)
+        call_earlier()
+        self._call_earlier = call_earlier
+        set_generator_states(states, devices=[self.device])  # so that the part's own draws continue
 
     def outputs(self, inputs: Tree) -> Tree:
         """Return the model's outputs for inputs that are the same on every rank, without gradients. Collective."""
@@ -143,3 +146,10 @@ class Loop:
     def stop(self, why: str) -> None:
         """End the run after this step as finished, with an evaluation and a checkpoint. One rank's call is enough."""
         self.stopped = self.stopped or why
+
+
+def finish_gradients(sums: Sums, *, step: Step, engine: Engine, update: Update) -> None:
+    """Weigh the gradients that `forward_backward` has computed, undo the loss scale, and keep the turn's. Collective."""
+    engine.weigh(sums, num_samples=step.num_samples)
+    update.loss_scale.unscale(engine.module.parameters())
+    update.keep(next((turn for turn in update.turns if turn.name == step.turn), None))

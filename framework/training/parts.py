@@ -1,5 +1,6 @@
 """Parts of a run: objects of the user that the loop calls at named moments."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -39,12 +40,12 @@ class LoopParts:
         return ((name, found) for name, part in self.by_name.items() if callable(found := getattr(part, method, None)))
 
     def _each(self, moment: str, *arguments: Any) -> list[Any]:
-        returned = []
-        for name, call in self._at[moment]:
-            seed_generators(key(self.loop.seed, "part", name, moment, self.loop.step), devices=[self.loop.device])
-            with self._blame(name):
-                returned.append(call(self.loop, *arguments))
-        return returned
+        return [self._call(moment, name, call, *arguments) for name, call in self._at[moment]]
+
+    def _call(self, moment: str, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        seed_generators(key(self.loop.seed, "part", name, moment, self.loop.step), devices=[self.loop.device])
+        with self._blame(name):
+            return call(self.loop, *arguments)
 
     def begin_step(self, step: Step, *, has_row: bool) -> Step:
         """Start a step, and return it with the parts' changes of its batches."""
@@ -64,7 +65,12 @@ class LoopParts:
     def gradients_ready(self, sums: Sums, step: Step) -> None:
         """Call the parts when the gradients are those of the whole global batch, and not yet clipped."""
         self.loop._sums, self.loop._under_way = sums, step
-        self._each("gradients_ready")
+        self._gradients_ready(len(self._at["gradients_ready"]))
+
+    def _gradients_ready(self, count: int) -> None:
+        for number, (name, call) in enumerate(self._at["gradients_ready"][:count]):
+            self.loop._call_earlier = functools.partial(self._gradients_ready, number)
+            self._call("gradients_ready", name, call)
 
     def step_taken(self) -> None:
         self._each("step_taken")

@@ -27,6 +27,7 @@ from framework.runtime.exits import Diverged, Unfit
 from framework.runtime.preemption import PREEMPTION
 from framework.training.evaluation import measure, totals
 from framework.training.guard import require_equal_trails
+from framework.training.loop import finish_gradients
 from framework.training.metrics import finite
 from framework.training.parts import LoopParts
 from framework.training.plan import Plan
@@ -155,15 +156,13 @@ class Trainer:
     def take_turn(self, turn: Turn | None, step: Step, *, measure: bool, is_last: bool) -> tuple[Sums, Tensor | None]:
         """Do the work of `train_step` for the parameters of one turn, or for all parameters."""
         progress, plan, scale, is_watching = self.progress, self.plan, self.update.loss_scale, self.recovery.is_watching
-        for parameter in self.parameters:
-            parameter.grad = None
         step = step._replace(turn=turn.name) if turn is not None else step
         self.speed.enter("forward_backward")
+        for parameter in self.parameters:
+            parameter.grad = None
         sums = self.engine.forward_backward(step, index=progress.step, loss_scale=scale.value, measure=measure)
         self.speed.enter("optimizer")
-        self.engine.weigh(sums, num_samples=step.num_samples)
-        scale.unscale(self.parameters)
-        self.update.keep(turn)
+        finish_gradients(sums, step=step, engine=self.engine, update=self.update)
         self.parts.gradients_ready(sums, step)
         max_norm = turn and turn.clip_grad_norm or plan.settings.clip_grad_norm
         needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching

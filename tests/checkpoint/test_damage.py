@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -92,6 +93,20 @@ def test_damage_is_noticed_and_the_older_checkpoint_taken(
         found = store.newest_valid()
     assert found is not None and found[0].name == "step_00000008" and found[1]["progress"]["step"] == 8, done
     assert f"checkpoint passed over: {newest}" in caplog.text, done
+
+
+def test_damaged_checkpoints_of_later_steps_displace_no_valid_one(tmp_path: Path) -> None:
+    def save(step: int, monitor: float, keep_last: int = 3) -> None:
+        store = CheckpointStore(folder, world=World.alone(), keep_last=keep_last, keep_best=1, mode="min")
+        store.save(step, {"model/weight": torch.ones(3)}, {"progress": {"step": step}, "monitor": monitor})
+
+    folder = tmp_path / "checkpoints"
+    for step in (2, 4, 6):
+        save(step, monitor=2.0 / step)
+    for step in (4, 6):
+        flip_a_bit(next((folder / f"step_{step:08d}").glob("shard-*")), random.Random(0))
+    save(3, monitor=5.0, keep_last=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000002", "step_00000003"]
 
 
 @contextmanager

@@ -125,6 +125,7 @@ WRONG = {
     "no such file": (lambda: LengthGrouped(lengths="none.npy", batch_size=2), "sampler.lengths=none.npy: FileNotFoundError"),
     "of another number": (lambda: Curriculum(difficulty="few"), "sampler.difficulty=few: ValueError: has int64 of shape [3], but there are 1000"),
     "a negative weight": (lambda: Weighted(weights="negative"), "sampler.weights=negative: weights must not be negative"),
+    "an empty source": (lambda: Mixture(weights=[1, 1]), "sampler.weights=[1, 1]: source 1 has no samples"),
     "sources": (lambda: Mixture(weights=[1, 1, 1]), "sampler.weights=[1, 1, 1]: there are 1 sources"),
 }  # fmt: skip
 
@@ -132,7 +133,8 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_does_not_fit_is_said(what: str) -> None:
     make, words = WRONG[what]
-    data = source(few=np.arange(3), negative=-np.arange(SIZE))
+    groups = {"groups": np.array([SIZE, SIZE])} if what == "an empty source" else {}
+    data = source(few=np.arange(3), negative=-np.arange(SIZE), **groups)
     with pytest.raises(ValueError) as error:
         make().epoch(0, source=data, seed=0)
     start, _, end = words.partition(" ... ")

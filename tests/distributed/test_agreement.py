@@ -49,6 +49,16 @@ def test_a_sum_is_over_all_ranks_and_in_place(tmp_path: Path) -> None:
     assert on_ranks(3, act, scratch=tmp_path) == [(True, [3.0, 111.0])] * 3
 
 
+def test_long_arrays_and_tensors_are_compared_whole(tmp_path: Path) -> None:
+    def act(world: World) -> Any:
+        same, middle, digits = (torch.zeros(5000, dtype=torch.float64) for _ in range(3))
+        middle[2500], digits[0] = world.rank, 1e-9 * world.rank
+        kinds = [{"it": [make(value)]} for value in (same, middle, digits) for make in (torch.Tensor.numpy, torch.clone)]
+        return [len(world.agreement.distinct(kind)) for kind in kinds]
+
+    assert on_ranks(2, act, scratch=tmp_path) == [[1, 1, 2, 2, 2, 2]] * 2
+
+
 def test_what_one_rank_sends_another_receives(tmp_path: Path) -> None:
     def act(world: World) -> Any:
         if world.rank == 1:

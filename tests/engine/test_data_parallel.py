@@ -11,7 +11,10 @@ from framework.engine import seam
 from framework.engine.buffers import Buffers
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
-from framework.engine.seam import EngineAround, MicroBatch, Step
+from framework.engine.seam import Engine, EngineAround, MicroBatch, Step
+from framework.parallel.attention.cut import Cut
+from framework.parallel.context import ContextEngine
+from framework.runtime.exits import Unfit
 from framework.tasks.regression import Regression
 
 torch.manual_seed(0)
@@ -161,6 +164,18 @@ def test_an_engine_around_another_passes_every_call_on() -> None:
     torch.testing.assert_close(gradients(inner.module), gradients(plain))
     torch.testing.assert_close(around.clip_grad_norm(0.1), inner.clip_grad_norm(None) * 0 + engine_norm(plain))
     assert around.meet(3, is_last=False)
+
+
+def test_an_engine_that_forgets_what_it_must_say_cannot_exist() -> None:
+    kept = {name: vars(DataParallelEngine)[name] for name in Engine.__abstractmethods__ - {"is_padding"}}
+    with pytest.raises(TypeError, match="is_padding"):
+        type("Forgets", (Engine,), kept)()
+
+
+def test_a_process_with_some_tokens_of_each_sample_has_no_whole_outputs() -> None:
+    sliced = ContextEngine(engine(linear()), cut=Cut.contiguous(rank=0, size=2), dp_rank=0)
+    with pytest.raises(Unfit, match="no process has the outputs of the whole model"):
+        sliced.outputs(INPUTS)
 
 
 def engine_norm(module: nn.Module) -> Tensor:

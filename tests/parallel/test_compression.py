@@ -74,6 +74,22 @@ def test_a_hook_and_what_excludes_it_are_refused(tmp_path: Path) -> None:
     assert lacking.code == 78 and "parallel.hook.group" in lacking.output
 
 
+@pytest.mark.parametrize("hook", ["parallel.compression=top_k", "parallel.hook._target_=tests.own_parts.Silent"])
+def test_values_that_no_checkpoint_holds_refuse_checkpoints_before_the_end(hook: str, tmp_path: Path) -> None:
+    for word in ("checkpoint.every=2", "checkpoint.keep_best=1"):
+        refused = command(*SHORT, hook, word, root=tmp_path)
+        assert refused.code == 78 and f"{word.replace('=', ': ')}, but {hook.split('=')[0][:13]}" in refused.output, (
+            refused.output
+        )
+
+
+def test_asked_to_stop_a_run_with_such_values_computes_what_it_does_undisturbed(tmp_path: Path) -> None:
+    line = [*SHORT, "parallel.compression=top_k"]
+    whole = finished(*line, root=tmp_path / "whole")
+    command(*line, root=tmp_path / "runs", before=after_step(3, preempt))
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
+
+
 class Bucket:
     """What a hook sees of DDP's bucket."""
 

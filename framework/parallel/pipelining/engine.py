@@ -15,11 +15,11 @@ from framework.distributed.buckets import broadcast_all, sum_all
 from framework.distributed.world import World
 from framework.engine.buffers import Buffers
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine, MicroBatch, Step
+from framework.engine.seam import Engine, MicroBatch, Step, no_whole_outputs
 from framework.engine.sums import Sums, add
 from framework.modules.tensors import Tree, by_mesh, local, whole
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
-from framework.optim.update import gradient_or_zeros
+from framework.optim.update import Average, gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.overlap import OverlappedSums
 from framework.parallel.pipelining.own_forward import chain_for
@@ -37,6 +37,8 @@ class PipelineEngine(Engine):
     every pipeline has its own samples too, but the stages, wrapped by `shard_stage`, sum their gradients themselves. Processes
     along a `tensor` axis work on the same samples.
     """
+
+    trail = 0  # its messages between stages would not match if ranks ran other things
 
     def __init__(
         self,
@@ -61,9 +63,7 @@ class PipelineEngine(Engine):
         self._is_sharded = shard_stage is not None
         self._is_counted = "tensor" not in axes or mesh.get_local_rank("tensor") == 0
         self._rank, self._size = self._group.rank(), self._group.size()
-        self._world = world
-        self._forward = forward
-        self._schedule = schedule
+        self._world, self._forward, self._schedule = world, forward, schedule
         self._dtype = next(model.parameters()).dtype
         self._owners = owners(schedule, num_ranks=self._size)
         self._num_stages = len(self._owners)
@@ -96,6 +96,7 @@ class PipelineEngine(Engine):
         is_training = bool(self._waiting.get(number))
         micro_batch = self._waiting[number].pop(0) if is_training else self._evaluated
         assert micro_batch is not None
+        self._forward.is_padding = micro_batch.is_padding
         if is_training:
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch.number, turn=self._turn)
         is_last, inputs = number == self._num_stages - 1, micro_batch.inputs
@@ -196,10 +197,9 @@ class PipelineEngine(Engine):
             loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)  # the last stage's result
             stages = []
             for number, stage in self.stages.items():
-                given = (sent[number - 1],) if number > 0 else ()
-                made = sent[number] if number < len(sent) else loss
+                given, made = sent[max(number - 1, 0) : number], sent[number] if number < len(sent) else loss
                 where = (number, self._num_stages, self._world.device)
-                stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self._group))
+                stages.append(PipelineStage(stage, *where, input_args=tuple(given), output_args=made, group=self._group))
                 greet_others_only(stages[-1], rank=self._rank)
                 if self._sums is not None:
                     around_last_backward(stages[-1], partial(self._sums.last_backward, number))
@@ -247,7 +247,17 @@ class PipelineEngine(Engine):
                 return self.zeros(micro_batch, measure=True)
             return self._forward.evaluated(value, micro_batch)
 
+    def outputs(self, inputs: Tree) -> Tree:
+        raise no_whole_outputs()
+
     # --- the rest of an Engine
+
+    @property
+    def is_padding(self) -> bool:
+        return self._forward.is_padding
+
+    def use_average(self, average: Average | None) -> None:
+        pass  # no task's own step runs here
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         foreign = {id(parameter) for parameter, group in self._shared if group.rank() != 0}  # counted by another rank
