@@ -20,7 +20,6 @@ from types import MappingProxyType, ModuleType
 
 from framework.config.folders import ROOT, enter_project
 from framework.config.frozen_file import digest_of
-from framework.config.renamed import current_target
 from framework.config.schema import DOTTED
 
 TOP_LEVEL = "the top level"
@@ -53,7 +52,7 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
     """
     enter_project()
     searched, found_in = tuple(folders), set[str]()
-    waiting = [name for target in targets for name in _prefixes(current_target(target))]
+    waiting = [name for target in targets for name in _prefixes(target)]
     modules: dict[str, Functions] = {}
     packages: set[str] = set()
     seen: set[str] = set()
@@ -62,7 +61,7 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         if name in seen:
             continue
         seen.add(name)
-        spec = _find(name, searched)
+        spec = find_module(name, searched)
         if spec is None:
             continue
         if spec.origin is None or not _is_users(Path(spec.origin)):
@@ -75,7 +74,7 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         waiting += imported
     _reached.update(modules)
     for name in loaded.keys() - modules.keys():
-        spec = _find(name, searched)
+        spec = find_module(name, searched)
         origin = Path(loaded[name] if spec is None or spec.origin is None else spec.origin)
         if origin.is_file():
             modules[name], _ = _read(origin.read_bytes(), package="")
@@ -145,7 +144,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 @functools.cache
-def _find(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
+def find_module(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
     """Return where a module is, or None if it does not exist. Import nothing."""
     parent, _, last = name.rpartition(".")
     if not parent:
@@ -159,7 +158,7 @@ def _find(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
             except (ImportError, ValueError):
                 return None
         return PathFinder.find_spec(name, list(folders)) if spec is None else spec
-    package = _find(parent, folders)
+    package = find_module(parent, folders)
     if package is None or package.submodule_search_locations is None:
         return None
     places = [*package.submodule_search_locations, *([str(ROOT / "models")] if parent == "models" else [])]

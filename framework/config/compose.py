@@ -23,7 +23,6 @@ from framework.config.folders import CONF, config_name, folders, options, own_fo
 from framework.config.identity import EXECUTION, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, chosen_by_default, key_of, one_line, parse, sort_overrides
-from framework.config.renamed import renamed
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean
 from framework.runtime.problem import Problem
@@ -78,7 +77,7 @@ def compose_line(overrides: list[str]) -> Composed:
     for group in ("sampler", *SEVERAL):
         plain.setdefault(group, {})
     problems += unresolved
-    plain = _without_own_groups(renamed(plain))
+    plain = _without_own_groups(plain)
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
         what = "cannot be set: it is a hash of the keys that decide the result"
         problems.append(Problem("run.id", what, "set name or run.dir"))

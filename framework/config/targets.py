@@ -12,7 +12,6 @@ from typing import Any, get_args, get_origin
 from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
 from framework.config.folders import ROOT, enter_project
-from framework.config.renamed import current_target
 from framework.config.schema import Node
 from framework.runtime.problem import extra_with, install_command
 
@@ -28,7 +27,7 @@ def locate(target: str) -> Callable[..., Any]:
     Raise ValueError if the target cannot be imported or is not callable.
     """
     enter_project()
-    parts = current_target(target).split(".")
+    parts = target.split(".")
     if len(parts) < 2 or not all(parts):
         raise ValueError(f"_target_={target} is not a dotted path, as in package.module.Name")
     if parts[0] == "models":

@@ -16,7 +16,7 @@ from framework.config.code import code_of
 from framework.config.compose import Composed
 from framework.config.draft import Draft
 from framework.config.frozen_file import frozen_run_id
-from framework.config.identity import EXECUTION, is_below
+from framework.config.identity import execution_keys, is_below
 from framework.config.model_keys import parts_problems
 from framework.config.modes import MODES
 from framework.config.schema import COMPONENTS, OF_DATA, OWN, SEVERAL, CheckpointSection, Node, RunSection, TrainerSection
@@ -45,7 +45,8 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft = validate(composed)
     keys = [key.split(".") for key in composed.given]
     imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, *SEVERAL) for parts in keys)
-    is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, _OUTSIDE_IDENTITY) for key in composed.given)
+    outside = [key for key in execution_keys(composed.config) if key.partition(".")[0] in COMPONENTS]
+    is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, outside) for key in composed.given)
     imports &= not is_known and not draft.call(lambda mode: MODES[mode].about == "machines")
     if imports:
         reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
@@ -90,9 +91,6 @@ def _directed_trainer(trainer: TrainerSection, task: Node, metric: Mapping[str, 
     update, problems = directed(trainer.early_stopping, "trainer.early_stopping", task=task, metric=metric)
     stopping = trainer.early_stopping.model_copy(update=update)
     return trainer.model_copy(update={"early_stopping": stopping}), problems
-
-
-_OUTSIDE_IDENTITY = [key for key in EXECUTION if key.partition(".")[0] in COMPONENTS]  # such as model.parts.blocks
 
 
 def _is_finished(mode: str, run: RunSection) -> bool:
