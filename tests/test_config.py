@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -70,6 +71,39 @@ def test_commands_that_mean_the_same_are_the_same_run(one: list[str], other: lis
 
 def test_true_is_not_one() -> None:
     assert run_id("optimizer=sgd", "optimizer.nesterov=true") != run_id("optimizer=sgd", "optimizer.nesterov=false")
+
+
+def composed_model(*line: str) -> dict[str, Any]:
+    composed = compose_line([*line])
+    assert composed.problems == []
+    return composed.config["model"]
+
+
+@pytest.mark.parametrize(("line", "model"), [
+    (["model={_target_: a.A, width: 1}", "model._target_=a.B"], {"_target_": "a.B", "width": 1}),
+    (["model._target_=a.B", "model={_target_: a.A, width: 1}"], {"_target_": "a.A", "width": 1}),
+    (["model._target_=a.A", "model={_target_: a.B}", "model._target_=a.C"], {"_target_": "a.C"}),
+    (["model.width=1", "model._target_=a.A"], {"_target_": "a.A", "width": 1}),
+    (["model.width=1", "model={_target_: a.A}"], {"_target_": "a.A", "width": 1}),
+    (["model._target_=a.A", "model.width=1", "model.width=2"], {"_target_": "a.A", "width": 2}),
+    (["model._target_=a.A", "~model._target_", "model={_target_: a.B}"], {"_target_": "a.B"}),
+    (["model._target_=a.A", "model.act={_target_: a.B, x: 1}", "model.act._target_=a.C"],
+     {"_target_": "a.A", "act": {"_target_": "a.C", "x": 1}}),
+    (["model.act.x=1", "model={_target_: a.A, act: {_target_: a.B}}"], {"_target_": "a.A", "act": {"_target_": "a.B", "x": 1}}),
+])  # fmt: skip
+def test_overrides_are_applied_in_their_order(line: list[str], model: dict[str, Any]) -> None:
+    assert composed_model(*line) == model
+
+
+def test_a_target_that_comes_back_keeps_the_keys_of_its_file() -> None:
+    assert composed_model("model._target_=a.A", "model._target_=models.cnn.CNN") == composed_model()
+
+
+def test_a_null_becomes_a_component_in_any_order() -> None:
+    hook = ["parallel.hook.factor=1", "parallel.hook._target_=a.B"]
+    for line in (hook, hook[::-1]):
+        composed = compose_line(["parallel=ddp", *line])
+        assert composed.problems == [] and composed.config["parallel"]["hook"] == {"_target_": "a.B", "factor": 1}
 
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in groups() for option in options(group)])

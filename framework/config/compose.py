@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from framework.config.folders import CONF, config_name, folders, options, own_folder, own_groups
 from framework.config.identity import EXECUTION, flat, identity, is_below
 from framework.config.modes import MODES, Mode
-from framework.config.overrides import apply, chosen_by_default, key_of, one_line, parse, sort_overrides
+from framework.config.overrides import apply, chosen_by_default, empty_replaced, key_of, one_line, parse, sort_overrides
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean
 from framework.runtime.problem import Problem
@@ -116,7 +116,8 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     known = list(flat(written))
     for name in _own_sections(config):
         OmegaConf.update(config, f"extra.{name}", f"${{{name}}}", force_add=True)
-    for override in sorted(values, key=lambda override: not override.key_or_group.endswith("._target_")):
+    empty_replaced(config, values)
+    for override in values:
         key = key_of(override)
         group = key.split(".")[0]
         is_new = group in own_groups() and not any(is_below(name, [key]) for name in known)

@@ -154,8 +154,6 @@ def apply(config: DictConfig, override: Override) -> list[Problem]:
         return _delete(config, sections)
     for depth in range(1, len(sections)):
         above = ".".join(sections[:depth])
-        if sections[depth:] == ["_target_"] and _is_empty(config, above):  # null, where a component is allowed
-            OmegaConf.update(config, above, {}, force_add=True)
         if _holds_value(config, above):
             return [Problem(key, "unknown key", f"{above} holds a value, not keys")]
     is_section = OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))
@@ -163,20 +161,37 @@ def apply(config: DictConfig, override: Override) -> list[Problem]:
         expected, close = f"a section, whose keys are set as in {key}.KEY=VALUE", option_meant(str(value), key, ())
         return [Problem(key, f"{shown(value)} is not valid", expected + (f"; {close}" if close else ""))]
     try:
-        _replace_component(config, key, value)
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
         return [Problem(key, f"{shown(value)} is not valid", one_line(error))]
     return []
 
 
-def _replace_component(config: DictConfig, key: str, value: Any) -> None:
-    """Empty a component's node if another `_target_` is set, because the option's other keys belong to the old target."""
-    node_key = key.removesuffix("._target_")
-    target = value if key != node_key else value.get("_target_") if isinstance(value, dict) else None
-    node = OmegaConf.select(config, node_key, throw_on_resolution_failure=False) if target is not None else None
-    if isinstance(node, DictConfig) and node.get("_target_") not in (None, target):
-        node.clear()
+def empty_replaced(config: DictConfig, overrides: list[Override]) -> None:
+    """Empty each component of the files whose last `_target_` is another one: the option's other keys belong to the old target.
+
+    Afterwards, all overrides can be applied in their order. A null, where a component is allowed, becomes an empty node.
+    """
+    targets: dict[str, Any] = {}
+    for override in overrides:
+        targets |= _targets_in(key_of(override), override.value())
+    for key, target in targets.items():
+        node = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+        if isinstance(node, DictConfig) and node.get("_target_") not in (None, target):
+            node.clear()
+        elif _is_empty(config, key):
+            OmegaConf.update(config, key, {}, force_add=True)
+
+
+def _targets_in(key: str, value: Any) -> dict[str, Any]:
+    """Return each `_target_` that an override sets, by the key of its node."""
+    node, _, last = key.rpartition(".")
+    if last == "_target_":
+        return {node: value}
+    found: dict[str, Any] = {}
+    for name, item in value.items() if isinstance(value, dict) else ():
+        found |= _targets_in(f"{key}.{name}", item)
+    return found
 
 
 def _delete(config: DictConfig, sections: list[str]) -> list[Problem]:
